@@ -22,9 +22,10 @@ from common import load, prompts_of, text_parser, text_setting
 
 import moaspec
 from moaspec import GenerationResult, SamplingParams
-from moaspec.drafting.draft_tree import DraftTree, Tree, parse_shape
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.result import acceptance_by_depth
 from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import GREEDY
@@ -33,14 +34,14 @@ from moaspec.sampling.params import GREEDY
 class Likeliest(MoAProposer):
     """Drafts the most likely tokens, without noise."""
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         return super().propose([replace(row, sampling=GREEDY) for row in rows], shape)
 
 
 class Independent(MoAProposer):
     """Drafts with other noise than the target's."""
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         return super().propose([replace(row, sampling=_other(row.sampling)) for row in rows], shape)
 
 

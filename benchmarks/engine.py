@@ -25,9 +25,10 @@ from llamacpp import LlamaCpp, gguf_of
 
 from moaspec import GenerationResult, OracleProposer, Target, Tree
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.draft_tree import DraftTree, parse_shape
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.local_engine import local_engine
@@ -44,7 +45,7 @@ class PaidReplay(MoAProposer):
         super().__init__(drafter, target)
         self._replay = replay
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         super().propose(rows, shape)
         return self._replay.propose(rows, shape)
 

@@ -27,8 +27,9 @@ from rich.progress import track
 
 from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.draft_tree import DraftTree, parse_shape
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.local_engine import local_parts
@@ -128,8 +129,8 @@ class KnownText:
 
     def _walk(self, request: VerifyRequest) -> tuple[tuple[int, ...], int]:
         if not request.num_verified:
-            self._rows[request.row] = self._begun(list(request.new_tokens))
-        rest = self._rows[request.row][request.num_verified + len(request.new_tokens) :]
+            self._rows[request.cache_row] = self._begun(list(request.new_tokens))
+        rest = self._rows[request.cache_row][request.num_verified + len(request.new_tokens) :]
         tree, node = request.tree, -1
         accepted: list[int] = []
         children = {edge: i for i, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}

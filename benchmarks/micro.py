@@ -36,7 +36,7 @@ from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
 from moaspec.support.paths import cache_dir  # noqa: E402
 
 SHAPE = Tree(3, 2, 6)
-LEAST_NOISE = 0.05
+MIN_NOISE = 0.05
 """Share of a median below which no difference is believed, however quiet a run was."""
 CPU = torch.device("cpu")
 WARM_UPS = 2
@@ -129,7 +129,7 @@ def slowdowns(
     for name in figures.keys() & baseline.keys():
         now, before = figures[name], baseline[name]
         noise = max(now["high"] - now["low"], before["high"] - before["low"])
-        noise = max(noise, LEAST_NOISE * before["median"])
+        noise = max(noise, MIN_NOISE * before["median"])
         if now["median"] > before["median"] + noise:
             slower[name] = now["median"] / before["median"] - 1.0
     return slower

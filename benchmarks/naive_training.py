@@ -85,7 +85,7 @@ def _drafter(
 ) -> Tensor:
     """LSA, SA and CA of the whole batch."""
     config, encoder, decoder = drafter.config, drafter.encoder, drafter.decoder
-    mask_BT, start_BT = part.batch.attention_mask_BT.bool(), part.blocks.block_start_BT
+    mask_BT, start_BT = part.batch.attention_mask_BT.bool(), part.blocks.last_verified_BT
     index_T = torch.arange(mask_BT.shape[1])
     theta, eps = config.rope_theta, config.rms_norm_eps
 

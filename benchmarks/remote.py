@@ -24,8 +24,8 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

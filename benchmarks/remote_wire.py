@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.link import LinkOptions

@@ -19,9 +19,9 @@ import torch
 from common import load, parser, setting, spread
 
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.draft_tree import parse_shape
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -122,7 +122,7 @@ class _TimedDrafting:
         self.needs, self.encode = drafting.needs, drafting.encode
         self.rollback, self.close = drafting.rollback, drafting.close
         self.propose = watch.wrap("drafter", drafting.propose)
-        self.observe = watch.wrap("drafter", drafting.observe)
+        self.append_features = watch.wrap("drafter", drafting.append_features)
 
 
 def _rounds(engine: Engine, watch: Stopwatch) -> list[dict[str, float]]:

@@ -30,8 +30,7 @@ from naive_training import naive_step
 import moaspec
 import moaspec.train.trainer as loop
 from moaspec.calibration.measure_costs import machine
-from moaspec.model.draft_decoder import DraftDecoder
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.moa import DraftDecoder, TargetEncoder
 from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch, random_blocks
 from moaspec.train.dataset.examples import Example, collate

@@ -96,7 +96,7 @@ def draft(
             decoder.cross_rope(positions_BT[:, -1:]),
             lambda query: cache.memory.attend(query, causal=False),
         )
-        logits_V = target.get_output_embeddings()(drafter.exit(states_BTE, 0))[0, -1]
+        logits_V = target.get_output_embeddings()(drafter.adapt(states_BTE, 0))[0, -1]
         if drafter.draft_token_ids is not None:  # the drafter knows only these tokens
             logits_V = logits_V[drafter.draft_token_ids]
         best = logits_V.argmax()

@@ -13,8 +13,8 @@ import memorised_target
 import serving
 from browsing import Visit
 from memorised_target import QUESTION
-from moaspec.drafting.draft_tree import parse_shape
 from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.serve.sources.local_source import LocalSource
 
 if TYPE_CHECKING:

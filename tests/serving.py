@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.serve.app import create_app
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.engine_worker import WorkerLimits

@@ -10,13 +10,14 @@ from torch.testing import assert_close
 
 import golden
 import moaspec
+from block_drafts import block_logits, last_known
 from golden import TOLERANCE, needs_golden
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.model.masks import last_known
-from moaspec.model.moa import MoADrafter, positions
+from moaspec.model.moa import MoADrafter
+from moaspec.model.training_pass import positions
 
 pytestmark = needs_golden
 PAPER_TREE = moaspec.Tree(depth=6, breadth=8, total_tokens=62)
@@ -36,7 +37,7 @@ def test_captured_keys_and_values_are_what_layer_self_attention_reads(
     target: moaspec.Target,
 ) -> None:
     batch = golden.arrays("train_batch.npz")
-    result = target.encode(batch["input_ids"], batch["attention_mask"])
+    result = target.capture(batch["input_ids"], batch["attention_mask"])
     real = batch["attention_mask"].bool()
     assert_close(result.kv_BTLK[real], flat_features(batch)[real], **TOLERANCE)
     assert_close(result.hidden_BTE[real], batch["target_hidden_4"][real], **TOLERANCE)
@@ -57,7 +58,7 @@ def test_memory_of_a_prompt(target: moaspec.Target, tmp_path: Path, weights: str
     expected = golden.arrays(f"infer_tree_{weights}_tli0.npz")
     prompt = expected["prompt"].long()
     mask = torch.ones_like(prompt)
-    states = drafter.aggregate(target.encode(prompt, mask).kv_BTLK)
+    states = drafter.aggregate(target.capture(prompt, mask).kv_BTLK)
     key, value = drafter.project_kv(states, positions(mask))
     assert_close(states, expected["ekv2e_prompt"], **TOLERANCE)
     assert_close(key, expected["ca_key_prompt"], **TOLERANCE)
@@ -78,7 +79,8 @@ def test_block_logits_under_each_mask(target: moaspec.Target, tmp_path: Path, na
     batch, expected = golden.arrays("train_batch.npz"), golden.arrays(f"{name}.npz")
     noisy = expected.get("response_mask_noisy", batch["response_mask"])
     index = torch.arange(noisy.shape[1]).expand_as(noisy)
-    logits = drafter.block_logits(
+    logits = block_logits(
+        drafter,
         target,
         batch["input_ids"],
         batch["attention_mask"],
@@ -99,7 +101,9 @@ def test_chain_logits(target: moaspec.Target, tmp_path: Path, num_target_layers:
     tokens = torch.cat((prompt, ids[None, :-1]), dim=1)
     start = torch.full_like(tokens, prompt.shape[1] - 1)
     start[:, : prompt.shape[1]] = torch.arange(prompt.shape[1])
-    logits = drafter.block_logits(target, tokens, torch.ones_like(tokens), start, num_target_layers)
+    logits = block_logits(
+        drafter, target, tokens, torch.ones_like(tokens), start, num_target_layers=num_target_layers
+    )
     assert_close(logits[0, prompt.shape[1] :], expected, **TOLERANCE)
     assert draft_chain(target, drafter, prompt[0].tolist(), num_target_layers) == ids.tolist()
 
@@ -111,9 +115,9 @@ def draft_chain(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(prompt))]))
-    drafting.observe(0, verdict.features)
+    drafting.append_features(0, verdict.features)
     text = [*prompt, verdict.next_token]
-    (tree,) = drafting.propose([RowText(0, text)], moaspec.Chain(6))
+    (tree,) = drafting.propose([RequestText(0, text)], moaspec.Chain(6))
     return [verdict.next_token, *tree.tokens]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 import moaspec
 import tiny
 from bits import needs_packed_kernels, needs_unpacking
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import judge
@@ -27,8 +27,7 @@ from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.race import TimedDecoding, compare_texts, run_race
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.model.moa import MoADrafter
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.moa import MoADrafter, TargetEncoder
 from moaspec.target.names import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -106,7 +105,7 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> Non
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]
     # Longer ones are read by PyTorch's attention first, whose bits depend on the batch.
-    short = [i for i, ids in enumerate(texts) if len(ids) <= MOST_QUERIES]
+    short = [i for i, ids in enumerate(texts) if len(ids) <= MAX_QUERIES]
     assert 3 < len(short) < len(texts)
     for shape in (moaspec.Chain(4), moaspec.Tree(3, 3, 8)):
         options: dict[str, Any] = {"drafter": drafter, "tree": shape, "max_new_tokens": 48}
@@ -159,15 +158,15 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=3)]
     for row, ids in enumerate(texts):
         known = torch.tensor([ids[:-1]])
-        kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+        kv_1TLK = target.capture(known, torch.ones_like(known)).kv_BTLK
         (features,) = drafting.encode(kv_1TLK, torch.arange(len(ids) - 1)[None], [len(ids) - 1])
-        drafting.observe(row, features)
+        drafting.append_features(row, features)
         for one_call in (False, True, False):  # the first reads the prompt
             drafting.rollback(row, len(ids) - 5)
             with monkeypatch.context() as patch:
                 if not one_call:
                     patch.setattr(FastMoAProposer, "grow", MoAProposer.grow)
-                drafting.propose([RowText(row, ids)], shape)
+                drafting.propose([RequestText(row, ids)], shape)
     for ours, theirs in zip(grown[1::3], grown[2::3], strict=True):
         found, expected = by_path(ours), by_path(theirs)
         both = found.keys() & expected.keys()

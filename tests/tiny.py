@@ -29,11 +29,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from block_drafts import block_logits
 from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
-from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
@@ -229,12 +230,13 @@ def trained_drafter(
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
     for _ in range(steps):
         blocks = random_blocks(batch, shortest=3, longest=7, generator=generator)
-        logits_BTV = drafter.block_logits(
+        logits_BTV = block_logits(
+            drafter,
             of,
             batch.input_ids_BT,
             batch.attention_mask_BT,
-            blocks.block_start_BT,
-            num_target_layers,
+            blocks.last_verified_BT,
+            num_target_layers=num_target_layers,
         )
         optimizer.zero_grad()
         F.cross_entropy(logits_BTV[blocks.loss_BT], labels_BT[blocks.loss_BT]).backward()
@@ -274,9 +276,9 @@ def draft(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, prompt)]))
-    drafting.observe(0, verdict.features)
+    drafting.append_features(0, verdict.features)
     text = [*prompt, verdict.next_token]
-    (tree,) = drafting.propose([RowText(0, text, sampling)], shape)
+    (tree,) = drafting.propose([RequestText(0, text, sampling)], shape)
     return text, tree
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import moaspec
 from moaspec.drafting.path_scores import Ranking, margins
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.model.moa import MoADrafter
 from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
@@ -84,12 +84,17 @@ def _collect(
     for prompt, result in zip(prompts, results, strict=True):
         batch = collate([Example(tuple(prompt), tuple(result.token_ids))], [0])
         blocks = fixed_blocks(batch, BLOCK)
-        logits_TV = drafter.block_logits(
-            target, batch.input_ids_BT, batch.attention_mask_BT, blocks.block_start_BT
-        )[0]
+        ids_BT, mask_BT = batch.input_ids_BT, batch.attention_mask_BT
+        states_BTE = drafter.block_states(
+            target.embed(ids_BT),
+            drafter.aggregate(target.capture(ids_BT, mask_BT).kv_BTLK),
+            mask_BT,
+            blocks.last_verified_BT,
+        )
+        logits_TV = target.head(drafter.adapt(states_BTE, 0))[0]
         places = blocks.loss_BT[0].nonzero()[:, 0]
         text = batch.input_ids_BT[0]
-        rows = [RowText(0, text[: int(place) + 1].tolist(), sampling) for place in places]
+        rows = [RequestText(0, text[: int(place) + 1].tolist(), sampling) for place in places]
         log_q_N1V = logits_TV[places][:, None, ids].float().log_softmax(-1)
         perturbed_NV = Ranking(rows, ids).perturbed(log_q_N1V, 0)[:, 0]
         best_NK, order_NK = perturbed_NV.topk(RANKS + 1, dim=-1)

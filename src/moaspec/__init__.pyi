@@ -2,9 +2,10 @@ from moaspec import errors as errors
 from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target
-from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.generation.api import generate, stream

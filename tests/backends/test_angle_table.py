@@ -9,7 +9,8 @@ from torch.testing import assert_close
 import tiny
 from moaspec.backends.fast_drafter import TabulatedRope
 from moaspec.backends.fast_target import TabulatedRotary
-from moaspec.model.rope import Rope
+from moaspec.model.layers import Rope
+from moaspec.model.rope import scaled_rope
 from moaspec.target.families import RotaryEmbeddings
 
 
@@ -40,7 +41,7 @@ def test_frequencies_that_depend_on_the_text_are_not_tabulated() -> None:
         "original_max_position_embeddings": 64,
         "factor": 8.0,
     }
-    rope = Rope.scaled(16, parameters, 512)
+    rope = scaled_rope(16, parameters, 512)
     assert TabulatedRope.of(rope) is rope
 
 

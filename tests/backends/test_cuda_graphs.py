@@ -22,7 +22,8 @@ from moaspec.backends.cuda_graphs import PassGraphs
 from moaspec.backends.fast_target import accelerate
 from moaspec.calibration.measure_costs import fingerprint
 from moaspec.calibration.round_parts import RoundParts
-from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, tree_mask
+from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, tree_mask
+from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.target.target import Target
 from recorder import Recorder, recorders
@@ -98,7 +99,7 @@ def run(
             ids_BT,
             positions_BT,
             mask_B1TS=tree_mask(starts, causal_BTT, sizes.visible),
-            write=cache.writer(rows, starts, sizes.tokens, sizes.visible, steady=sizes.steady),
+            write=cache.writer(rows, starts, sizes.tokens, sizes.visible, kind=sizes.kind),
         )[:, :3]
 
 

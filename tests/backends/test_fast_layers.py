@@ -13,7 +13,7 @@ import moaspec
 import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.cpu.fused_layers import FusedStack
 from moaspec.backends.fast_target import FastDecoderLayers, accelerate
 from moaspec.drafting.kv_cache import KVCache, tree_mask
@@ -152,7 +152,7 @@ def assert_as_exact(exact: Target, plain: Target, packed: Target, num_tokens: in
 
 
 @needs_packed_kernels
-@pytest.mark.parametrize("num_tokens", [1, 3, 9, MOST_QUERIES, 70])
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, MAX_QUERIES, 70])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bf16_they_are_as_exact_as_transformers_layers(family: str, num_tokens: int) -> None:
     exact, plain = kernel_target(family), kernel_target(family)
@@ -188,7 +188,7 @@ def test_what_lies_before_all_sliding_windows_is_not_read(num_tokens: int) -> No
 
 
 @needs_packed_kernels
-@pytest.mark.parametrize("num_tokens", [1, 9, MOST_QUERIES])
+@pytest.mark.parametrize("num_tokens", [1, 9, MAX_QUERIES])
 @pytest.mark.parametrize("family", FUSED)
 def test_one_call_gives_the_bits_of_one_per_layer(
     family: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -201,12 +201,12 @@ def test_one_call_gives_the_bits_of_one_per_layer(
         return run(self, *args, **options)
 
     monkeypatch.setattr(FusedStack, "run", counted)
-    text = TEXTS[1][: 2 * MOST_QUERIES - 40]
+    text = TEXTS[1][: 2 * MAX_QUERIES - 40]
     with torch.inference_mode():
         at_once = cached_pass(target, num_tokens, text)
         # Mixed windows need masks by layer; a start of more tokens is not theirs.
         one_kind = len(set(target.layers.types)) == 1
-        assert len(calls) == ((len(text) - num_tokens <= MOST_QUERIES) + 1 if one_kind else 0)
+        assert len(calls) == ((len(text) - num_tokens <= MAX_QUERIES) + 1 if one_kind else 0)
         calls.clear()
         apart = cached_pass(target, num_tokens, text, watch=lambda index, _: seen.append(index))
     assert calls == []
@@ -275,7 +275,7 @@ def test_fused_models_still_work_as_transformers_users_know_them(family: str) ->
         # Products that are rounded to bf16 in both, of sums in another order.
         assert (got - expected).norm() < 0.1 * expected.norm()
         # Uncached passes, for training, are the kernels' but for their attention.
-        expected, got = (one.encode(ids_BT, ones_BT).hidden_BTE.float() for one in (plain, fused))
+        expected, got = (one.capture(ids_BT, ones_BT).hidden_BTE.float() for one in (plain, fused))
         assert (got - expected).norm() < 0.1 * expected.norm()
 
 

@@ -96,7 +96,7 @@ def test_a_packed_target_is_as_exact_as_a_plain_one(family: str) -> None:
     assert accelerate(packed)
     ids_BT = torch.tensor(PROMPTS[2:3])
     ones_BT = torch.ones_like(ids_BT)
-    states = [one.encode(ids_BT, ones_BT).hidden_BTE.float() for one in (exact, plain, packed)]
+    states = [one.capture(ids_BT, ones_BT).hidden_BTE.float() for one in (exact, plain, packed)]
     plain_error, packed_error = (float((one - states[0]).norm()) for one in states[1:])
     # Both round to bf16, not always in the same place; a wrong weight would be far off.
     assert packed_error < 1.5 * plain_error

@@ -18,7 +18,7 @@ from moaspec.cli.main import run
 from moaspec.cli.prompts import conversation_ids
 from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
-from moaspec.generation.options import RowOptions
+from moaspec.generation.options import GenerateOptions
 from moaspec.generation.session import Session
 from moaspec.target.target import Target
 
@@ -36,7 +36,7 @@ def chat_target(template: str | None = TEMPLATE) -> Target:
 @pytest.fixture
 def talk() -> LocalChat:
     target = chat_target()
-    settings: RowOptions = {"max_new_tokens": NEW, "tree": "chain:2"}
+    settings: GenerateOptions = {"max_new_tokens": NEW, "tree": "chain:2"}
     return LocalChat(Session(target, tiny.random_drafter(target)), settings)
 
 

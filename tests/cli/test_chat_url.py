@@ -14,10 +14,10 @@ from moaspec.cli.commands.chat_url import TAKEN_BACK, ServerChat, _Printer
 from moaspec.cli.main import run
 from moaspec.cli.terminal.console import escape_unsafe
 from moaspec.errors import ServerError
-from moaspec.generation.options import RowOptions
+from moaspec.generation.options import GenerateOptions
 from serving import Served
 
-SETTINGS: RowOptions = {"max_new_tokens": 12, "temperature": 0.0}
+SETTINGS: GenerateOptions = {"max_new_tokens": 12, "temperature": 0.0}
 
 
 @pytest.fixture(scope="module", params=["serve", "edge"])

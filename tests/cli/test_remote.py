@@ -24,7 +24,8 @@ from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
 from moaspec.engine.result import Source
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.moa_checkpoint import config_from_json, save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
 from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle

@@ -27,15 +27,15 @@ from moaspec.drafting.baseline_proposers import (
 )
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.policies import COPIES
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.errors import CorruptCheckpointError, MismatchError
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline, load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.eagle import EagleDrafter
-from moaspec.model.moa import positions
 from moaspec.model.stack import StackConfig
+from moaspec.model.training_pass import positions
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import divergence, feature_loss
 
@@ -96,7 +96,7 @@ def test_long_prompts_keep_all_states(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter = baseline_drafting(new("eagle"), target)
         assert isinstance(drafter, EagleProposer)
         features: list[torch.Tensor] = []
-        monkeypatch.setattr(drafter, "observe", lambda _, one, f=features: f.append(one))
+        monkeypatch.setattr(drafter, "append_features", lambda _, one, f=features: f.append(one))
         engine = moaspec.generation.local_engine.local_engine(target, drafter)
         engine.add(prompt, max_new_tokens=1)
         engine.step()
@@ -113,12 +113,14 @@ def test_states_of_rounds_without_drafts_come_late_but_whole(
     drafting = EagleProposer(cast(EagleDrafter, new("eagle")), target)
     propose = EagleProposer.propose
 
-    def checked(self: EagleProposer, rows: list[RowText], shape: moaspec.Tree) -> list[DraftTree]:
+    def checked(
+        self: EagleProposer, rows: list[RequestText], shape: moaspec.Tree
+    ) -> list[DraftTree]:
         for row in rows:
             ids = torch.tensor([list(row.token_ids[:-1])])
-            expected = target.encode(ids, torch.ones_like(ids)).hidden_BTE[0]
+            expected = target.capture(ids, torch.ones_like(ids)).hidden_BTE[0]
             # float32 sums in another order.
-            assert_close(self.hidden[row.row], expected, **tiny.TOLERANCE)
+            assert_close(self.hidden[row.cache_row], expected, **tiny.TOLERANCE)
         return propose(self, rows, shape)
 
     monkeypatch.setattr(EagleProposer, "propose", checked)

@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.drafting.draft_tree import (
-    AUTO,
-    Chain,
-    DraftTree,
-    PricedTree,
-    Tree,
-    ancestor_matrix,
-    parse_shape,
-    walk,
-    without,
-)
+from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix, walk
+from moaspec.drafting.tree_shapes import DEFAULT_TREE, Chain, PricedTree, parse_shape, without
 from moaspec.errors import InputError, ShapeError
 
 
@@ -120,7 +111,7 @@ def test_a_chain_is_a_tree_of_breadth_one() -> None:
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("auto", AUTO),
+        ("auto", DEFAULT_TREE),
         ("chain:4", Chain(4)),
         ("tree:6x8x62", Tree(6, 8, 62)),
         ("tree:6,8,62", Tree(6, 8, 62)),

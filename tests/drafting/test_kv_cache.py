@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, prefix_mask, tree_mask
+from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, prefix_mask, tree_mask
+from moaspec.drafting.recorded_passes import PassSizes
 
 LAYERS, HEADS, DIM = 2, 3, 4
 CPU = torch.device("cpu")

@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moaspec
 import tiny
+from block_drafts import block_logits
 from moaspec.backends.fast_drafter import prepared
 from moaspec.backends.linear_backends import can_pack
-from moaspec.drafting.draft_tree import Chain, DraftTree, Tree, ancestor_matrix
+from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, MismatchError
 from moaspec.model.moa import ExitAdapter, MoADrafter
 from moaspec.target.target import Target
@@ -34,8 +36,8 @@ def test_the_same_text_may_be_drafted_for_twice() -> None:
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
     drafting = FastMoAProposer(drafter, target)
     (features,) = drafting.encode(*_verified(target, tiny.PROMPTS[1][:-1]))
-    drafting.observe(0, features)
-    row = RowText(0, tiny.PROMPTS[1])
+    drafting.append_features(0, features)
+    row = RequestText(0, tiny.PROMPTS[1])
     first, second = (drafting.propose([row], Chain(3)) for _ in range(2))
     assert first == second
 
@@ -43,7 +45,7 @@ def test_the_same_text_may_be_drafted_for_twice() -> None:
 def _verified(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
     """Keys and values of a text, its positions and its length."""
     ids_1T = torch.tensor([list(tokens)])
-    read = target.encode(ids_1T, torch.ones_like(ids_1T))
+    read = target.capture(ids_1T, torch.ones_like(ids_1T))
     return read.kv_BTLK, torch.arange(len(tokens))[None], [len(tokens)]
 
 
@@ -54,7 +56,9 @@ def training_log_q(
     last_verified = len(text) - 2
     ids = torch.tensor([[*text, *drafts]])
     start = torch.arange(ids.shape[1]).clamp(max=last_verified)[None]
-    logits = drafter.block_logits(target, ids, torch.ones_like(ids), start, layers)
+    logits = block_logits(
+        drafter, target, ids, torch.ones_like(ids), start, num_target_layers=layers
+    )
     return logits[0, last_verified + 1 :].log_softmax(-1)
 
 
@@ -90,7 +94,7 @@ def test_every_round_drafts_what_the_training_pass_does(
     propose = MoAProposer.propose
     lengths: list[int] = []
 
-    def checked(self: MoAProposer, rows: list[RowText], shape: Tree) -> list[DraftTree]:
+    def checked(self: MoAProposer, rows: list[RequestText], shape: Tree) -> list[DraftTree]:
         trees = propose(self, rows, shape)
         for row, tree in zip(rows, trees, strict=True):
             text, drafts = list(row.token_ids), list(tree.tokens)
@@ -174,7 +178,7 @@ def test_one_target_pass_a_round(layers: int, monkeypatch: pytest.MonkeyPatch) -
     drafting_counts: Counter[str] = Counter()
     propose = MoAProposer.propose
 
-    def watched(self: MoAProposer, rows: list[RowText], shape: Tree) -> list[DraftTree]:
+    def watched(self: MoAProposer, rows: list[RequestText], shape: Tree) -> list[DraftTree]:
         before = counts.copy()
         trees = propose(self, rows, shape)
         drafting_counts.update(counts - before)
@@ -197,7 +201,7 @@ def test_encode_splits_features_by_row() -> None:
     target = tiny.target()
     drafting = FastMoAProposer(tiny.random_drafter(target), target)
     ids = torch.tensor([[4, 5, 6, 7, 8]])
-    kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
+    kv = target.capture(ids, torch.ones_like(ids)).kv_BTLK
     together = drafting.encode(kv, torch.arange(5)[None], [2, 3])
     assert [key.shape[2] for key, _ in together] == [2, 3]
     (tail,) = drafting.encode(kv[:, 2:], torch.tensor([[2, 3, 4]]), [3])
@@ -209,14 +213,14 @@ def test_observing_in_pieces_is_observing_at_once() -> None:
     target = tiny.target()
     drafter = tiny.random_drafter(target)
     ids = torch.tensor([tiny.PROMPTS[2]])
-    kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
+    kv = target.capture(ids, torch.ones_like(ids)).kv_BTLK
     trees = []
     for cuts in ([12], [5, 4, 3]):
         drafting = FastMoAProposer(drafter, target)
         positions = torch.arange(12)[None]
         for features in drafting.encode(kv, positions, cuts):
-            drafting.observe(0, features)
-        trees.append(drafting.propose([RowText(0, [*tiny.PROMPTS[2], 7])], Tree(3, 2, 6)))
+            drafting.append_features(0, features)
+        trees.append(drafting.propose([RequestText(0, [*tiny.PROMPTS[2], 7])], Tree(3, 2, 6)))
     assert trees[0] == trees[1]
 
 
@@ -224,8 +228,8 @@ def test_a_closed_row_is_forgotten_and_release_gives_memory_back() -> None:
     target = tiny.target()
     drafting = FastMoAProposer(tiny.random_drafter(target), target)
     kv = torch.randn(1, 3, target.num_layers, target.identity.kv_size)
-    drafting.observe(0, drafting.encode(kv, torch.arange(3)[None], [3])[0])
-    drafting.propose([RowText(0, [1, 2, 3, 4])], Chain(2))
+    drafting.append_features(0, drafting.encode(kv, torch.arange(3)[None], [3])[0])
+    drafting.propose([RequestText(0, [1, 2, 3, 4])], Chain(2))
     drafting.close(0)
     assert drafting.num_read == drafting.num_encoded == {}
     drafting.release()
@@ -425,8 +429,8 @@ def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
     kv = torch.zeros(1, 4 * rows, target.num_layers, target.identity.kv_size)
     positions = torch.arange(4).repeat(rows)[None]
     for row, features in enumerate(drafting.encode(kv, positions, [4] * rows)):
-        drafting.observe(row, features)
-    texts = [RowText(row, [1, 2, 3, 4, 5]) for row in range(rows)]
+        drafting.append_features(row, features)
+    texts = [RequestText(row, [1, 2, 3, 4, 5]) for row in range(rows)]
     with CountOps() as count:
         drafting.propose(texts, shape)
     return count.ops

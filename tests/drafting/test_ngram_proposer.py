@@ -8,7 +8,7 @@ import moaspec
 import tiny
 from moaspec import Chain, NgramProposer, Tree
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.errors import InputError
 
 
@@ -44,7 +44,9 @@ def test_a_row_that_goes_on_otherwise_is_looked_up_anew() -> None:
     drafter, shape = NgramProposer(), Tree(2, 2, 4)
     for text in ([7, 8, 1, 5, 7, 8], [7, 8, 1, 9, 7, 8, 1], [7, 8, 2, 7, 8]):
         drafter.rollback(0, 3)
-        assert drafter.propose([RowText(0, text)], shape) == [NgramProposer().draft(text, shape)]
+        assert drafter.propose([RequestText(0, text)], shape) == [
+            NgramProposer().draft(text, shape)
+        ]
 
 
 def test_min_ngram() -> None:

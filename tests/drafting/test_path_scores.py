@@ -13,7 +13,7 @@ import tiny
 from moaspec import Chain, SamplingParams, Tree
 from moaspec.drafting.draft_tree import ancestor_matrix
 from moaspec.drafting.path_scores import AGREEMENT, SHARPNESS, Ranking, agreement, margins
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.sampling.choose import next_tokens
 from moaspec.sampling.processors import Prefix
 
@@ -32,9 +32,9 @@ def some_log_q(rows: int, width: int, scale: float = 2.0) -> Tensor:
     return (scale * drawn).log_softmax(-1)
 
 
-def rows_of(settings: list[SamplingParams], lengths: list[int]) -> list[RowText]:
+def rows_of(settings: list[SamplingParams], lengths: list[int]) -> list[RequestText]:
     return [
-        RowText(i, [1] * length, one)
+        RequestText(i, [1] * length, one)
         for i, (one, length) in enumerate(zip(settings, lengths, strict=True))
     ]
 

@@ -9,11 +9,12 @@ import torch
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import Chain, DraftTree, PricedTree, Tree
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
+from moaspec.drafting.tree_shapes import Chain, PricedTree
 
 FREE = tuple(0.0 for _ in range(14))
 
@@ -28,10 +29,10 @@ def proposed(shape: Tree, prompts: list[list[int]]) -> list[DraftTree]:
     rows = []
     for row, prompt in enumerate(prompts):
         known = torch.tensor([prompt[:-1]])
-        kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+        kv_1TLK = target.capture(known, torch.ones_like(known)).kv_BTLK
         (features,) = inner.encode(kv_1TLK, torch.arange(known.shape[1])[None], [known.shape[1]])
-        inner.observe(row, features)
-        rows.append(RowText(row, prompt))
+        inner.append_features(row, features)
+        rows.append(RequestText(row, prompt))
     return inner.propose(rows, shape)
 
 

@@ -18,15 +18,16 @@ import moaspec
 import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.cpu.fused_drafting import draft_tree
 from moaspec.backends.fast_target import accelerate
 from moaspec.drafting import fast_moa_proposer
-from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
@@ -36,7 +37,7 @@ pytestmark = [needs_packed_kernels, pytest.mark.kernels]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 ALL_PROMPTS = (*PROMPTS, *(tuple((7 * step * i + 3) % 64 for i in range(n)) for step, n in (
-    (1, 40), (3, MOST_QUERIES),
+    (1, 40), (3, MAX_QUERIES),
 )))  # fmt: skip
 SHAPES = (moaspec.Chain(4), moaspec.Tree(3, 3, 8))
 LENGTH = 30
@@ -225,7 +226,7 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
     for row, prompt in enumerate(ALL_PROMPTS):
         for drafting in (local, on_device):
             _read(drafting, target, row, prompt)
-        texts = [RowText(row, prompt)]
+        texts = [RequestText(row, prompt)]
         assert on_device.propose(texts, DRAWN[3]) == local.propose(texts, DRAWN[3])
 
 
@@ -258,16 +259,16 @@ def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers:
 
     laws = list(DRAFTED_BY.values())
     texts = [
-        RowText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
+        RequestText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
     ]
     drafting = new_drafting()
     for one in texts:
-        _read(drafting, target, one.row, one.token_ids)
+        _read(drafting, target, one.cache_row, one.token_ids)
     together = drafting.propose(texts, moaspec.Tree(3, 3, 8))
     alone = []
     for one in texts:
         drafting = new_drafting()
-        _read(drafting, target, one.row, one.token_ids)
+        _read(drafting, target, one.cache_row, one.token_ids)
         alone += drafting.propose([one], moaspec.Tree(3, 3, 8))
     assert together == alone
 
@@ -301,7 +302,7 @@ def _read(
 ) -> None:
     """Let it read what was verified: all but the newest token, or tokens."""
     known = torch.tensor([text[: max(1, len(text) - 1 - behind)]])
-    kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+    kv_1TLK = target.capture(known, torch.ones_like(known)).kv_BTLK
     size = known.shape[1]
     (features,) = drafting.encode(kv_1TLK, torch.arange(size)[None], [size])
     drafting.close(row)
@@ -335,5 +336,5 @@ def drafts(
             ends = [switch for switch in target.rope_switches if switch >= length]
             limited = shape.limited(min(ends) - length) if ends else shape  # as `Engine` does
             if limited is not None:
-                drafted += drafting.propose([RowText(row, prompt[:length], sampling)], limited)
+                drafted += drafting.propose([RequestText(row, prompt[:length], sampling)], limited)
     return drafted

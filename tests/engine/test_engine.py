@@ -13,9 +13,10 @@ from torch.testing import assert_close
 import moaspec
 import moaspec.engine.engine
 import tiny
-from moaspec.drafting.draft_tree import Chain, Tree
-from moaspec.drafting.policy.policies import DraftPolicy, FixedPolicy
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
@@ -167,12 +168,19 @@ def test_one_round_reads_the_text_anew_at_the_switch() -> None:
     assert depths == [3, 0, 5, 3]
 
 
-class Told(FixedPolicy):
+class Told:
     """Remembers which texts were to be read."""
 
+    wants_features = True
+
     def __init__(self) -> None:
-        super().__init__(Chain(2))
         self.begun: list[tuple[int, int]] = []
+
+    def shape(self, _length: int, _num_rows: int) -> Tree:
+        return Chain(2)
+
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        pass
 
     def begin(self, unread: int, room: int, _num_rows: int) -> None:
         self.begun.append((unread, room))
@@ -231,7 +239,7 @@ def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
     )
     decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
     ids = torch.tensor([text[:26]])
-    expected = target.encode(ids, torch.ones_like(ids)).kv_BTLK[0]
+    expected = target.capture(ids, torch.ones_like(ids)).kv_BTLK[0]
     assert_close(verifier.cache.features(0, 0, 26)[0], expected, **tiny.TOLERANCE)
 
 
@@ -303,7 +311,7 @@ def test_rows_are_verified_in_the_order_of_their_places() -> None:
     verify = engine._verifier.verify
 
     async def noted(requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        seen.append([request.row for request in requests])
+        seen.append([request.cache_row for request in requests])
         return await verify(requests)
 
     engine._verifier.verify = noted  # type: ignore[method-assign]

@@ -12,8 +12,9 @@ import moaspec
 import moaspec.generation.local_engine
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
-from moaspec.drafting.draft_tree import DraftTree, merged
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.ngram_proposer import NgramIndex
+from moaspec.drafting.tree_shapes import merged
 from moaspec.engine.request_state import BRANCH_NGRAMS
 
 pytestmark = pytest.mark.kernels

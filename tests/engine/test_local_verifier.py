@@ -25,7 +25,7 @@ def verify(verifier: LocalVerifier, *requests: VerifyRequest) -> list[VerifyResu
 
 def uncached_kv(family: str, text: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(text)])
-    return tiny.target(family).encode(ids, torch.ones_like(ids)).kv_BTLK[0]
+    return tiny.target(family).capture(ids, torch.ones_like(ids)).kv_BTLK[0]
 
 
 def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
@@ -68,7 +68,7 @@ def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
             tree = data.draw(st.composite(right_and_wrong)(wholes[row][at + 1 : at + 5]))
             requests.append(VerifyRequest(row, at, (wholes[row][at],), tree))
         for request, verdict in zip(requests, verify(verifier, *requests), strict=True):
-            row, at = request.row, lengths[request.row]
+            row, at = request.cache_row, lengths[request.cache_row]
             taken = [request.tree.tokens[node] for node in verdict.accepted]
             lengths[row] += 1 + len(taken)
             assert [*taken, verdict.next_token] == wholes[row][at + 1 : at + 2 + len(taken)]

@@ -19,7 +19,7 @@ import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.text_proposer import TextProposer
+from moaspec.drafting.protocols import TextProposer
 from moaspec.engine.local_verifier import LocalVerifier
 
 pytestmark = pytest.mark.kernels

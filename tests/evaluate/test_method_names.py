@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tiny
-from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod

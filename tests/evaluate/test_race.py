@@ -11,7 +11,7 @@ import pytest
 import tiny
 from commands import text_target
 from moaspec.drafting.ngram_proposer import NgramProposer
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, compare_texts, run_race
@@ -26,7 +26,7 @@ def target() -> Target:
     return text_target()
 
 
-def replay() -> Drafter:
+def replay() -> Proposer:
     """A drafter that is always right."""
     return tiny.ReplayDrafting([[*PROMPT, *OWN]])
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun, TransformersMethod

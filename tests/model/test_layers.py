@@ -15,11 +15,12 @@ from moaspec.model.layers import (
     CrossAttentionLayer,
     DecoderLayer,
     KeyValueProjection,
+    Rope,
     masked_attention,
     normed_products,
 )
 from moaspec.model.masks import text_mask
-from moaspec.model.rope import Rope
+from moaspec.model.rope import scaled_rope
 from moaspec.target.families import plain_layer_state
 
 EPS = 1e-6
@@ -65,7 +66,7 @@ def test_a_decoder_layer_is_transformers_own(model: Any) -> None:
     ours = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu")
     ours.load_state_dict(layer_state(model, 1))
     x_BTE = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(0))
-    cos_sin = Rope.scaled(8, model.config.rope_parameters, 256)(POSITIONS)
+    cos_sin = scaled_rope(8, model.config.rope_parameters, 256)(POSITIONS)
     got = ours(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, MASK))
     expected = theirs(
         x_BTE,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from block_drafts import last_known
 from moaspec.model.masks import (
-    last_known,
     memory_mask,
     reused_layer_mask,
     staircase_mask,
     text_mask,
     window_mask,
 )
-from moaspec.model.moa import positions
+from moaspec.model.training_pass import positions
 
 PADDED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 BLOCK_START = torch.tensor([[0, 0, 0, 2], [0, 1, 1, 1]])

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tiny
-from moaspec.model.moa import MoADrafter, TargetPass
+from block_drafts import block_logits
+from moaspec.model.moa import MoADrafter
+from moaspec.model.training_pass import TargetPass
 
 IDS = torch.tensor([[3, 7, 1, 9, 30, 2, 2, 8]])
 START = torch.tensor([[0, 1, 2, 2, 2, 2, 5, 5]])
@@ -22,7 +24,7 @@ def logits(ids: Tensor, layers: int, *, start: Tensor = START, pads: int = 0) ->
     mask = torch.ones_like(ids)
     mask[:, ids.shape[1] - pads :] = 0
     drafter = tiny.random_drafter(tiny.target())
-    return drafter.block_logits(tiny.target(), ids, mask, start, layers)
+    return block_logits(drafter, tiny.target(), ids, mask, start, num_target_layers=layers)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
@@ -54,7 +56,7 @@ class GivenTarget:
     def embed(self, _ids_BT: Tensor) -> Tensor:
         return self.embeddings_BTE
 
-    def encode(self, _ids_BT: Tensor, _mask_BT: Tensor) -> TargetPass:
+    def capture(self, _ids_BT: Tensor, _mask_BT: Tensor) -> TargetPass:
         return TargetPass(self.kv_BTLK, self.embeddings_BTE)
 
     def head(self, states_BTE: Tensor, _token_ids: Tensor | None = None) -> Tensor:
@@ -68,7 +70,7 @@ def given_states(
     ids, start = IDS.expand(rows, -1), START.expand(rows, -1)
     given: Any = GivenTarget(embeddings_BTE, kv_BTLK)
     drafter = tiny.random_drafter(tiny.target())
-    return drafter.block_logits(given, ids, torch.ones_like(ids), start, staircase_B=staircase_B)
+    return block_logits(drafter, given, ids, torch.ones_like(ids), start, staircase_B=staircase_B)
 
 
 def test_activations_after_the_block_start_are_not_read() -> None:
@@ -97,7 +99,7 @@ def test_trimmed_vocabulary_leaves_other_tokens_impossible() -> None:
     kept = torch.tensor([2, 5, 40])
     target = tiny.target()
     trimmed = tiny.random_drafter(target, draft_token_ids=kept)
-    got = trimmed.block_logits(target, IDS, torch.ones_like(IDS), START)
+    got = block_logits(trimmed, target, IDS, torch.ones_like(IDS), START)
     assert_close(got[..., kept], logits(IDS, 0)[..., kept], **tiny.TOLERANCE)
     outside = torch.ones(64, dtype=torch.bool)
     outside[kept] = False
@@ -114,6 +116,9 @@ def test_ca_normalises_queries_and_keys_with_one_weight() -> None:
 def test_only_the_drafter_learns(layers: int) -> None:
     target = tiny.target()
     drafter: MoADrafter = tiny.random_drafter(target).requires_grad_(True)
-    drafter.block_logits(target, IDS, torch.ones_like(IDS), START, layers).square().sum().backward()
+    logits = block_logits(
+        drafter, target, IDS, torch.ones_like(IDS), START, num_target_layers=layers
+    )
+    logits.square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in drafter.parameters())
     assert all(p.grad is None for p in target.model.parameters())

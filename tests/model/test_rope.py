@@ -12,7 +12,8 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3 import modeling_phi3
 
-from moaspec.model.rope import Rope, rotate
+from moaspec.model.layers import Rope, rotate
+from moaspec.model.rope import LongRope, scaled_rope
 
 POSITIONS = torch.tensor([[0, 1, 2, 50, 255, 1000], [7, 6, 5, 4, 3, 2]])
 LLAMA3 = {
@@ -59,7 +60,7 @@ def test_plain() -> None:
 
 @pytest.mark.parametrize("parameters", [LLAMA3, YARN, {"rope_theta": 5000.0}], ids=str)
 def test_scaled(parameters: dict[str, Any]) -> None:
-    cos, sin = Rope.scaled(16, parameters, 512)(POSITIONS)
+    cos, sin = scaled_rope(16, parameters, 512)(POSITIONS)
     expected_cos, expected_sin = theirs({"rope_type": "default"} | parameters)
     assert cos.shape == (2, 1, 6, 16)
     assert_close(cos[:, 0], expected_cos)
@@ -79,7 +80,8 @@ def phi3_rotary() -> Any:
 
 
 def test_longrope_goes_by_the_length_of_each_row() -> None:
-    rope, theirs = Rope.scaled(16, LONGROPE, 512), phi3_rotary()
+    rope, theirs = scaled_rope(16, LONGROPE, 512), phi3_rotary()
+    assert isinstance(rope, LongRope)
     assert (rope.switch, rope.attention_scaling) == (64, theirs.attention_scaling)
     positions = torch.tensor([[0, 1, 62, 63], [0, 1, 63, 64]])
     cos, sin = rope(positions)
@@ -92,17 +94,17 @@ def test_longrope_goes_by_the_length_of_each_row() -> None:
 
 def test_partial_rotation() -> None:
     query, key = torch.randn(2, 2, 3, 4, 16, generator=torch.Generator().manual_seed(0))
-    cos, sin = Rope.scaled(16, LONGROPE, 512)(POSITIONS[:, :4])
+    cos, sin = scaled_rope(16, LONGROPE, 512)(POSITIONS[:, :4])
     assert cos.shape == (2, 1, 4, 8)
     expected = modeling_phi3.apply_rotary_pos_emb(query, key, cos[:, 0], sin[:, 0])
     assert_close(rotate(query, (cos, sin)), expected[0])
     assert_close(rotate(key, (cos, sin)), expected[1])
-    plain = Rope.scaled(16, {"rope_theta": 10.0, "partial_rotary_factor": 0.5}, 512)
+    plain = scaled_rope(16, {"rope_theta": 10.0, "partial_rotary_factor": 0.5}, 512)
     assert_close(plain.inv_freq, Rope.plain(8, 10.0).inv_freq, rtol=0, atol=0)
 
 
 def test_scaling_does_something() -> None:
-    plain, scaled = Rope.plain(16, 5000.0), Rope.scaled(16, LLAMA3, 512)
+    plain, scaled = Rope.plain(16, 5000.0), scaled_rope(16, LLAMA3, 512)
     assert not torch.allclose(plain.inv_freq, scaled.inv_freq)
 
 
@@ -117,7 +119,7 @@ def test_rotate() -> None:
 
 def test_frequencies_stay_in_float32() -> None:
     """In bf16 neighbouring positions beyond 256 would coincide."""
-    rope = Rope.scaled(16, LONGROPE, 512)
+    rope = scaled_rope(16, LONGROPE, 512)
     before = {name: buffer.clone() for name, buffer in rope.named_buffers()}
     assert set(before) == {"inv_freq", "long_inv_freq"}
     nn.Sequential(rope).to(torch.bfloat16)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import moaspec.model.target_encoder
+import moaspec.model.moa
 import tiny
+from block_drafts import layer_features
 from moaspec.errors import ShapeError
 from moaspec.model.layers import masked_attention
-from moaspec.model.target_encoder import LayerFeatures, layer_features
+from moaspec.model.training_pass import LayerFeatures
 
 
 def test_layout_of_layer_features() -> None:
@@ -39,7 +40,7 @@ def test_chunks_do_not_change_the_aggregate(chunk: int, monkeypatch: pytest.Monk
     drafter = tiny.random_drafter(tiny.target())
     kv = torch.randn(2, 5, 3, 32, generator=torch.Generator().manual_seed(0))
     expected = drafter.aggregate(kv)
-    monkeypatch.setattr(moaspec.model.target_encoder, "AGGREGATE_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(moaspec.model.moa, "AGGREGATE_CHUNK_TOKENS", chunk)
     assert_close(drafter.aggregate(kv), expected, **tiny.TOLERANCE)
 
 

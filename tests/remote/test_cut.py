@@ -12,7 +12,7 @@ import pytest
 import moaspec
 import tiny
 from links import FaultyTransport, Restartable
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import LinkError, RefusedError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.events import RemoteEvent

@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 from links import FaultyTransport, Restartable
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

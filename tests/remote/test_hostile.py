@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tiny
 from hostile import NAMES, Hostile
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

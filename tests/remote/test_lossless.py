@@ -11,7 +11,8 @@ import pytest
 import moaspec
 import tiny
 from links import Faults, FaultyTransport, Restartable
-from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

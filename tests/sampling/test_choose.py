@@ -22,7 +22,7 @@ import moaspec
 import moaspec.generation.api
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import next_tokens
@@ -67,7 +67,7 @@ ROWS = [(RAGGED[i % len(RAGGED)], params) for i, params in enumerate(SETTINGS.va
 def decode(
     target: Target,
     rows: Sequence[tuple[Sequence[int], SamplingParams]],
-    drafter: MoADrafter | Drafter | None = None,
+    drafter: MoADrafter | Proposer | None = None,
     shape: Tree = Chain(3),  # noqa: B008
     **options: Any,
 ) -> list[GenerationResult]:
@@ -176,7 +176,7 @@ def test_log_probabilities_are_the_targets_own() -> None:
     )
     assert text == [*prompt, *result.token_ids]
     ids = torch.tensor([text])
-    log_p = target.head(target.encode(ids, torch.ones_like(ids)).hidden_BTE[0]).log_softmax(-1)
+    log_p = target.head(target.capture(ids, torch.ones_like(ids)).hidden_BTE[0]).log_softmax(-1)
     expected = log_p[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
     assert_close(torch.tensor(result.logprobs), expected, **tiny.TOLERANCE)
     assert decode(target, [(prompt, SamplingParams())])[0].logprobs == []
@@ -225,7 +225,7 @@ def enumerated(target: Target, prompt: Sequence[int], processors: LogitsProcesso
     probability = torch.ones(1, dtype=torch.float64)
     ids = torch.tensor([list(prompt)])
     for _ in range(LENGTH):
-        hidden_BTE = target.encode(ids, torch.ones_like(ids)).hidden_BTE
+        hidden_BTE = target.capture(ids, torch.ones_like(ids)).hidden_BTE
         scores: Any = processors(ids, target.head(hidden_BTE[:, -1]))
         probability = (probability[:, None] * scores.double().softmax(-1)).flatten()
         ids = ids.repeat_interleave(WORDS, 0)
@@ -276,7 +276,11 @@ def test_two_choices_of_a_prompt_are_independent() -> None:
     pairs = torch.tensor(texts(results)).view(-1, 2)
     counts = torch.bincount(pairs[:, 0] * 4 + pairs[:, 1], minlength=16).double()
     ids = torch.tensor([[1, 2]])
-    p = target.head(target.encode(ids, torch.ones_like(ids)).hidden_BTE[0, -1]).double().softmax(-1)
+    p = (
+        target.head(target.capture(ids, torch.ones_like(ids)).hidden_BTE[0, -1])
+        .double()
+        .softmax(-1)
+    )
     assert p_value(counts, len(pairs) * torch.outer(p, p).flatten()) > FALSE_ALARM
 
 

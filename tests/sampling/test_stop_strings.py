@@ -14,7 +14,7 @@ import moaspec.generation.api
 import tiny
 from moaspec import Chain, Tree
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.text_proposer import TextProposer
+from moaspec.drafting.protocols import TextProposer
 from moaspec.errors import InputError
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 import moaspec
 import serving
 import tiny
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.target import Target
 

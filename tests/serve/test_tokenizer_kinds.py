@@ -11,8 +11,8 @@ from openai import OpenAI
 import serving
 import tiny
 import tokenizer_kinds
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.target import Target

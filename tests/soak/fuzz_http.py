@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import serving
 import tiny
 from edges import Edge
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.serve.sources.source import TextSource

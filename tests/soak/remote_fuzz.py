@@ -24,7 +24,7 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import LinkError, MoaSpecError
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 import torch
 
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport

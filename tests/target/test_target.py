@@ -12,9 +12,9 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import moaspec
 import tiny
+from block_drafts import layer_features
 from moaspec.backends.fast_target import accelerate
 from moaspec.errors import UnsupportedTargetError
-from moaspec.model.target_encoder import layer_features
 from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.target import Target
 
@@ -41,7 +41,7 @@ def transformers_pass(target: Target, ids: list[int]) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_encode_gives_what_transformers_caches(family: str) -> None:
     target = tiny.target(family)
-    result = target.encode(IDS, MASK)
+    result = target.capture(IDS, MASK)
     assert result.kv_BTLK.shape == (2, LONG, 3, target.identity.kv_size)
     for row, length in enumerate(MASK.sum(1).tolist()):
         kv, hidden, logits = transformers_pass(target, IDS[row, :length].tolist())
@@ -54,7 +54,7 @@ def test_encode_gives_what_transformers_caches(family: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_pads_on_the_right_change_nothing(family: str) -> None:
     target = tiny.target(family)
-    padded, alone = target.encode(IDS, MASK), target.encode(IDS[1:, :SHORT], MASK[1:, :SHORT])
+    padded, alone = target.capture(IDS, MASK), target.capture(IDS[1:, :SHORT], MASK[1:, :SHORT])
     assert_close(padded.kv_BTLK[1:, :SHORT], alone.kv_BTLK, **tiny.TOLERANCE)
     assert_close(padded.hidden_BTE[1:, :SHORT], alone.hidden_BTE, **tiny.TOLERANCE)
     assert bool(padded.hidden_BTE.isfinite().all())
@@ -63,8 +63,8 @@ def test_pads_on_the_right_change_nothing(family: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_pads_on_the_left_change_nothing(family: str) -> None:
     target = tiny.target(family)
-    turned = target.encode(IDS.roll(LONG - SHORT, 1), MASK.roll(LONG - SHORT, 1))
-    alone = target.encode(IDS[1:, :SHORT], MASK[1:, :SHORT])
+    turned = target.capture(IDS.roll(LONG - SHORT, 1), MASK.roll(LONG - SHORT, 1))
+    alone = target.capture(IDS[1:, :SHORT], MASK[1:, :SHORT])
     assert_close(turned.kv_BTLK[1:, -SHORT:], alone.kv_BTLK, **tiny.TOLERANCE)
     assert_close(turned.hidden_BTE[1:, -SHORT:], alone.hidden_BTE, **tiny.TOLERANCE)
 
@@ -94,7 +94,7 @@ def captured_before_norm(target: Target) -> Tensor:
     seen: list[Tensor] = []
     norm = target.model.base_model.norm
     handle = norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    target.encode(IDS[:1], MASK[:1])
+    target.capture(IDS[:1], MASK[:1])
     handle.remove()
     return seen[0]
 
@@ -119,7 +119,7 @@ def test_head_of_some_tokens_is_rows_of_the_full_head(bias: bool) -> None:
 def test_logits_are_float32_in_any_dtype() -> None:
     target = Target(tiny.model().to(torch.bfloat16), None, name="bf16")
     assert target.dtype == torch.bfloat16
-    hidden = target.encode(IDS, MASK).hidden_BTE
+    hidden = target.capture(IDS, MASK).hidden_BTE
     assert hidden.dtype == torch.bfloat16
     assert target.head(hidden).dtype == torch.float32
 
@@ -237,7 +237,7 @@ def test_settings_beside_the_usual_ones(packed: bool, family: str, changes: dict
     if packed:
         accelerate(target)
     kv, hidden, _ = transformers_pass(target, IDS[0].tolist())
-    result = target.encode(IDS[:1], MASK[:1])
+    result = target.capture(IDS[:1], MASK[:1])
     assert_close(result.kv_BTLK[0], kv, **tiny.TOLERANCE)
     assert_close(result.hidden_BTE[0], hidden, **tiny.TOLERANCE)
     prompt = IDS[1, :SHORT].tolist()
@@ -255,7 +255,7 @@ def test_embeddings_are_scaled_where_the_model_scales_them() -> None:
 def test_tied_and_soft_capped_head() -> None:
     target = tiny.fresh_target("gemma3_text", tie_word_embeddings=True)
     ids = torch.tensor([7, 0, 63])
-    hidden = target.encode(IDS[:1], MASK[:1]).hidden_BTE
+    hidden = target.capture(IDS[:1], MASK[:1]).hidden_BTE
     _, _, logits = transformers_pass(target, IDS[0].tolist())
     assert target.draft_head(None).weight is target.model.get_input_embeddings().weight
     # The cap is 4: uncapped logits of this model reach far beyond it.

@@ -14,8 +14,8 @@ def test_fixed_blocks_written_out() -> None:
     batch = collate([Example((1, 2, 3), (4, 5, 6, 7, 8)), Example((1,), (2, 3, 4))], [0, 1])
     blocks = fixed_blocks(batch, 2)
     # Responses begin at 3 and 1: blocks {3, 4}, {5, 6}, {7} and {1, 2}, {3}.
-    assert blocks.block_start_BT[0].tolist() == [0, 1, 2, 2, 2, 4, 4, 6]
-    assert blocks.block_start_BT[1, :4].tolist() == [0, 0, 0, 2]
+    assert blocks.last_verified_BT[0].tolist() == [0, 1, 2, 2, 2, 4, 4, 6]
+    assert blocks.last_verified_BT[1, :4].tolist() == [0, 0, 0, 2]
     assert blocks.step_BT[0, 3:].tolist() == [0, 1, 0, 1, 0]
     assert blocks.step_BT[1, 1:4].tolist() == [0, 1, 0]
     assert blocks.loss_BT.int().tolist() == [[0, 0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
@@ -25,7 +25,7 @@ def test_every_response_has_blocks_of_its_own() -> None:
     """Responses at 2..4 and 7..9: blocks {2, 3}, {4}, {7, 8}, {9}; the rest is verified."""
     batch = collate([Example((1, 2), (3, 4, 5), (6, 7), (8, 9, 1))], [0])
     blocks = fixed_blocks(batch, 2)
-    assert blocks.block_start_BT.tolist() == [[0, 1, 1, 1, 3, 5, 6, 6, 6, 8]]
+    assert blocks.last_verified_BT.tolist() == [[0, 1, 1, 1, 3, 5, 6, 6, 6, 8]]
     assert blocks.step_BT[blocks.loss_BT].tolist() == [0, 1, 0, 1]
     assert blocks.loss_BT.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1, 0]]
 
@@ -65,7 +65,7 @@ def test_random_blocks_partition_each_response(
         assert lengths[-1] <= longest
         begin = prompt
         for length in lengths:
-            inside = blocks.block_start_BT[row, begin : begin + length]
+            inside = blocks.last_verified_BT[row, begin : begin + length]
             assert inside.tolist() == [begin - 1] * length
             begin += length
         loss = blocks.loss_BT[row].nonzero().flatten().tolist()
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_blocks() -> None:
     made = [
         random_blocks(
             batch, shortest=2, longest=9, generator=torch.Generator().manual_seed(seed)
-        ).block_start_BT.tolist()
+        ).last_verified_BT.tolist()
         for seed in (3, 3, 4)
     ]
     assert made[0] == made[1]

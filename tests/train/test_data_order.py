@@ -32,9 +32,9 @@ def test_parts_hold_every_query_of_the_step_once(number: int) -> None:
         assert bool(part.batch.attention_mask_BT.any(0).all())
         for row, example in enumerate(part.batch.example_ids):
             at = whole.batch.example_ids.index(example)
-            width = part.blocks.block_start_BT.shape[1]
-            expected = whole.blocks.block_start_BT[at, :width]
-            assert torch.equal(part.blocks.block_start_BT[row], expected)
+            width = part.blocks.last_verified_BT.shape[1]
+            expected = whole.blocks.last_verified_BT[at, :width]
+            assert torch.equal(part.blocks.last_verified_BT[row], expected)
 
 
 def test_a_restored_order_goes_on_in_the_middle_of_an_epoch() -> None:
@@ -45,7 +45,7 @@ def test_a_restored_order_goes_on_in_the_middle_of_an_epoch() -> None:
     for step in range(2, 12):
         a, b = first.next_batch(step), second.next_batch(step)
         assert a.batch.example_ids == b.batch.example_ids
-        assert torch.equal(a.blocks.block_start_BT, b.blocks.block_start_BT)
+        assert torch.equal(a.blocks.last_verified_BT, b.blocks.last_verified_BT)
 
 
 def test_an_epoch_has_every_example_once(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import golden
+from block_drafts import last_known
 from golden import TOLERANCE, needs_golden
-from moaspec.model.checkpoint.moa_checkpoint import to_published_name
-from moaspec.model.masks import last_known
-from moaspec.model.moa import MoADrafter, positions
+from moaspec.model.checkpoint.tensor_names import to_published_name
+from moaspec.model.moa import MoADrafter
+from moaspec.model.training_pass import positions
 from moaspec.target.target import Target
 from moaspec.train.students.losses import divergence, feature_loss
 
@@ -59,7 +60,7 @@ def oracle(
     index_BT = torch.arange(ids.shape[1]).expand_as(ids)
     states_BTE = drafter.block_states(
         target.embed(ids),
-        drafter.aggregate(target.encode(ids, mask_BT).kv_BTLK),
+        drafter.aggregate(target.capture(ids, mask_BT).kv_BTLK),
         mask_BT,
         last_known(index_BT, noisy_BT == 0),
         staircase_B=expected.get("staircase_applied", torch.zeros(len(ids))).bool(),

@@ -18,9 +18,10 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
+from block_drafts import block_logits
 from moaspec.backends import linear_backends
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
@@ -227,14 +228,14 @@ def test_with_a_frozen_lsa_the_target_runs_once_for_every_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
 ) -> None:
     run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=layers, activation_cache=False)
-    encode = Mock(wraps=run.target.encode)
-    monkeypatch.setattr(run.target, "encode", encode)
+    capture = Mock(wraps=run.target.capture)
+    monkeypatch.setattr(run.target, "capture", capture)
     for _ in range(-(-len(run.data.train_ids) // run.config.batch_size)):
         run.train_step()
-    assert encode.call_count > 0
-    encode.reset_mock()
+    assert capture.call_count > 0
+    capture.reset_mock()
     run.train_step()
-    assert encode.call_count == 0
+    assert capture.call_count == 0
 
 
 def test_measuring_after_the_last_step_reads_what_is_kept(
@@ -243,11 +244,11 @@ def test_measuring_after_the_last_step_reads_what_is_kept(
     """With an LSA that never learns, the target once read all held-out answers again."""
     run = trainer(tmp_path, frozen_lsa=1.0, activation_cache=False)
     run.measure()
-    encode = Mock(wraps=run.target.encode)
-    monkeypatch.setattr(run.target, "encode", encode)
+    capture = Mock(wraps=run.target.capture)
+    monkeypatch.setattr(run.target, "capture", capture)
     run.step = run.config.steps
     run.measure()
-    assert encode.call_count == 0
+    assert capture.call_count == 0
 
 
 def poison(run: Trainer) -> None:
@@ -623,8 +624,10 @@ def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
             drafting = FastMoAProposer(drafter, target)
             verifier = LocalVerifier(target, drafting)
             (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(text[:root]))]))
-            drafting.observe(0, verdict.features)
-            (tree,) = drafting.propose([RowText(0, text[: root + 1])], moaspec.Chain(BLOCK_LENGTH))
+            drafting.append_features(0, verdict.features)
+            (tree,) = drafting.propose(
+                [RequestText(0, text[: root + 1])], moaspec.Chain(BLOCK_LENGTH)
+            )
             wanted = text[root + 1 : root + 1 + BLOCK_LENGTH]
             agreed = [a == b for a, b in zip(tree.tokens, wanted, strict=True)]
             lengths.append([*agreed, False].index(False))
@@ -726,10 +729,10 @@ def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
     ids = torch.tensor([list(tiny.PROMPTS[2])])
     ones = torch.ones_like(ids)
     start = torch.zeros_like(ids)
-    before = drafter.block_logits(tiny.target(), ids, ones, start)[0, -1]
+    before = block_logits(drafter, tiny.target(), ids, ones, start)[0, -1]
     changed = ids.clone()
     changed[0, 5] = 9
-    after = drafter.block_logits(tiny.target(), changed, ones, start)[0, -1]
+    after = block_logits(drafter, tiny.target(), changed, ones, start)[0, -1]
     # Only SA tells the last query of a token that CA may not read.
     assert torch.equal(before, after) == ("sa" in without)
     kv = torch.randn(1, 2, 3, drafter.config.kv_size)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from block_drafts import layer_features
 from moaspec.errors import ServingError
-from moaspec.model.target_encoder import layer_features
 from moaspec.vllm_plugin.capture import HeadShare, VLLMCapture, require_capturable, verified_index
 
 HEADS, DIM, LAYERS, TOKENS = 4, 6, 3, 5

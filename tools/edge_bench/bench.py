@@ -16,7 +16,7 @@ from edge_bench import python_command
 from edge_bench.case import MODES, Case, drafter_name
 from edge_bench.formula import Mode, Round, pays, prediction
 from edge_bench.namespaces import EmulatedLink, Side
-from moaspec.drafting.draft_tree import AUTO
+from moaspec.drafting.tree_shapes import DEFAULT_TREE
 from moaspec.errors import InputError, MoaSpecError
 from moaspec.remote.emulation import PRESETS, LinkProfile, link_named
 from moaspec.remote.protocol.codec import CodecName
@@ -347,7 +347,9 @@ def measured_row(
     moved = measured["bytes_up_per_token"] + measured["bytes_down_per_token"]
     of = Round(
         tokens=measured["tau"],
-        drafted=measured["drafted"] / rounds if case.mode in ("sync", "ahead") else AUTO.depth,
+        drafted=measured["drafted"] / rounds
+        if case.mode in ("sync", "ahead")
+        else DEFAULT_TREE.depth,
         step_s=measured["step_s"] or case.step_s,
         pass_s=measured["pass_s"] or pass_s,
         rtt_s=rtt_s,

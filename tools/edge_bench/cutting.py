@@ -9,7 +9,7 @@ from typing import Any
 
 from edge_bench.case import Case
 from edge_bench.emulated_device import HeldDevice
-from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

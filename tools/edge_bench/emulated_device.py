@@ -8,7 +8,7 @@ from typing import Any
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
-from moaspec.drafting.protocols import Drafter, RowText
+from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.remote.device.local_parts import Device
 
 
@@ -32,14 +32,14 @@ class HeldDevice(Device):
         self.target = inner.target
         self.fingerprint = None if replay is not None else inner.fingerprint
 
-    def drafting(self, num_target_layers: int | None) -> Drafter:
+    def drafting(self, num_target_layers: int | None) -> Proposer:
         """See `Device`: the inner device's drafter, held back."""
         drafter: Any = (
             self._inner.drafting(num_target_layers) if self._replay is None else self._replay()
         )
         propose = drafter.propose
 
-        def held(rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        def held(rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
             started = time.perf_counter()
             trees: list[DraftTree] = propose(rows, shape)
             took = time.perf_counter() - started
@@ -52,7 +52,7 @@ class HeldDevice(Device):
 
         # The very object is kept: a session treats drafters with activations by their class.
         drafter.propose = held
-        found: Drafter = drafter
+        found: Proposer = drafter
         return found
 
 

@@ -22,8 +22,8 @@ from edge_bench.cutting import cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
 from moaspec.backends.load import load_target
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.drafting.draft_tree import Chain
-from moaspec.drafting.protocols import Drafter, RowText
+from moaspec.drafting.protocols import Proposer, RequestText
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.evaluate.cut_quality import score_text
 from moaspec.evaluate.pass_costs import pass_s
 from moaspec.generation.drafters import load_drafter
@@ -122,12 +122,12 @@ def natural_steps(
     return {name: natural_step_s(drafter) for name, drafter in kinds.items()}
 
 
-def natural_step_s(drafter: Drafter) -> float:
+def natural_step_s(drafter: Proposer) -> float:
     """Median seconds of a draft step as fast as this machine can."""
     times = []
     for repeat in range(_NATURAL_REPEATS + 1):
         started = time.perf_counter()
-        drafter.propose([RowText(0, [1] * (16 + repeat))], Chain(_NATURAL_STEPS))
+        drafter.propose([RequestText(0, [1] * (16 + repeat))], Chain(_NATURAL_STEPS))
         times.append((time.perf_counter() - started) / _NATURAL_STEPS)
     return sorted(times[1:])[_NATURAL_REPEATS // 2]
 

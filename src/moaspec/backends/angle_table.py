@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moaspec.model.rope import CosSin
+from moaspec.model.layers import CosSin
 
 INITIAL_POSITIONS = 256
 """Positions of a new table: 128 KiB for heads of 64."""

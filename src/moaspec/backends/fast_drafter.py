@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.backends.angle_table import AngleTable
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import FusedEncoder, FusedExit
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.backends.cpu.quantized_weight import LANES
@@ -34,14 +34,15 @@ from moaspec.backends.pack import (
 )
 from moaspec.model.layers import (
     AttentionBlock,
+    CosSin,
     CrossAttend,
     CrossAttentionLayer,
     DecoderLayer,
+    Rope,
     SelfAttend,
 )
-from moaspec.model.moa import ExitAdapter, MoADrafter
-from moaspec.model.rope import CosSin, Rope
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
+from moaspec.model.rope import LongRope
 from moaspec.target.target import Target
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -164,7 +165,7 @@ class TabulatedRope(Rope):
     @classmethod
     def of(cls, rope: Rope) -> Rope:
         """A table, unless frequencies depend on the text's length or a lookup would await a GPU."""
-        plain = rope.long_inv_freq is not None or rope.inv_freq.device.type != "cpu"
+        plain = isinstance(rope, LongRope) or rope.inv_freq.device.type != "cpu"
         return rope if plain else cls(rope)
 
     def angles(self, position_ids: Tensor) -> CosSin:
@@ -201,7 +202,7 @@ class FastAttentionBlock(AttentionBlock):
     ) -> Tensor | None:
         """The whole layer; None without `slots` or with too many tokens."""
         slots: Slots | None = getattr(attend, "slots", None)
-        if slots is None or x_BTE.shape[1] > MOST_QUERIES:
+        if slots is None or x_BTE.shape[1] > MAX_QUERIES:
             return None
         mask: Tensor = attend.mask  # type: ignore[union-attr]
         return self.stack.run(x_BTE, *_contiguous(cos_sin), mask.contiguous(), slots=slots, num=1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moaspec.backends.linear_backends import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.backends.pack import PackedLinear
 from moaspec.support.paths import cache_dir, make_private
-from moaspec.target.lm_head import LMHead
+from moaspec.target.decoder_layers import LMHead
 from moaspec.target.target import Target
 
 

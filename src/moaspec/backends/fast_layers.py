@@ -20,10 +20,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
 from moaspec.model.layers import fold_mask, merge_heads
+from moaspec.target import families
 from moaspec.target.decoder_layers import cache_argument
 
 Norm = Callable[[Tensor], Tensor]
@@ -75,7 +76,7 @@ class AttentionInputs:
         """
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
         mask = mask_B1TS
-        if mask_B1TS is not None and not (fused and mask_B1TS.shape[2] <= MOST_QUERIES):
+        if mask_B1TS is not None and not (fused and mask_B1TS.shape[2] <= MAX_QUERIES):
             added = cos_BTR.new_zeros(mask_B1TS.shape, dtype=dtype)
             added.masked_fill_(~mask_B1TS, -torch.inf)
             mask = fold_mask(added, cos_BTR.shape[1], groups)
@@ -257,10 +258,10 @@ def fast_norm(module: Any) -> Norm:
     """RMSNorm in one call where the module is the usual one, rounded exactly where it rounds."""
     if module is None:
         return _unchanged
-    eps = getattr(module, "variance_epsilon", None)
-    if eps is None:  # Gemma 3: the weight is an offset from one, in float32
+    if not families.is_usual_norm(module):
         return cast(Norm, module)
-    return _RMSNorm(module.weight, eps, rounds_late=type(module).__name__ == "Olmo2RMSNorm")
+    rounds_late = families.norm_rounds_late(module)
+    return _RMSNorm(module.weight, module.variance_epsilon, rounds_late=rounds_late)
 
 
 def kernel_norm(module: Any) -> FusedNorm | None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.backends.angle_table import AngleTable
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears, return_freed_memory
-from moaspec.model.rope import CosSin
+from moaspec.model.layers import CosSin
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
 from moaspec.target.target import Target
@@ -118,7 +118,7 @@ class FastDecoderLayers(DecoderLayers):
         ]
         if self.fused is not None:
             self._fast_norm = kernel_norm(self._base.norm)
-            self._rotary = TabulatedRotary(self._rotary)
+            self._rotary, self._is_plain = TabulatedRotary(self._rotary), False
 
     @property
     def records(self) -> bool:  # type: ignore[override]
@@ -218,7 +218,7 @@ class FastDecoderLayers(DecoderLayers):
         if (
             self.fused is None
             or mask_B1TS is None
-            or mask_B1TS.shape[2] > MOST_QUERIES
+            or mask_B1TS.shape[2] > MAX_QUERIES
             or not isinstance(slots, Slots)
             or any(self._hooks)
             or states_BTE.requires_grad

@@ -9,19 +9,19 @@ import torch
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
+from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.backends.weight_only import quantise, require_quantize
-from moaspec.support.torch_settings import plain_torch
 from moaspec.target.registry import read_target, require_device, require_dtype
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 
-AUTO = "auto"
+AUTO_DTYPE = "auto"
 
 
 @plain_torch()
 def load_target(
     name: str | Path,
     *,
-    dtype: str = AUTO,
+    dtype: str = AUTO_DTYPE,
     device: str = "cpu",
     packed: bool = True,
     quantize: str | None = None,
@@ -59,6 +59,7 @@ def load_target(
     )
     if quantize is not None:
         quantise(target.model, quantize, name=target.name, packed=packed)
+    target.threads = ThreadLimiter()
     if packed:
         accelerate(target)
     return target
@@ -76,7 +77,7 @@ def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str
         InputError: an unknown dtype, or a device that cannot be used here.
     """
     require_device(device)
-    if dtype == AUTO:
+    if dtype == AUTO_DTYPE:
         return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")
-    require_dtype(dtype, AUTO)
+    require_dtype(dtype, AUTO_DTYPE)
     return dtype

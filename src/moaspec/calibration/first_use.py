@@ -95,7 +95,7 @@ def _why_not(target: Target) -> str | None:
         return reason
     seconds = expected_s(target)
     # Asked after the passes that this took: the reading of before may be as old as the program.
-    if target.threads.crowded:
+    if target.crowded:
         return BUSY
     return f"that takes about {seconds:.0f} s" if seconds > MAX_EXPECTED_S else None
 

@@ -23,16 +23,16 @@ import torch
 
 from moaspec.backends.cpu.build import instructions
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
-from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.directory import read_json
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
-from moaspec.support.torch_settings import plain_torch
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 
 FORMAT_VERSION = 8
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
@@ -222,7 +222,7 @@ def _measured(
             advance(f"all parts, for the {turn + 1}. time{left}")
         part.time(counts=turn >= WARM_UPS)
         if part is parts[-1]:
-            crowded.append(target.threads.crowded)
+            crowded.append(target.crowded)
     # Medians stand as long as fewer than half of the turns were disturbed.
     costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
     return [one.added_to(costs) for one in drafts] or [costs]

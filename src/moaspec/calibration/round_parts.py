@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from moaspec.drafting.draft_tree import Chain, Tree
-from moaspec.drafting.kv_cache import PassSizes, tree_mask
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.kv_cache import tree_mask
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.policy.policies import FixedPolicy
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.recorded_passes import PassSizes
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import Event
@@ -85,7 +86,7 @@ class RoundParts:
                 torch.zeros_like(positions_1T),
                 positions_1T,
                 mask_B1TS=tree_mask([context], chain_1TT, visible),
-                write=cache.writer([0], [context], tokens, visible, steady=sizes.steady),
+                write=cache.writer([0], [context], tokens, visible, kind=sizes.kind),
             )
 
         # After the same pass, as in decoding: weights, keys and values are in the CPU's caches.
@@ -104,14 +105,14 @@ class RoundParts:
         assert self.proposer is not None
         proposer, length = self.proposer, self.text_length
         features = self._features(length - 1)
-        row = RowText(0, [0] * length)
+        row = RequestText(0, [0] * length)
 
         def behind_a_pass() -> None:
             # As in a round, where the pass has filled the CPU's caches with the target's weights.
             self._small_pass()
             proposer.share_target_cache(self._cache)
             proposer.close(0)
-            proposer.observe(0, features)
+            proposer.append_features(0, features)
             proposer.num_read[0] = length - 1
 
         return TimedPart(lambda: proposer.propose([row], shape), self.target.device, behind_a_pass)
@@ -161,9 +162,8 @@ class TimedRounds:
         if parts.proposer is not None:
             parts.proposer.share_target_cache(self._verifier.cache)
             parts.proposer.close(0)
-        shape = FixedPolicy(self._shape)
         most = parts.target.max_positions
-        self._engine.add([0] * parts.text_length, max_new_tokens=most, shape=shape)
+        self._engine.add([0] * parts.text_length, max_new_tokens=most, shape=self._shape)
         self._engine.step()
         if self._engine.num_active:
             self._engine.step()  # not timed: its shapes are new to PyTorch

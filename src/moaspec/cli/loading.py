@@ -11,8 +11,8 @@ from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
     from moaspec.cli.options import LoadOptions
-    from moaspec.drafting.protocols import Drafter
-    from moaspec.generation.options import RowOptions
+    from moaspec.drafting.protocols import Proposer
+    from moaspec.generation.options import GenerateOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.spec import TargetSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def load(
     asked: LoadOptions, *, device: str = "cpu", speculation: bool = True
-) -> tuple[Target, MoADrafter | Drafter | None]:
+) -> tuple[Target, MoADrafter | Proposer | None]:
     """Load target and drafter, and print their dtype, number of threads and kernels."""
     with loading(asked.model, asked.threads, asked.quantize):
         return load_pair(asked, device=device, speculation=speculation)
@@ -33,7 +33,7 @@ def load_pair(
     device: str = "cpu",
     speculation: bool = True,
     generation_config: Literal["auto"] | None = "auto",
-) -> tuple[Target, MoADrafter | Drafter | None]:
+) -> tuple[Target, MoADrafter | Proposer | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
 
@@ -49,7 +49,7 @@ def load_pair(
     return target, module
 
 
-def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
+def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Proposer | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
     from moaspec.generation.drafters import load_any_drafter
 
@@ -82,7 +82,7 @@ def num_threads(threads: int, kind: str = "") -> str:
     return f"{threads} {kind}{'thread' if threads == 1 else 'threads'}"
 
 
-def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
+def measure_once(target: Target, module: MoADrafter | Proposer | None) -> None:
     """Measure this machine where --tree auto is used on it first, with a status line."""
     from moaspec.calibration import first_use
     from moaspec.model.moa import MoADrafter
@@ -122,7 +122,7 @@ def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
         )
 
 
-def with_model_defaults(settings: RowOptions, target: TargetSpec) -> RowOptions:
+def with_model_defaults(settings: GenerateOptions, target: TargetSpec) -> GenerateOptions:
     """Fill in the temperature from the model's defaults, and print which of them apply."""
     from moaspec.generation.options import defaults_of
 

@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
 
 T = TypeVar("T")
 MODEL = "smollm2-135m"
@@ -145,13 +145,13 @@ class DecodingOptions:
     generation_config: GenerationConfig = AUTO
     speculation: Speculation = True
 
-    def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> RowOptions:
+    def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
         """The options of `moaspec.generate`.
 
         Raises:
             ShapeError, InputError: a bad value; no model is loaded before.
         """
-        from moaspec.drafting.draft_tree import parse_shape
+        from moaspec.drafting.tree_shapes import parse_shape
         from moaspec.sampling.stop_strings import stop_strings
         from moaspec.sampling.token_ids import as_integer
 
@@ -166,7 +166,7 @@ class DecodingOptions:
             "stop": stop_strings(stop),
         }
         check_sampling(settings)
-        return cast("RowOptions", settings)
+        return cast("GenerateOptions", settings)
 
 
 def with_groups(command: Callable[..., T]) -> Callable[..., T]:

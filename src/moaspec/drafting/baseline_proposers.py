@@ -10,20 +10,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.fast_drafter import packed_copy
 from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import Drafter, Features, Need, RowText
-from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer
+from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
+from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
 from moaspec.target.target import Target
 
 
-def baseline_drafting(module: Baseline, target: Target) -> Drafter:
-    """The `Drafter` of a trained baseline."""
+def baseline_drafting(module: Baseline, target: Target) -> Proposer:
+    """The `Proposer` of a trained baseline."""
     if isinstance(module, EagleDrafter):
         return EagleProposer(module, target)
     return IndependentProposer(module, target)
@@ -51,7 +52,7 @@ class EagleProposer(TreeProposer):
         """The states themselves, split by row: (n, E) each."""
         return list(hidden_1NE[0].split(list(counts)))
 
-    def observe(self, row: int, features: Features) -> None:
+    def append_features(self, row: int, features: Features) -> None:
         """Append final states of newly verified tokens."""
         known = self.hidden.get(row)
         self.hidden[row] = features if known is None else torch.cat((known, features))
@@ -67,7 +68,7 @@ class EagleProposer(TreeProposer):
         super().close(row)
         self.hidden.pop(row, None)
 
-    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
         """The head's passes of one round."""
         return _EagleRound(self, rows, shape)
 
@@ -75,7 +76,7 @@ class EagleProposer(TreeProposer):
 class _EagleRound(DraftRound):
     proposer: EagleProposer
 
-    def __init__(self, proposer: EagleProposer, rows: Sequence[RowText], shape: Tree) -> None:
+    def __init__(self, proposer: EagleProposer, rows: Sequence[RequestText], shape: Tree) -> None:
         super().__init__(proposer, rows, shape)
         self._states_BUE: Tensor | None = None
 
@@ -100,10 +101,11 @@ class _EagleRound(DraftRound):
             [torch.nn.functional.pad(one, (0, 0, 0, stop - len(one))) for one in known]
         )
 
-    def finished(self, states_BWE: Tensor) -> None:
+    def finish(self, x_BWE: Tensor, _position_BW: Tensor, _slots: DraftSlots) -> Tensor:
         """Keep predictions for the children of these nodes."""
         known = [] if self._states_BUE is None else [self._states_BUE]
-        self._states_BUE = torch.cat([*known, states_BWE], dim=1)
+        self._states_BUE = torch.cat([*known, x_BWE], dim=1)
+        return x_BWE
 
 
 class IndependentProposer(TreeProposer):
@@ -118,7 +120,7 @@ class IndependentProposer(TreeProposer):
         super().__init__(target, *_parts(module, target))
         self.module, self.packed = module, packed_copy(module)
 
-    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
         """The layers' passes of one round."""
         return _IndependentRound(self, rows, shape)
 
@@ -136,5 +138,6 @@ class _IndependentRound(DraftRound):
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    head = fast_draft_head(target, ids)
-    return ids, KVCache.of(target, config.layer, config.num_layers), head
+    text = KVCache.of(target, config.layer, config.num_layers)
+    text.attend = fast_attention
+    return ids, text, fast_draft_head(target, ids)

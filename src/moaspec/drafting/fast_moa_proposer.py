@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedExit, TreePart, draft_tree
 from moaspec.backends.cpu.fused_layers import FusedStack, Slots
 from moaspec.backends.cpu.matrix import Matrix
@@ -20,7 +20,7 @@ from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.path_scores import AGREEMENT, SHARPNESS
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import sampler_params
@@ -33,26 +33,33 @@ MAX_KERNEL_ROWS = 8
 class FastMoAProposer(MoAProposer):
     """A `MoAProposer` that uses kernels in every round that they support."""
 
+    def __init__(
+        self, drafter: MoADrafter, target: Target, *, num_target_layers: int | None = None
+    ) -> None:
+        super().__init__(drafter, target, num_target_layers=num_target_layers)
+        self.text.attend = self.memory.attend = fast_attention
+
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         """Packed copies of the drafter and its head."""
         return prepared(drafter, target)
 
-    def grow(self, rows: Sequence[RowText], shape: Tree) -> list[CandidateNodes]:
+    def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """By kernels, one request after another, if they have all layers and all features."""
         parts = self.kernel_parts()
         roots = [len(row.token_ids) - 1 for row in rows]
         starts = [
-            min(self.num_read.get(row.row, 0), root) for row, root in zip(rows, roots, strict=True)
+            min(self.num_read.get(row.cache_row, 0), root)
+            for row, root in zip(rows, roots, strict=True)
         ]
         unread = max(root + 1 - start for root, start in zip(roots, starts, strict=True))
         if (
             parts is None
-            or any(self.missing.get(row.row) for row in rows)
+            or any(self.missing.get(row.cache_row) for row in rows)
             or len(rows) > MAX_KERNEL_ROWS
-            or max(unread, shape.breadth) > MOST_QUERIES
+            or max(unread, shape.breadth) > MAX_QUERIES
         ):
             return super().grow(rows, shape)
-        num_rows = max(row.row for row in rows) + 1
+        num_rows = max(row.cache_row for row in rows) + 1
         num_slots = max(roots) + 1 + (shape.depth - 1) * shape.breadth
         self.text.reserve(num_rows, num_slots)
         if parts.last is not None:
@@ -73,7 +80,7 @@ class FastMoAProposer(MoAProposer):
         if head is None or target.embeddings is None:
             return None
         # Kernels compute probabilities from logits without a soft cap.
-        if module.config.without or target.caps_logits:
+        if module.config.without or target.lm_head.cap is not None:
             return None
         adapter, layers = module.adapter(num), target.layers
         last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
@@ -83,16 +90,16 @@ class FastMoAProposer(MoAProposer):
         return KernelParts(sa.stack, ca.stack, head, target.embeddings, exit_, last)
 
     def _grow_one(
-        self, row: RowText, start: int, shape: Tree, parts: KernelParts
+        self, row: RequestText, start: int, shape: Tree, parts: KernelParts
     ) -> CandidateNodes:
         """The drafts of one request; SA has processed the tokens before `start`."""
         decoder, root = self.module.decoder, len(row.token_ids) - 1
-        num_encoded = self.num_encoded.get(row.row, 0)
+        num_encoded = self.num_encoded.get(row.cache_row, 0)
         # Reused layers also need the tokens without features.
         first = root if parts.last is None else max(start, min(num_encoded, root))
         stop = root + shape.depth
-        text = Slots(self.text.data, [row.row], [start], root + 1)
-        memory = Slots(self.memory.data, [row.row], [0], num_encoded)
+        text = Slots(self.text.data, [row.cache_row], [start], root + 1)
+        memory = Slots(self.memory.data, [row.cache_row], [0], num_encoded)
         drafts = draft_tree(
             row.token_ids[start:],
             shape.depth,
@@ -108,18 +115,18 @@ class FastMoAProposer(MoAProposer):
             embeddings_VE=parts.embeddings,
             coupling=coupling(row),
         )
-        self.num_read[row.row] = root + 1
+        self.num_read[row.cache_row] = root + 1
         return CandidateNodes(
             drafts.tokens, drafts.parents, drafts.scores, drafts.levels, drafts.num_read
         )
 
-    def _last(self, reused: LastLayers, row: RowText, first: int, stop: int) -> TreePart:
+    def _last(self, reused: LastLayers, row: RequestText, first: int, stop: int) -> TreePart:
         """The target's last layers over tokens from `first` to the root, then over drafts."""
         assert self.target_cache is not None
         return TreePart(
             reused.stack,
             *reused.angles.between(first, stop),
-            Slots(self.target_cache.data, [row.row], [first], len(row.token_ids)),
+            Slots(self.target_cache.data, [row.cache_row], [first], len(row.token_ids)),
             num=self.num_target_layers,
             norm=reused.norm,
         )
@@ -137,7 +144,7 @@ class KernelParts:
     last: LastLayers | None
 
 
-def coupling(row: RowText) -> Coupling | None:
+def coupling(row: RequestText) -> Coupling | None:
     """The order of `Ranking` in the kernels' form; None for a request that does not sample."""
     if not row.sampling.samples:
         return None

@@ -9,8 +9,7 @@ Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -18,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.cpu.fused_layers import Slots
 from moaspec.model.drafter_config import LayerConfig
+from moaspec.model.layers import masked_attention
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
 
-MAX_RECORDED_TOKENS = 64
-"""Most tokens per row in a recorded pass. Longer passes take longer than their launches."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(query_BHTD, key_BHSD, value_BHSD, mask (B, 1, T or 1, S) bool) -> outputs, (B, H, T, D)."""
 
 
 class KVCache:
@@ -41,6 +41,9 @@ class KVCache:
         head_dim: D.
         dtype: of the numbers.
         device: where they live.
+
+    Attributes:
+        attend: attention over its keys and values; `FastMoAProposer` sets a faster one.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class KVCache:
         with torch.inference_mode(mode=False):
             empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
             self._data = empty.to(device)
+        self.attend: Attend = masked_attention
 
     @classmethod
     def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
@@ -116,8 +120,7 @@ class KVCache:
         starts: Sequence[int],
         num_tokens: int,
         visible: int,
-        *,
-        steady: bool = False,
+        kind: type[KVWriter] | None = None,
     ) -> KVWriter:
         """A writer for one pass.
 
@@ -126,10 +129,10 @@ class KVCache:
             starts: first slot that each row writes.
             num_tokens: T, slots written per row (pads included).
             visible: S', slots that attention reads.
-            steady: whether the pass may be recorded, see `PassSizes`.
+            kind: of writer, see `PassSizes.kind`.
         """
-        kind = GraphSafeWriter if steady else KVWriter
-        return kind(self._data, Slots(self._data, rows, starts, visible), num_tokens)
+        slots = Slots(self._data, rows, starts, visible)
+        return (kind or KVWriter)(self._data, slots, num_tokens)
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Move `slots` (ascending) of a row to start, start + 1, ...: keep accepted drafts."""
@@ -138,20 +141,14 @@ class KVCache:
         kept = self._data[:, :, row, :, list(slots)]
         self._data[:, :, row, :, start : start + len(slots)] = kept
 
-    def append(self, row: int, start: int, key_LHTD: Tensor, value_LHTD: Tensor) -> None:
-        """Store keys and values from slot `start` on."""
-        stop = start + key_LHTD.shape[2]
-        self._data[:, 0, row, :, start:stop] = key_LHTD
-        self._data[:, 1, row, :, start:stop] = value_LHTD
-
-    def append_last(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
-        """`append` for the last N layers alone."""
+    def append(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
+        """Store keys and values of all layers, or of the last N, from slot `start` on."""
         first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
         self._data[first:, 0, row, :, start:stop] = key_NHTD
         self._data[first:, 1, row, :, start:stop] = value_NHTD
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
-        """Slots start..stop - 1 as `layer_features` lays them out, (1, T, L, K), in one copy."""
+        """Slots start..stop - 1 as `LayerFeatures` lays them out, (1, T, L, K), in one copy."""
         part_L2HTD = self._data[:, :, row, :, start:stop]
         return part_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
 
@@ -160,7 +157,10 @@ class KVCache:
     ) -> list[StoredAttention]:
         """Attention over the cache for each of its layers in one pass; see `writer`."""
         write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
-        return [StoredAttention(write, mask_B1TS, layer) for layer in range(len(self._data))]
+        return [
+            StoredAttention(write, mask_B1TS, layer, self.attend)
+            for layer in range(len(self._data))
+        ]
 
     def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
         """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
@@ -237,72 +237,6 @@ class KVWriter:
         return put
 
 
-class GraphSafeWriter(KVWriter):
-    """A `KVWriter` with its rows and slots in tensors, so that a CUDA graph can record it.
-
-    Adjacent rows are read without a copy, and the graph holds their place; other rows are looked up
-    by index. It is a `moaspec.backends.cuda_graphs.GraphSafeWrite`.
-    """
-
-    def key(self) -> Hashable:
-        """The memory that a graph holds, by address and shape."""
-        neighbours = _neighbours(self.slots.rows_B)
-        first = None if neighbours is None else neighbours.start
-        return self._data.data_ptr(), self._data.shape, self.slots.visible, first
-
-    def where(self) -> tuple[Tensor, ...]:
-        """Rows and slots that the pass writes."""
-        return self.places
-
-    def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:
-        """A writer for the slots in these tensors."""
-        other = GraphSafeWriter(self._data, self.slots, self._num_tokens)
-        other.places = places
-        return other
-
-    @cached_property
-    def _index(self) -> slice | Tensor:
-        found = _neighbours(self.slots.rows_B)
-        return self.places[0][:, 0] if found is None else found
-
-    @cached_property
-    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
-        return self._put_scattered()
-
-
-@dataclass(frozen=True)
-class PassSizes:
-    """Sizes of a pass over a cache.
-
-    Attributes:
-        tokens: T of each row, pads included.
-        visible: S', slots that attention reads.
-        steady: whether it may be recorded; recorded passes have few distinct sizes.
-    """
-
-    tokens: int
-    visible: int
-    steady: bool
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[int], starts: Sequence[int], longest: int, *, recorded: bool
-    ) -> PassSizes:
-        """The smallest sizes with room for the tokens.
-
-        Args:
-            rows: of the pass. Parts of one row have no pads, which would overwrite the next part.
-            starts: first slot that each row writes.
-            longest: tokens of the longest row.
-            recorded: whether passes over a few tokens are recorded.
-        """
-        if not recorded or longest > MAX_RECORDED_TOKENS or len(set(rows)) < len(rows):
-            return cls(longest, max(starts) + longest, steady=False)
-        tokens = 1 << (longest - 1).bit_length()
-        visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET
-        return cls(tokens, visible, steady=True)
-
-
 class StoredAttention:
     """Self-attention of a drafter's layer over a cache, a `SelfAttend`.
 
@@ -310,16 +244,19 @@ class StoredAttention:
         write: of the pass.
         mask_B1TS: bool, which slots each token sees.
         layer: which of the cache.
+        attend: of the cache.
     """
 
-    def __init__(self, write: KVWriter, mask_B1TS: Tensor, layer: int) -> None:
-        self._write, self._layer, self.mask = write, layer, mask_B1TS
+    def __init__(
+        self, write: KVWriter, mask_B1TS: Tensor, layer: int, attend: Attend = masked_attention
+    ) -> None:
+        self._write, self._layer, self._attend, self.mask = write, layer, attend, mask_B1TS
         own = write.slots.cache[layer : layer + 1]
         self.slots = dataclasses.replace(write.slots, cache=own)
 
     def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
         keys, values = self._write(self._layer, key_BJTD, value_BJTD)
-        return fast_attention(query_BHTD, keys, values, self.mask)
+        return self._attend(query_BHTD, keys, values, self.mask)
 
 
 class StoredMemory:
@@ -336,7 +273,7 @@ class StoredMemory:
         self._cache = cache
 
     def __call__(self, query_BHTD: Tensor) -> Tensor:
-        return fast_attention(query_BHTD, *self._view, self.mask)
+        return self._cache.attend(query_BHTD, *self._view, self.mask)
 
     @cached_property
     def _view(self) -> tuple[Tensor, Tensor]:
@@ -345,11 +282,12 @@ class StoredMemory:
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Rows as an index: adjacent rows as a slice, which copies nothing."""
-    found = _neighbours(rows)
+    found = neighbours(rows)
     return torch.tensor(rows, device=device) if found is None else found
 
 
-def _neighbours(rows: Sequence[int]) -> slice | None:
+def neighbours(rows: Sequence[int]) -> slice | None:
+    """Adjacent, ascending rows as a slice; None for others."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return None

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
-from moaspec.drafting.protocols import Features, Need, RowText
+from moaspec.drafting.proposer_checks import check_num_target_layers, check_place
+from moaspec.drafting.protocols import Features, Need, RequestText
+from moaspec.drafting.reused_layers import fill_reused_layers, run_reused_layers
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
-from moaspec.errors import InputError
-from moaspec.model.checkpoint.moa_checkpoint import check_target
+from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
@@ -57,9 +58,9 @@ class MoAProposer(TreeProposer):
     ) -> None:
         config = drafter.config
         check_target(config, None, target.identity, where="drafter")
-        _check_place(drafter, target)
+        check_place(drafter, target)
         layers = config.num_target_layers[0] if num_target_layers is None else num_target_layers
-        _check_num_target_layers(layers, drafter, target)
+        check_num_target_layers(layers, drafter, target)
         self.module, head = self.modules(drafter, target)
         text = KVCache.of(target, config.self_attention)
         super().__init__(target, drafter.draft_token_ids, text, head)
@@ -86,7 +87,7 @@ class MoAProposer(TreeProposer):
         sizes = list(counts)
         return list(zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True))
 
-    def observe(self, row: int, features: Features) -> None:
+    def append_features(self, row: int, features: Features) -> None:
         """Append CA's keys and values of newly verified tokens."""
         self.place(row, self.num_encoded.get(row, 0), features)
 
@@ -113,7 +114,7 @@ class MoAProposer(TreeProposer):
         if last_layers is not None:
             assert self.target_cache is not None, "share_target_cache() comes before last layers"
             self.target_cache.reserve(row + 1, stop)
-            self.target_cache.append_last(row, start, *last_layers)
+            self.target_cache.append(row, start, *last_layers)
         num_encoded = self.num_encoded.get(row, 0)
         if start > num_encoded or row in self.missing:
             missing = self.missing.get(row, set()) | set(range(num_encoded, start))
@@ -138,7 +139,7 @@ class MoAProposer(TreeProposer):
         super().release()
         self.memory.release()
 
-    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
         """The decoder's passes of one round."""
         return MoADraftRound(self, rows, shape)
 
@@ -148,7 +149,7 @@ class MoADraftRound(DraftRound):
 
     proposer: MoAProposer
 
-    def __init__(self, proposer: MoAProposer, rows: Sequence[RowText], shape: Tree) -> None:
+    def __init__(self, proposer: MoAProposer, rows: Sequence[RequestText], shape: Tree) -> None:
         super().__init__(proposer, rows, shape)
         self.num_encoded = [proposer.num_encoded.get(row, 0) for row in self.cache_rows]
         self.missing = [sorted(proposer.missing.get(row, ())) for row in self.cache_rows]
@@ -168,20 +169,10 @@ class MoADraftRound(DraftRound):
         decoder = proposer.module.decoder
         attend = self._cross_attend(x_BWE, position_BW, slots)
         states_BWE = decoder.run_cross_attention(x_BWE, decoder.cross_rope(position_BW), attend)
-        states_BWE = proposer.module.exit(states_BWE, num)
+        states_BWE = proposer.module.adapt(states_BWE, num)
         if not num:
             return states_BWE
-        width, visible = states_BWE.shape[1], max(self.roots) + slots.sees_BWU.shape[2]
-        cache = proposer.target_cache
-        assert cache is not None, "share_target_cache() comes before drafting with N > 0"
-        cache.reserve(max(self.cache_rows) + 1, max(self.num_slots, visible))
-        return proposer.target.layers.run(
-            states_BWE,
-            position_BW,
-            num=num,
-            mask_B1TS=self._without_missing(tree_mask(self.roots, slots.sees_BWU, visible)),
-            write=cache.writer(self.cache_rows, slots.starts, width, visible),
-        )
+        return run_reused_layers(self, states_BWE, position_BW, slots)
 
     def _cross_attend(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> CrossAttend:
         """CA's attention over verified tokens, and over drafts where the drafter has it so.
@@ -202,10 +193,10 @@ class MoADraftRound(DraftRound):
     def _memory(self) -> StoredMemory:
         """CA's attention over verified tokens, the same for all nodes of the round."""
         mask_B11S = prefix_mask(self.num_encoded, max(self.num_encoded), self.device)
-        mask_B11S = self._without_missing(mask_B11S)
+        mask_B11S = self.without_missing(mask_B11S)
         return StoredMemory(self.proposer.memory, self.cache_rows, mask_B11S)
 
-    def _without_missing(self, mask: Tensor) -> Tensor:
+    def without_missing(self, mask: Tensor) -> Tensor:
         """A mask over positions that hides those without features."""
         for i, positions in enumerate(self.missing):
             if positions:
@@ -213,65 +204,6 @@ class MoADraftRound(DraftRound):
         return mask
 
     def fill_reused_layers(self, x_BTE: Tensor, starts: Sequence[int]) -> None:
-        """With N > 0, compute keys and values of the reused layers for text without features.
-
-        The newest tokens have no features when they are drafts themselves: drafted ahead of a
-        verification, or while a link is down.
-        """
-        if not self.proposer.num_target_layers:
-            return
-        stops = [
-            min(root, start + x_BTE.shape[1])
-            for root, start in zip(self.roots, starts, strict=True)
-        ]
-        first = [
-            min(max(start, num_encoded), stop)
-            for start, num_encoded, stop in zip(starts, self.num_encoded, stops, strict=True)
-        ]
-        width = max(stop - start for stop, start in zip(stops, first, strict=True))
-        if not width:
-            return
-        first_B1 = torch.tensor(first, device=self.device)[:, None]
-        position_BW = first_B1 + torch.arange(width, device=self.device)
-        offset_BW = position_BW - torch.tensor(starts, device=self.device)[:, None]
-        offset_BW = offset_BW.clamp(0, x_BTE.shape[1] - 1)
-        x_BWE = x_BTE.gather(1, offset_BW[..., None].expand(-1, -1, x_BTE.shape[2]))
-        causal_WW = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        roots, self.roots = self.roots, first
-        self.finish(x_BWE, position_BW, DraftSlots(first, causal_WW.expand(len(first), -1, -1)))
-        self.roots = roots
-
-
-def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
-    """Whether it can draft, beside its target, on features that end before the text does.
-
-    Reused layers cannot: the keys and values computed for the rest would overwrite the target's
-    own. Nor can a CA that attends to drafts, whose keys lie where the text's features would.
-
-    Args:
-        drafter: the trained module.
-        num_target_layers: N.
-    """
-    return num_target_layers == 0 and not drafter.reads_drafts
-
-
-def _check_num_target_layers(layers: int, drafter: MoADrafter, target: Target) -> None:
-    if not 0 <= layers <= target.num_layers:
-        raise InputError(f"num_target_layers must be within 0..{target.num_layers}, got {layers}.")
-    known = drafter.config.num_target_layers
-    if drafter.exits and layers not in known:
-        raise InputError(
-            f"num_target_layers={layers}: this drafter has exits for {', '.join(map(str, known))}."
-        )
-
-
-def _check_place(drafter: MoADrafter, target: Target) -> None:
-    """Raise InputError for a drafter in another dtype or on another device than the target."""
-    expected = target.dtype, target.device  # `device` of a module searches its parameters
-    for parameter in drafter.parameters():
-        got = parameter.dtype, parameter.device
-        if got != expected:
-            raise InputError(
-                f"The drafter is in {got[0]} on {got[1]}, and the target in {expected[0]} on "
-                f"{expected[1]}. Call drafter.to({str(expected[1])!r}, {expected[0]}) first."
-            )
+        """With N > 0, compute keys and values of the reused layers for text without features."""
+        if self.proposer.num_target_layers:
+            fill_reused_layers(self, x_BTE, starts)

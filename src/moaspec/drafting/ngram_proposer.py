@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moaspec.drafting.draft_tree import DraftTree, Tree, merged
-from moaspec.drafting.protocols import RowText
-from moaspec.drafting.text_proposer import TextProposer
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.protocols import RequestText, TextProposer
+from moaspec.drafting.tree_shapes import merged
 from moaspec.errors import InputError
 
 
@@ -84,21 +84,21 @@ class NgramProposer(TextProposer):
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._rows: dict[int, NgramIndex] = {}
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft for every row, reading only what is new of each."""
         return [
-            self._draft(self._rows.setdefault(row.row, NgramIndex(self._sizes)), row, shape)
+            self._draft(self._rows.setdefault(row.cache_row, NgramIndex(self._sizes)), row, shape)
             for row in rows
         ]
 
     @staticmethod
-    def _draft(index: NgramIndex, row: RowText, shape: Tree) -> DraftTree:
+    def _draft(index: NgramIndex, row: RequestText, shape: Tree) -> DraftTree:
         index.extend(row.token_ids)
         return merged(index.paths(shape), shape.total_tokens)
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The continuations found, merged where they begin alike."""
-        return self._draft(NgramIndex(self._sizes), RowText(0, token_ids), shape)
+        return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
 
     def close(self, row: int) -> None:
         """Forget a row's index."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.text_proposer import TextProposer
+from moaspec.drafting.protocols import TextProposer
 from moaspec.errors import InputError
 from moaspec.sampling.noise import uniform
 

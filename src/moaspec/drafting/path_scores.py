@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.sampling.choose import temperatures
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.processors import survivors
@@ -52,7 +52,7 @@ class Ranking:
         token_ids_V: the draft vocabulary's ids in the target's.
     """
 
-    def __init__(self, rows: Sequence[RowText], token_ids_V: Tensor) -> None:
+    def __init__(self, rows: Sequence[RequestText], token_ids_V: Tensor) -> None:
         self._sampled = [i for i, row in enumerate(rows) if row.sampling.samples]
         self._settings = [rows[i].sampling for i in self._sampled]
         self._next = [len(rows[i].token_ids) for i in self._sampled]

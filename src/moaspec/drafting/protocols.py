@@ -1,14 +1,15 @@
-"""The interfaces of drafter and verifier.
+"""The interfaces of proposer and verifier.
 
-A *drafter* proposes tokens. A *verifier* holds the target and accepts them; it may run in this
-process or on a server. Besides token ids, only `features` pass between them: the output of the
-drafter's encoder for the target's activations, computed beside the target.
+A *proposer* drafts tokens, mostly with a drafter. A *verifier* holds the target and accepts drafts;
+it may run in this process or on a server. Besides token ids, only `features` pass between them: the
+output of the drafter's encoder for the target's activations, computed beside the target.
 
 Legend: B batch, T tokens, L target layers, K one layer's key and value.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,7 +21,7 @@ from moaspec.sampling.params import GREEDY, Alternatives, SamplingParams
 
 Need = Literal["kv", "hidden"]
 Features = Any
-"""The output of a drafter's `encode`, and the input of its `observe`; opaque to other code."""
+"""The output of a proposer's `encode` and input of its `append_features`; opaque to other code."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class VerifyRequest:
     """One text's part of a verification.
 
     Attributes:
-        row: of the caches.
+        cache_row: row of the caches that holds its keys and values.
         num_verified: tokens of the text whose keys and values stay; 0 processes the text from its
             start.
         new_tokens: tokens to process that are already decided: the prompt, or the last accepted
@@ -42,7 +43,7 @@ class VerifyRequest:
             before it; else 0. Some rotary embeddings depend on it.
     """
 
-    row: int
+    cache_row: int
     num_verified: int
     new_tokens: tuple[int, ...]
     tree: DraftTree = field(default_factory=DraftTree)
@@ -94,57 +95,73 @@ class Verifier(Protocol):
 
 
 @dataclass(frozen=True)
-class RowText:
+class RequestText:
     """One text to draft for; its last token has no activations yet.
 
     Attributes:
-        row: of the caches.
+        cache_row: row of the caches that holds its keys and values.
         token_ids: prompt and output; a draft below the last of them has position `len(token_ids)`.
         sampling: its settings, so that drafts can use the same noise as the target.
     """
 
-    row: int
+    cache_row: int
     token_ids: Sequence[int]
     sampling: SamplingParams = GREEDY
 
 
-DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
-"""The attributes that make an object a `Drafter`."""
+PROPOSER_METHODS = ("needs", "encode", "append_features", "propose", "rollback", "close")
+"""The attributes that make an object a `Proposer`."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens. `needs` names the kind of target activations that `encode` takes."""
+class Proposer(Protocol):
+    """Proposes tokens. Subclasses inherit defaults for what needs no features and keeps no state.
 
-    needs: frozenset[Need]
+    Attributes:
+        needs: the kind of target activations that `encode` takes.
+    """
+
+    needs: frozenset[Need] = frozenset()
 
     def encode(
-        self, activations_1N: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
+        self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
-        """Encode newly verified tokens for `observe`; runs beside the target.
+        """Encode newly verified tokens for `append_features`; runs beside the target.
 
         Args:
-            activations_1N: of N tokens, those of several rows one after another: keys and values
-                (1, N, L, K) for a drafter that needs "kv", final states (1, N, E) for "hidden".
-            position_ids_1N: their positions.
+            _activations_1N: of N tokens, those of several rows one after another: keys and values
+                (1, N, L, K) for a proposer that needs "kv", final states (1, N, E) for "hidden".
+            _position_ids_1N: their positions.
             counts: how many of the N belong to each row.
 
         Returns:
-            One `Features` per count.
+            One `Features` per count; by default None, as there are no features.
         """
-        ...
+        return [None] * len(counts)
 
-    def observe(self, row: int, features: Features) -> None:
+    def append_features(self, row: int, features: Features) -> None:
         """Store features of newly verified tokens, which follow the earlier ones."""
-        ...
+        del row, features  # by default there are none
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft below the last token of every text."""
         ...
 
     def rollback(self, row: int, length: int) -> None:
         """Keep only the first `length` verified tokens of a row: the text continues differently."""
-        ...
+        del row, length  # by default there is no state
 
     def close(self, row: int) -> None:
         """Drop all data of a row."""
-        ...
+        del row  # by default there is none
+
+
+class TextProposer(Proposer):
+    """A `Proposer` whose drafts depend only on the tokens of the text."""
+
+    @abstractmethod
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        """Draft below the last of these tokens; at most `shape.total_tokens` nodes."""
+
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        """Draft for every row."""
+        return [self.draft(row.token_ids, shape) for row in rows]

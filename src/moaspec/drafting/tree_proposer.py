@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.kv_cache import KVCache, StoredAttention, tree_mask
 from moaspec.drafting.path_scores import Ranking
-from moaspec.drafting.protocols import Features, Need, RowText
+from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.target.target import Target
 
 READ_CHUNK_TOKENS = 512
@@ -48,8 +48,8 @@ class CandidateNodes:
     num_read: int
 
 
-class TreeProposer(ABC):
-    """A `Drafter` that grows trees with a network.
+class TreeProposer(Proposer):
+    """A `Proposer` that grows trees with a network.
 
     Slot s of the text cache holds token s + `token_offset` of the text. Behind the root's slot,
     slot root + 1 + u holds draft u; the next round overwrites it.
@@ -68,7 +68,6 @@ class TreeProposer(ABC):
         num_read: by cache row, tokens of the text that the text cache holds.
     """
 
-    needs: frozenset[Need] = frozenset()
     token_offset = 0
     """1 for drafters that process a token together with the state of the token before it."""
 
@@ -83,28 +82,29 @@ class TreeProposer(ABC):
         self.num_read: dict[int, int] = {}
 
     @abstractmethod
-    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
         """The passes of one round."""
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft one tree per request, all requests level by level together.
 
         A breadth beyond the draft vocabulary means all of it.
         """
         shape = shape.narrowed(self.vocabulary)
-        with self.target.threads.limited():
+        with self.target.limited_threads():
             return [best_nodes(nodes, shape) for nodes in self.grow(rows, shape)]
 
-    def grow(self, rows: Sequence[RowText], shape: Tree) -> list[CandidateNodes]:
+    def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """All nodes that are drafted for each request.
 
         The most probable children of the root are the first level. Of each level's nodes the best
         `breadth` get children, which are the next level.
         """
         draft_round = self.draft_round(rows, shape)
-        ranking = Ranking(rows, self.vocabulary_ids)
-        children = ranking.children(self.log_q(draft_round.read_root()), shape.breadth, 0)
+        sampled = any(row.sampling.samples for row in rows)
+        ranking = Ranking(rows, self.vocabulary_ids) if sampled else None
+        children = _children(self.log_q(draft_round.read_root()), shape.breadth, ranking, 0)
         nodes, frontier_BW = _first_level(*children)
         levels, num_read = 1, 0
         while levels < shape.depth:
@@ -114,7 +114,7 @@ class TreeProposer(ABC):
             num_read += frontier_BW.shape[1]
             token_ids_BN = self._token_ids(nodes.tokens)
             states_BWE = draft_round.read_nodes(token_ids_BN, nodes.parents, frontier_BW)
-            children = ranking.children(self.log_q(states_BWE), shape.breadth, levels)
+            children = _children(self.log_q(states_BWE), shape.breadth, ranking, levels)
             nodes, frontier_BW = _next_level(nodes, frontier_BW, *children)
             levels += 1
         # One copy from the device; float64 holds ids and parents exactly.
@@ -135,15 +135,6 @@ class TreeProposer(ABC):
         ids = self._draft_token_ids
         return draft_tokens if ids is None else ids.to(draft_tokens.device)[draft_tokens]
 
-    def encode(
-        self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
-    ) -> list[Features]:
-        """No features, unless a subclass needs them."""
-        return [None] * len(counts)
-
-    def observe(self, row: int, features: Features) -> None:  # noqa: B027 - optional
-        """Does nothing, unless a subclass has features."""
-
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""
         self.num_read[row] = max(0, min(self.num_read.get(row, 0), length - self.token_offset))
@@ -155,6 +146,16 @@ class TreeProposer(ABC):
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""
         self.text.release()
+
+
+def _children(
+    log_q_BWV: Tensor, breadth: int, ranking: Ranking | None, depth: int
+) -> tuple[Tensor, Tensor]:
+    """Scores and draft tokens of the best children of each node, (B, W, C) each."""
+    if ranking is not None:
+        return ranking.children(log_q_BWV, breadth, depth)
+    scores_BWC, tokens_BWC = log_q_BWV.topk(breadth, dim=-1)
+    return scores_BWC, tokens_BWC
 
 
 def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
@@ -216,10 +217,10 @@ class DraftRound(ABC):
             with each level.
     """
 
-    def __init__(self, proposer: TreeProposer, rows: Sequence[RowText], shape: Tree) -> None:
+    def __init__(self, proposer: TreeProposer, rows: Sequence[RequestText], shape: Tree) -> None:
         self.proposer, self.rows = proposer, rows
         self.device = proposer.device
-        self.cache_rows = [row.row for row in rows]
+        self.cache_rows = [row.cache_row for row in rows]
         self.roots = [len(row.token_ids) - 1 - proposer.token_offset for row in rows]
         self.num_slots = max(self.roots) + 1 + (shape.depth - 1) * shape.breadth
         self.sees_BNU = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self.device)
@@ -237,9 +238,6 @@ class DraftRound(ABC):
     def finish(self, x_BWE: Tensor, _position_BW: Tensor, _slots: DraftSlots) -> Tensor:
         """Turn the states of nodes into states for the head, (B, W, E)."""
         return x_BWE
-
-    def finished(self, states_BWE: Tensor) -> None:  # noqa: B027 - optional
-        """Hook for the final states of nodes, in the order of draft slots, the root first."""
 
     def read_root(self) -> Tensor:
         """Process all text that the cache does not hold yet; the root's final state, (B, 1, E).
@@ -265,10 +263,10 @@ class DraftRound(ABC):
                 if first <= last < first + READ_CHUNK_TOKENS:
                     roots[i] = x_BTE[i : i + 1, last - first : last - first + 1]
         for row in self.rows:
-            proposer.num_read[row.row] = len(row.token_ids) - proposer.token_offset
+            proposer.num_read[row.cache_row] = len(row.token_ids) - proposer.token_offset
         root_B1E = torch.cat(roots) if len(roots) > 1 else roots[0]
         roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
-        return self._finish(root_B1E, roots_B1, DraftSlots(self.roots, self.sees_BNU))
+        return self.finish(root_B1E, roots_B1, DraftSlots(self.roots, self.sees_BNU))
 
     def _chunk(self, unread: Sequence[list[int]], starts: Sequence[int], first: int) -> TokenBatch:
         """The tokens of one pass: those from `first` on of every request's unread ones.
@@ -317,17 +315,12 @@ class DraftRound(ABC):
         x_BWE = self.run_self_attention(
             TokenBatch(tokens_BW, position_BW, starts, mask, parent_slots_BW)
         )
-        return self._finish(x_BWE, position_BW, DraftSlots(starts, sees_BWU))
+        return self.finish(x_BWE, position_BW, DraftSlots(starts, sees_BWU))
 
     def _slots_of(self, nodes_BW: Tensor) -> Tensor:
         """Draft slots of nodes that were in the last frontier."""
         match_BWF = nodes_BW[..., None] == self._frontier_BW[:, None]
         return self._frontier_slot + match_BWF.long().argmax(-1)
-
-    def _finish(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> Tensor:
-        states_BWE = self.finish(x_BWE, position_BW, slots)
-        self.finished(states_BWE)
-        return states_BWE
 
     def _attentions(self, batch: TokenBatch) -> list[StoredAttention]:
         """Attention over the text cache for each of its layers in one pass."""

@@ -50,6 +50,11 @@ class PositionRules:
             target.rope_growth,
         )
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether a token's key depends on its position alone, so that nothing has to be asked."""
+        return not self.rope_switches and self.rope_growth is None
+
     def key_version(self, length: int) -> int:
         """Number of switches that a text of this length has crossed.
 

@@ -1,4 +1,4 @@
-"""The state of one request, and the checks that a request must pass."""
+"""The state of one request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moaspec.drafting.draft_tree import DraftTree, Tree, merged, without
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.ngram_proposer import NgramIndex
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import merged, without
 from moaspec.engine.result import Event, GenerationResult, Source, StopReason
-from moaspec.errors import ContextError, InputError, PromptError
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.stop_strings import StopStrings
+
+Shape = Tree | DraftPolicy | None
+"""Of a request's drafts: fixed, chosen every round, or none."""
 
 BRANCH_NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that n-gram branches look for, longest first. A single token predicts too
@@ -29,8 +32,8 @@ class RequestState:
         cache_row: row of the caches that holds its keys and values.
         token_ids: prompt and output.
         prompt_length: how many of them are the prompt.
-        policy: decides what the drafter drafts.
-        branch_policy: decides which n-gram branches are verified beside the drafts.
+        shape: of the drafts.
+        branch_shape: of the n-gram branches that are verified beside the drafts.
         keep: whether the cache row is kept when the request ends.
         prefilled: whether the target has processed the prompt.
         num_verified: verified tokens whose keys and values the verifier holds.
@@ -43,8 +46,8 @@ class RequestState:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     stop: StopStrings | None
-    policy: DraftPolicy
-    branch_policy: DraftPolicy | None
+    shape: Shape
+    branch_shape: Shape
     sampling: SamplingParams
     keep: bool
     prefilled: bool = False
@@ -70,8 +73,26 @@ class RequestState:
             tree,
             self.sampling,
             self.prompt_length,
-            self.policy.wants_features,
+            self.wants_features,
         )
+
+    @property
+    def policies(self) -> list[DraftPolicy]:
+        """Those that choose what is drafted: for drafts, for n-gram branches."""
+        shapes = (self.shape, self.branch_shape)
+        return [one for one in shapes if one is not None and not isinstance(one, Tree)]
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether the next round may draft, so that what this one verifies must be encoded."""
+        if self.shape is None or isinstance(self.shape, Tree):
+            return self.shape is not None
+        return self.shape.wants_features
+
+    def begin_policies(self, num_unread: int, num_active: int) -> None:
+        """Tell them that a prompt is about to be read; see `DraftPolicy.begin`."""
+        for policy in self.policies:
+            policy.begin(num_unread, self.num_remaining, num_active)
 
     def with_branches(self, tree: DraftTree, shape: Tree | None) -> DraftTree:
         """The drafts and n-gram branches of this shape."""
@@ -134,9 +155,18 @@ class RequestState:
         self.result.copied_lengths.append(sources.count("copy"))
         self.result.drafted_depths.append(max(tree.depths[:num_drafted], default=0))
         self.result.num_drafted += num_drafted
-        for policy in (self.policy, self.branch_policy):
-            if policy is not None:
-                policy.observe(tree, accepted)
+        for policy in self.policies:
+            policy.record_round(tree, accepted)
+
+    def add_seconds(
+        self, draft_s: float, verify_s: float, verified: Sequence[VerifyResult]
+    ) -> None:
+        """Add the seconds of one round: drafting, and verification with encoding."""
+        timing, pass_s = self.result.timing, verified[0].pass_s
+        encode_s = max(result.encode_s for result in verified)
+        timing.draft_s += draft_s
+        timing.verify_s += verify_s - encode_s if pass_s is None else pass_s
+        timing.encode_s += encode_s
 
     def _until_end(
         self, tokens: Sequence[int], max_positions: int
@@ -161,30 +191,3 @@ def _sources(tree: DraftTree, accepted: Sequence[int]) -> list[Source]:
     num_drafted = len(tree.tokens) - tree.num_copied
     sources: list[Source] = ["draft" if node < num_drafted else "copy" for node in accepted]
     return [*sources, "target"]
-
-
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
-    """Raise PromptError for a prompt that the target cannot take."""
-    if not prompt_ids:
-        raise PromptError("The prompt is empty; give at least one token.")
-    if len(prompt_ids) >= max_positions:
-        raise ContextError(
-            f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
-            "leaves no room to generate. Shorten the prompt."
-        )
-    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise PromptError(
-            f"Token id {outside[0]} is outside the target's vocabulary (0..{vocab_size - 1}). "
-            "Was another tokenizer used?"
-        )
-
-
-def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise InputError for a logit bias on a token that the target does not have."""
-    outside = [token for token in sampling.logit_bias if token >= vocab_size]
-    if outside:
-        raise InputError(
-            f"logit_bias names token id {outside[0]}, outside the target's vocabulary "
-            f"(0..{vocab_size - 1})."
-        )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyResult
 from moaspec.sampling.params import Alternatives
 
 Source = Literal["draft", "target", "copy"]
@@ -36,14 +34,6 @@ class Timing:
     verify_s: float = 0.0
     encode_s: float = 0.0
     total_s: float = 0.0
-
-    def add_round(self, draft_s: float, verify_s: float, verified: Sequence[VerifyResult]) -> None:
-        """Add the seconds of one round: drafting, and verification with encoding."""
-        encode_s = max(result.encode_s for result in verified)
-        pass_s = verified[0].pass_s
-        self.draft_s += draft_s
-        self.verify_s += verify_s - encode_s if pass_s is None else pass_s
-        self.encode_s += encode_s
 
 
 @dataclass(frozen=True)

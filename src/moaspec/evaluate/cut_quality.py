@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from moaspec.drafting.draft_tree import Chain
-from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.drafting.protocols import RequestText, VerifyRequest
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import run_now
 from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import first_difference, up_to_stop
@@ -209,11 +209,11 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
     if len(token_ids) > 1:
         (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(token_ids[:-1]))]))
         if verdict.features is not None:
-            drafter.observe(0, verdict.features)
+            drafter.append_features(0, verdict.features)
     stops, text = method.target.stop_token_ids, list[int]()
     while len(text) < max_new_tokens and not stops.intersection(text):
         shape = Chain(min(DRAFTS_PER_CALL, max_new_tokens - len(text)))
-        (tree,) = drafter.propose([RowText(0, [*token_ids, *text])], shape)
+        (tree,) = drafter.propose([RequestText(0, [*token_ids, *text])], shape)
         if not tree.tokens:
             break
         text += tree.tokens
@@ -224,7 +224,7 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
 def score_text(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
     """Mean log-probability of `text` under the target, and fraction of its most likely tokens."""
     ids_1T = torch.tensor([[*seen, *text]], device=target.device)
-    hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
+    hidden_TE = target.capture(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
     logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])
     tokens_T = ids_1T[0, len(seen) :]
     log_p_T = logits_TV.log_softmax(-1).gather(1, tokens_T[:, None])[:, 0]

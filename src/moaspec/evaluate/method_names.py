@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.drafting.draft_tree import Tree, parse_shape
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.policy.policies import FreeBranches
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.model.moa import MoADrafter
@@ -92,7 +93,7 @@ def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
     )
 
 
-def _method(spec: MethodSpec, target: Target, drafter: MoADrafter | Drafter | None) -> Method:
+def _method(spec: MethodSpec, target: Target, drafter: MoADrafter | Proposer | None) -> Method:
     if spec.kind == "plain":
         return Method(spec.name, target)
     if spec.kind == "lookup":

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moaspec.drafting.draft_tree import Tree, parse_shape
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.result import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
 from moaspec.generation.api import generate
@@ -61,7 +62,7 @@ class Method:
 
     name: str
     target: Target
-    drafter: MoADrafter | Drafter | None = None
+    drafter: MoADrafter | Proposer | None = None
     shape: Tree | str = "auto"
     num_target_layers: int | None = None
     free_branches: FreeBranches = "auto"

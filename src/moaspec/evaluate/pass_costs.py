@@ -22,8 +22,9 @@ from moaspec.backends.linear_backends import compute_dtype
 from moaspec.backends.pack import FusedPart, PackedLinear
 from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
-from moaspec.drafting.protocols import Drafter, RowText
+from moaspec.drafting.kv_cache import KVCache, tree_mask
+from moaspec.drafting.protocols import Proposer, RequestText
+from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.evaluate.methods import Method
 from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
@@ -199,7 +200,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
             ids_BT,
             positions_BT,
             mask_B1TS=tree_mask(starts, causal_BTT, visible),
-            write=cache.writer(rows, starts, tokens, visible, steady=sizes.steady),
+            write=cache.writer(rows, starts, tokens, visible, kind=sizes.kind),
         )
         target.best(hidden_BTE.flatten(0, 1)).tolist()
 
@@ -223,7 +224,7 @@ def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> Rou
     )
 
 
-def _draft_s(target: Target, drafter: Drafter, shape: Tree, context: int, batch: int) -> float:
+def _draft_s(target: Target, drafter: Proposer, shape: Tree, context: int, batch: int) -> float:
     """Median seconds of drafting in a round with two new tokens."""
     # Few repetitions, so that n-gram lookup finds about as much as in real text.
     text = [(7 * i) % min(target.vocab_size, 499) for i in range(context)]
@@ -234,22 +235,22 @@ def _draft_s(target: Target, drafter: Drafter, shape: Tree, context: int, batch:
 
     def once() -> None:
         longer = text[: next(lengths)]
-        drafter.propose([RowText(row, longer) for row in range(batch)], shape)
+        drafter.propose([RequestText(row, longer) for row in range(batch)], shape)
 
     return _median_s(once, target.device)
 
 
-def _fill_memory(target: Target, drafter: Drafter, known: int, batch: int) -> None:
+def _fill_memory(target: Target, drafter: Proposer, known: int, batch: int) -> None:
     """Give the drafter activations of `known` tokens of every request."""
     for start in range(0, known, FEATURES_CHUNK):
         positions = range(start, min(start + FEATURES_CHUNK, known))
         positions_1N = torch.tensor([list(positions)], device=target.device)
         (features,) = drafter.encode(_zeros(target, len(positions)), positions_1N, [len(positions)])
         for row in range(batch):
-            drafter.observe(row, features)
+            drafter.append_features(row, features)
 
 
-def _encode_s(target: Target, drafter: Drafter, context: int, batch: int) -> float:
+def _encode_s(target: Target, drafter: Proposer, context: int, batch: int) -> float:
     if "kv" not in drafter.needs:
         return 0.0
     kv_1NLK = _zeros(target, batch)

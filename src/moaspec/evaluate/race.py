@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.engine.result import Source
 from moaspec.evaluate.correctness.equality import Equality, judge
 from moaspec.generation.api import start
@@ -71,7 +71,7 @@ class TimedDecoding:
     def __init__(
         self,
         target: Target,
-        drafter: MoADrafter | Drafter | None,
+        drafter: MoADrafter | Proposer | None,
         prompt_ids: Sequence[int],
         max_new_tokens: int,
     ) -> None:

@@ -14,7 +14,7 @@ from moaspec.generation.options import (
     Options,
     check_options,
     row_settings,
-    row_shaping,
+    shaping_for,
     token_ids,
 )
 from moaspec.target.target import Target
@@ -84,7 +84,13 @@ def start(
         raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
     drafter, layers = options.get("drafter"), options.get("num_target_layers")
     settings = row_settings(target, options)
-    shaping = row_shaping(target, drafter, options, num_target_layers=layers)
+    shaping = shaping_for(
+        target,
+        drafter,
+        tree=options.get("tree", "auto"),
+        free_branches=options.get("free_branches", "auto"),
+        num_target_layers=layers,
+    )
     engine = local_engine(target, drafter, num_target_layers=shaping.num_target_layers)
     sampling = settings.pop("sampling")
     handles = [

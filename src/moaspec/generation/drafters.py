@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moaspec.drafting.baseline_proposers import baseline_drafting
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
@@ -13,9 +13,8 @@ from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
 from moaspec.support.hub import cached_if_offline
-from moaspec.support.torch_settings import plain_torch
 from moaspec.target.spec import TargetSpec
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 
 
 @plain_torch()
@@ -35,7 +34,7 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
 
 
 @plain_torch()
-def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Drafter:
+def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Proposer:
     """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
 
     Returns:

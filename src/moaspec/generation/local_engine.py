@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import DRAFTER_METHODS, Drafter
+from moaspec.drafting.protocols import PROPOSER_METHODS, Proposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
-from moaspec.support.torch_settings import plain_torch
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 
 
 def local_engine(
     target: Target,
-    drafter: MoADrafter | Drafter | None = None,
+    drafter: MoADrafter | Proposer | None = None,
     *,
     num_target_layers: int | None = None,
 ) -> Engine:
@@ -23,7 +22,7 @@ def local_engine(
 
     Args:
         target: the model whose text is produced.
-        drafter: a trained module, any object with the methods of `Drafter`, or None.
+        drafter: a trained module, any object with the methods of `Proposer`, or None.
         num_target_layers: N of a trained module; None takes its default.
 
     Raises:
@@ -36,10 +35,10 @@ def local_engine(
 @plain_torch()
 def local_parts(
     target: Target,
-    drafter: MoADrafter | Drafter | None = None,
+    drafter: MoADrafter | Proposer | None = None,
     *,
     num_target_layers: int | None = None,
-) -> tuple[LocalVerifier, Drafter | None]:
+) -> tuple[LocalVerifier, Proposer | None]:
     """Verifier and drafter of `local_engine`, for callers with an engine of their own."""
     drafting = _drafting(target, drafter, num_target_layers)
     verifier = LocalVerifier(target, drafting)
@@ -49,8 +48,8 @@ def local_parts(
 
 
 def _drafting(
-    target: Target, drafter: MoADrafter | Drafter | None, num_target_layers: int | None
-) -> Drafter | None:
+    target: Target, drafter: MoADrafter | Proposer | None, num_target_layers: int | None
+) -> Proposer | None:
     if isinstance(drafter, MoADrafter):
         return FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     if num_target_layers is not None and drafter is not None:
@@ -58,10 +57,10 @@ def _drafting(
             f"num_target_layers={num_target_layers} is for Mixture-of-Attentions drafters; "
             f"{type(drafter).__name__} reuses no layers. Leave it out."
         )
-    missing = [name for name in DRAFTER_METHODS if not hasattr(drafter, name)]
+    missing = [name for name in PROPOSER_METHODS if not hasattr(drafter, name)]
     if drafter is not None and missing:
         raise InputError(
-            f"A drafter must be a MoADrafter or have the methods of moaspec's Drafter protocol; "
+            f"A drafter must be a MoADrafter or have the methods of moaspec's Proposer protocol; "
             f"{type(drafter).__name__} lacks {', '.join(missing)}."
         )
     return drafter

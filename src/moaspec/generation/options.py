@@ -10,22 +10,21 @@ from typing import Any, Literal, TypedDict
 from moaspec.calibration.choose_exit import chosen_exit
 from moaspec.calibration.first_use import measure_once
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.moa_proposer import drafts_behind
 from moaspec.drafting.policy.assumed_costs import sure_costs
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.proposer_checks import drafts_behind
+from moaspec.drafting.protocols import Proposer
 from moaspec.errors import InputError, PromptError
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
 from moaspec.sampling.token_ids import as_token_ids
-from moaspec.support.torch_settings import plain_torch
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 from moaspec.target.token_rules import TokenRules
 
 
-class RowOptions(TypedDict, total=False):
+class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of everything that decodes one text.
 
     Attributes:
@@ -73,11 +72,11 @@ class RowOptions(TypedDict, total=False):
     free_branches: FreeBranches
 
 
-class Options(RowOptions, total=False):
-    """Keyword arguments of `generate` and `stream`, in addition to `RowOptions`.
+class Options(GenerateOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in addition to `GenerateOptions`.
 
     Attributes:
-        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
+        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Proposer`
             protocol; None (the default) decodes plainly.
         num_choices: continuations per prompt, each with noise of its own; with more than one,
             every prompt gives a list of results.
@@ -86,7 +85,7 @@ class Options(RowOptions, total=False):
             `moaspec calibrate` has measured it.
     """
 
-    drafter: MoADrafter | Drafter | None
+    drafter: MoADrafter | Proposer | None
     num_choices: int
     num_target_layers: int | None
 
@@ -100,7 +99,7 @@ def check_options(options: Mapping[str, Any], known: type) -> None:
         )
 
 
-def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
+def row_settings(target: Target, options: GenerateOptions) -> dict[str, Any]:
     """What `options` mean for `Engine.add`, all but what to draft."""
     stops = options.get("stop_token_ids")
     return {
@@ -114,24 +113,7 @@ def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
     }
 
 
-def row_shaping(
-    target: Target,
-    drafter: MoADrafter | Drafter | None,
-    options: RowOptions,
-    *,
-    num_target_layers: int | None = None,
-) -> DraftSettings:
-    """What `options` mean for what rows draft."""
-    return shaping_for(
-        target,
-        drafter,
-        tree=options.get("tree", "auto"),
-        free_branches=options.get("free_branches", "auto"),
-        num_target_layers=num_target_layers,
-    )
-
-
-def defaults_of(target: Any, options: RowOptions) -> GenerationDefaults:
+def defaults_of(target: Any, options: GenerateOptions) -> GenerationDefaults:
     """The model's defaults, where `options` want them.
 
     Raises:
@@ -144,7 +126,7 @@ def defaults_of(target: Any, options: RowOptions) -> GenerationDefaults:
 
 
 def sampling_params(
-    options: RowOptions, defaults: GenerationDefaults = NO_DEFAULTS
+    options: GenerateOptions, defaults: GenerationDefaults = NO_DEFAULTS
 ) -> SamplingParams:
     """What `options` say about sampling, with a seed drawn where one is needed and missing.
 
@@ -170,7 +152,7 @@ def sampling_params(
 @plain_torch()
 def shaping_for(
     target: Target,
-    drafter: MoADrafter | Drafter | None,
+    drafter: MoADrafter | Proposer | None,
     *,
     tree: Tree | str = "auto",
     free_branches: FreeBranches = "auto",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Unpack
 
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.generation.local_engine import local_engine
 from moaspec.generation.options import (
-    RowOptions,
+    GenerateOptions,
     check_options,
     row_settings,
-    row_shaping,
     shaping_for,
     token_ids,
 )
@@ -41,7 +40,7 @@ class Session:
     def __init__(
         self,
         target: Target,
-        drafter: MoADrafter | Drafter | None = None,
+        drafter: MoADrafter | Proposer | None = None,
         *,
         num_target_layers: int | None = None,
     ) -> None:
@@ -65,13 +64,13 @@ class Session:
         return self._result
 
     def generate(
-        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+        self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]
     ) -> GenerationResult:
         """Answer a conversation.
 
         Args:
             prompt_ids: token ids of the whole conversation, earlier answers included.
-            **options: see `RowOptions`.
+            **options: see `GenerateOptions`.
 
         Returns:
             The result; `num_reused_tokens` says how much of the prompt was not computed again.
@@ -83,16 +82,22 @@ class Session:
             pass
         return self._result
 
-    def stream(self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]) -> Generator[Event]:
+    def stream(
+        self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> Generator[Event]:
         """Like `generate`, yielding verified tokens as each round ends.
 
         Closing the iterator, or starting another turn, ends the answer where it is; what was
         generated stays part of the session.
         """
-        check_options(options, RowOptions)
+        check_options(options, GenerateOptions)
         prompt, settings = token_ids(prompt_ids), row_settings(self.target, options)
-        shaping = row_shaping(
-            self.target, self._drafter, options, num_target_layers=self._num_target_layers
+        shaping = shaping_for(
+            self.target,
+            self._drafter,
+            tree=options.get("tree", "auto"),
+            free_branches=options.get("free_branches", "auto"),
+            num_target_layers=self._num_target_layers,
         )
         self._stop()
         self._handle = self._engine.add(

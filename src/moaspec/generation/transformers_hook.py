@@ -36,9 +36,10 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError
@@ -46,8 +47,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
-from moaspec.support.torch_settings import plain_torch
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _STATEFUL = (
@@ -67,16 +67,8 @@ _WARPERS = (
 class CustomGenerate:
     """What `custom_generate` returns; transformers calls it as a decoding loop."""
 
-    def __init__(
-        self,
-        drafter: MoADrafter | Drafter | None,
-        tree: Tree | str,
-        free_branches: FreeBranches,
-        num_target_layers: int | None,
-    ) -> None:
-        DraftSettings(tree, free_branches)  # refuses what is no shape now, not at the first call
-        self._drafter, self._tree, self._free_branches = drafter, tree, free_branches
-        self._num_target_layers = num_target_layers
+    def __init__(self, drafter: MoADrafter | Proposer | None, **draft_options: Any) -> None:
+        self._drafter, self._draft_options = drafter, draft_options
 
     def __call__(
         self,
@@ -96,7 +88,8 @@ class CustomGenerate:
         _check_assistant(dropped.get("assistant_model"))
         _check(model, input_ids, generation_config, model_kwargs)
         target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
-        shaping = self._shaping(target)
+        target.threads = ThreadLimiter()
+        shaping = shaping_for(target, self._drafter, **self._draft_options)
         engine = local_engine(target, self._drafter, num_target_layers=shaping.num_target_layers)
         prompts = _Prompts(input_ids, model_kwargs.get("attention_mask"))
         choices = generation_config.num_return_sequences or 1
@@ -122,18 +115,9 @@ class CustomGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def _shaping(self, target: Target) -> DraftSettings:
-        return shaping_for(
-            target,
-            self._drafter,
-            tree=self._tree,
-            free_branches=self._free_branches,
-            num_target_layers=self._num_target_layers,
-        )
-
 
 def custom_generate(
-    drafter: MoADrafter | Drafter | None = None,
+    drafter: MoADrafter | Proposer | None = None,
     *,
     tree: Tree | str = "auto",
     free_branches: FreeBranches = "auto",
@@ -162,7 +146,10 @@ def custom_generate(
             filled cache as input, pads that are not on the left, a model in training mode.
         UnsupportedTargetError: by the call: a model that cannot be drafted for.
     """
-    return CustomGenerate(drafter, tree, free_branches, num_target_layers)
+    DraftSettings(tree, free_branches)  # refuses what is no shape now, not at the first call
+    return CustomGenerate(
+        drafter, tree=tree, free_branches=free_branches, num_target_layers=num_target_layers
+    )
 
 
 def _arguments_of_generate(frame: FrameType | None) -> dict[str, Any]:

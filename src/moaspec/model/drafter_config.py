@@ -1,7 +1,7 @@
 """Sizes of a drafter, and which target it belongs to.
 
 A published checkpoint records almost none of this, so every size that a tensor can tell is read
-from the tensors (see `checkpoint.py`); these classes only hold the result.
+from the tensors (see `checkpoint/moa_config.py`); these classes only hold the result.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class DrafterConfig:
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context, which some scalings need.
-        num_target_layers: the N that this drafter was trained for, the default one first.
+        num_target_layers: the N that this drafter was trained for, the default one first. Each is
+            an exit: CA's output leaves the drafter there and enters the target's last N layers.
         adapter: whether CA's output goes through an adapter although there is one N alone, as it
             does where another N was trained for before. Each of several N always has one.
         target: the target it was trained for; None in published checkpoints.

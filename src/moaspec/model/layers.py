@@ -10,6 +10,7 @@ Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.rope import CosSin, rotate
 
+CosSin = tuple[Tensor, Tensor]
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query_BHTD, key_BJTD, value_BJTD) of new tokens -> attention outputs, (B, H, T, D)."""
 CrossAttend = Callable[[Tensor], Tensor]
@@ -74,6 +75,75 @@ def fold_mask(mask: Tensor, num_tokens: int, groups: int) -> Tensor:
     if num_tokens > MAX_FOLDED_TOKENS or mask.shape[2] != num_tokens or mask.shape[2] == 1:
         return mask
     return mask.repeat(1, 1, groups, 1)
+
+
+class Rope(nn.Module):
+    """Cosines and sines of rotary position embeddings for given positions.
+
+    Frequencies stay in float32 in layers of any dtype: in bf16 neighbouring positions beyond 256
+    would coincide.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        self.attention_scaling = attention_scaling
+
+    @classmethod
+    def plain(cls, head_dim: int, theta: float) -> Rope:
+        """Unscaled rotary embeddings (LSA over layer indices, CA over positions)."""
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return cls(1.0 / theta**exponent)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rope:
+        """Follow the module to its device, never to its dtype."""
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def forward(self, position_ids_BT: Tensor) -> CosSin:
+        """Return cosines and sines, each (B, 1, T, D) in float32."""
+        cos, sin = self.angles(position_ids_BT)
+        return cos[:, None], sin[:, None]
+
+    def between(self, start: int, stop: int) -> CosSin:
+        """Those of positions start..stop - 1 of one text, (1, 1, stop - start, D) each."""
+        cos, sin = self.along(start, stop)
+        return cos[None, None], sin[None, None]
+
+    def along(self, start: int, stop: int) -> CosSin:
+        """`between` without leading axes, contiguous, (stop - start, D) each."""
+        cos, sin = self(torch.arange(start, stop, device=self.inv_freq.device)[None])
+        return cos[0, 0], sin[0, 0]
+
+    def angles(self, position_ids: Tensor) -> CosSin:
+        """Cosines and sines, (..., T, D) each."""
+        angles = position_ids[..., None].float() * self.frequencies(position_ids)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin, scale = angles.cos(), angles.sin(), self.attention_scaling
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+    def frequencies(self, _position_ids: Tensor) -> Tensor:
+        """The frequencies for these positions."""
+        return self.inv_freq
+
+
+def rotate(x_BHTD: Tensor, cos_sin: CosSin) -> Tensor:
+    """Apply rotary embeddings to queries or keys, keeping their dtype.
+
+    Where there are fewer angles than dimensions (partial rotary embeddings), the rest stays.
+    """
+    cos, sin = (part.to(x_BHTD.dtype) for part in cos_sin)
+    turned, rest = x_BHTD.split([cos.shape[-1], x_BHTD.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def split_heads(x_BTE: Tensor, head_dim: int) -> Tensor:

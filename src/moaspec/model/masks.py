@@ -18,10 +18,10 @@ def text_mask(attention_mask_BT: Tensor) -> Tensor:
     return ((causal & attention_mask_BT.bool()[:, None]) | diagonal)[:, None]
 
 
-def staircase_mask(text_mask_B1TT: Tensor, block_start_BT: Tensor) -> Tensor:
+def staircase_mask(text_mask_B1TT: Tensor, last_verified_BT: Tensor) -> Tensor:
     """`text_mask` cut down to each query's own block: keys after s(i), and itself."""
-    index = torch.arange(block_start_BT.shape[1], device=block_start_BT.device)
-    own_block = (index > block_start_BT[..., None]) | (index[:, None] == index)
+    index = torch.arange(last_verified_BT.shape[1], device=last_verified_BT.device)
+    own_block = (index > last_verified_BT[..., None]) | (index[:, None] == index)
     return text_mask_B1TT & own_block[:, None]
 
 
@@ -39,27 +39,22 @@ def window_mask(mask_B1TS: Tensor, window: int) -> Tensor:
     return mask_B1TS & (seen > seen[..., -1:] - window)
 
 
-def memory_mask(attention_mask_BS: Tensor, block_start_BT: Tensor) -> Tensor:
+def memory_mask(attention_mask_BS: Tensor, last_verified_BT: Tensor) -> Tensor:
     """T-step bounded mask of CA, (B, 1, T, S): query i sees the real keys j <= s(i).
 
     Source: arXiv 2410.03804, section 4.2. At inference s(i) is the last verified position.
     """
     index = torch.arange(attention_mask_BS.shape[1], device=attention_mask_BS.device)
-    visible = index <= block_start_BT[..., None]
+    visible = index <= last_verified_BT[..., None]
     return (visible & attention_mask_BS.bool()[:, None])[:, None]
 
 
-def reused_layer_mask(text_mask_B1TT: Tensor, block_start_BT: Tensor) -> Tensor:
+def reused_layer_mask(text_mask_B1TT: Tensor, last_verified_BT: Tensor) -> Tensor:
     """Mask of the reused target layers in training, (B, 1, T, 2 T).
 
     The first T keys are the target's true ones (seen up to s(i)), the rest the drafter's own (seen
     after s(i)): exactly what a draft attends to at inference.
     """
-    index = torch.arange(block_start_BT.shape[1], device=block_start_BT.device)
-    verified = (index <= block_start_BT[..., None])[:, None]
+    index = torch.arange(last_verified_BT.shape[1], device=last_verified_BT.device)
+    verified = (index <= last_verified_BT[..., None])[:, None]
     return torch.cat((text_mask_B1TT & verified, text_mask_B1TT & ~verified), dim=-1)
-
-
-def last_known(positions_BT: Tensor, known_BT: Tensor) -> Tensor:
-    """s(i) = the largest j <= i that is known (0 where there is none): index space, (B, T)."""
-    return torch.where(known_BT.bool(), positions_BT, torch.zeros_like(positions_BT)).cummax(1)[0]

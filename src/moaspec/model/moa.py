@@ -10,66 +10,168 @@ verified token in each of its L layers, and its token embedding e:
                                     (N = 0: z_i = y_i)
          draft distribution         q_i = softmax(the target's LM head of z_i)
 
-LSA runs on the server beside the target (`target_encoder.py`), SA and CA run for every draft
-(`draft_decoder.py`). In training every token i is drafted for some s(i) <= i, which CA's mask and
-the mask of the reused layers enforce (T-step bound).
+LSA runs on the server beside the target (`TargetEncoder`), SA and CA run for every draft
+(`DraftDecoder`). In training every token i is drafted for some s(i) <= i, which CA's mask and
+the mask of the reused layers enforce (T-step bound, `training_pass.py`).
 
 Source: arXiv 2410.03804, section 4 and figure 2.
 
-Legend: B batch, T tokens, L target layers, E hidden size, V vocabulary, K one layer's key and
-value.
+Legend: B batch, T tokens, N tokens of a batch, L target layers, E hidden size, K one layer's key
+and value of all heads, C heads of CA's keys and values, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from moaspec.errors import ShapeError
-from moaspec.model.draft_decoder import DraftDecoder
 from moaspec.model.drafter_config import DrafterConfig
-from moaspec.model.layers import masked_attention
-from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, text_mask
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.layers import (
+    CosSin,
+    CrossAttend,
+    CrossAttentionLayer,
+    DecoderLayer,
+    KeyValueProjection,
+    Rope,
+    SelfAttend,
+    masked_attention,
+)
+from moaspec.model.rope import scaled_rope
+from moaspec.model.training_pass import BlockTraining
+
+AGGREGATE_CHUNK_TOKENS = 512
+"""Tokens whose layers are aggregated at once; bounds memory for long prompts."""
 
 
-@dataclass(frozen=True)
-class TargetPass:
-    """The result of one uncached pass of the frozen target.
+class TargetEncoder(nn.Module):
+    """LSA over the target's layers, the projection to E, and CA's keys and values.
 
-    Attributes:
-        kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
-        hidden_BTE: states after the final norm, the input of the LM head.
-        before: by N, the states that enter the last N layers, (B, T, E) each, where asked for.
+    For a verified token t with the target's keys and values kv_1 ... kv_L:
+
+        a_t = W mean_l LSA(kv_1, ..., kv_L)_l + b      (`aggregate`)
+        k_t = rope(W_k norm(a_t)),  v_t = W_v norm(a_t)  (`project_kv`)
+
+    It runs beside the target, once for each verified token and never for a draft.
+
+    Source: arXiv 2410.03804, section 4.1 (layer self-attention) and 4.2 (cross-attention).
     """
 
-    kv_BTLK: Tensor
-    hidden_BTE: Tensor
-    before: Mapping[int, Tensor] = field(default_factory=dict)
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        eps = config.rms_norm_eps
+        lsa, ca = config.layer_self_attention, config.cross_attention
+        self.layer_self_attention = DecoderLayer(lsa, eps=eps, hidden_act=config.hidden_act)
+        self.last_layer_only = "lsa" in config.without
+        self.layer_rope = Rope.plain(lsa.head_dim, config.rope_theta)
+        self.projection = nn.Linear(config.kv_size, config.hidden_size)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=eps)
+        self.memory_key_value = KeyValueProjection(ca)
+        self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
+
+    def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
+        return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
+
+    def aggregate(self, kv_BTLK: Tensor) -> Tensor:
+        """Summarise all target layers of each token.
+
+        Args:
+            kv_BTLK: (B, T, L, K) of verified tokens, as `LayerFeatures` lays them out.
+
+        Returns:
+            (B, T, E) in the encoder's dtype.
+        """
+        return self.projection(self.mean_over_layers(kv_BTLK))
+
+    def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
+        """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
+        if self.last_layer_only:
+            kv_BTLK = kv_BTLK[:, :, -1:]
+        flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
+        means = [self.layer_mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
+        joined = torch.cat(means) if len(means) > 1 else means[0]
+        return joined.unflatten(0, kv_BTLK.shape[:2])
+
+    def layer_mean(self, x_NLK: Tensor) -> Tensor:
+        """`mean_over_layers` of N tokens, (N, K)."""
+        cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
+        return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
+
+    def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's key (rotated) and value of each verified token, all that drafting needs of it.
+
+        Args:
+            states_BTE: output of `aggregate`.
+            position_ids_BT: (B, T) int64, the tokens' own positions.
+
+        Returns:
+            Two tensors (B, C, T, D of CA).
+        """
+        # Under mixed precision the projection's output has fewer bits than the norm's weight.
+        states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
+        normed_BTE = self.memory_norm(states_BTE)
+        return self.memory_key_value(normed_BTE, self.memory_rope(position_ids_BT))
 
 
-class TrainingTarget(Protocol):
-    """The methods of a target that the training pass calls (see `moaspec.target.target.Target`)."""
+class DraftDecoder(nn.Module):
+    """SA and the query side of CA, which write drafts.
 
-    def embed(self, input_ids_BT: Tensor) -> Tensor: ...
+        x_i = SA(e_1 ... e_i),  y_i = CA(x_i; memory)
 
-    def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass: ...
+    Token embeddings, the reused target layers and the LM head are the target's; the caller applies
+    them.
 
-    def reuse_layers(
-        self,
-        states_BTE: Tensor,
-        position_ids_BT: Tensor,
-        *,
-        mask: Tensor,
-        kv_BTLK: Tensor,
-        num: int,
-    ) -> Tensor: ...
+    Attributes:
+        self_rope: SA's rotary embeddings; callers look up cosines and sines.
+        cross_rope: CA's rotary embeddings.
 
-    def head(self, states_BTE: Tensor, token_ids: Tensor | None = None) -> Tensor: ...
+    Source: arXiv 2410.03804, section 4.2.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        eps, act = config.rms_norm_eps, config.hidden_act
+        sa, ca = config.self_attention, config.cross_attention
+        self.self_attention = DecoderLayer(sa, eps=eps, hidden_act=act)
+        self.self_rope = scaled_rope(
+            sa.head_dim,
+            {"rope_theta": config.rope_theta, **config.rope_parameters},
+            config.max_position_embeddings,
+        )
+        self.without_text = "sa" in config.without
+        self.cross_attention = CrossAttentionLayer(ca, eps=eps, hidden_act=act)
+        self.cross_rope = Rope.plain(ca.head_dim, config.rope_theta)
+
+    def run_self_attention(
+        self, embeddings_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend
+    ) -> Tensor:
+        """SA: depends on the tokens alone, so verified tokens never need recomputing.
+
+        Args:
+            embeddings_BTE: of the tokens.
+            cos_sin: output of `self_rope` for their positions.
+            attend: see `SelfAttend`.
+        """
+        if self.without_text:
+            return embeddings_BTE
+        return self.self_attention(embeddings_BTE, cos_sin, attend)
+
+    def text_keys_values(self, embeddings_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """SA's keys and values alone, of tokens without drafts, (B, heads, T, D) each."""
+        return self.self_attention.keys_values(embeddings_BTE, cos_sin)
+
+    def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
+        """CA: each token attends to the encoder's keys and values of verified tokens.
+
+        Args:
+            x_BTE: output of `run_self_attention`.
+            cos_sin: output of `cross_rope` for the tokens' positions.
+            attend: see `CrossAttend`.
+        """
+        return self.cross_attention(x_BTE, cos_sin, attend)
 
 
 class ExitAdapter(nn.Module):
@@ -89,7 +191,7 @@ class ExitAdapter(nn.Module):
         return self.linear(self.norm(states_BTE)) * self.scale
 
 
-class MoADrafter(nn.Module):
+class MoADrafter(BlockTraining):
     """The drafter; see the module's docstring.
 
     Args:
@@ -97,9 +199,13 @@ class MoADrafter(nn.Module):
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
 
     Attributes:
+        reads_drafts: whether CA is replaced by a self-attention that also attends to drafts.
         head_moment: (E, E) float32 on the CPU, or None: the mean outer product of the LM head's
             inputs, measured after training. With it a quantised head drafts nearly as well.
     """
+
+    encoder: TargetEncoder
+    decoder: DraftDecoder
 
     def __init__(self, config: DrafterConfig, draft_token_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -113,11 +219,7 @@ class MoADrafter(nn.Module):
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
         self.head_moment: Tensor | None = None
-
-    @property
-    def reads_drafts(self) -> bool:
-        """Whether CA is replaced by a self-attention that also attends to drafted tokens."""
-        return "ca" in self.config.without
+        self.reads_drafts = "ca" in config.without
 
     @property
     def num_parameters(self) -> int:
@@ -156,48 +258,7 @@ class MoADrafter(nn.Module):
                 f"{tuple(kv_BTLK.shape)}. Is this drafter used with another target?"
             )
 
-    def block_states(
-        self,
-        embeddings_BTE: Tensor,
-        aggregated_BTE: Tensor,
-        attention_mask_BT: Tensor,
-        block_start_BT: Tensor,
-        *,
-        staircase_B: Tensor | None = None,
-    ) -> Tensor:
-        """SA, then CA, of every token, where token i attends to aggregates up to s(i): (B, T, E).
-
-        Args:
-            embeddings_BTE: the target's token embeddings.
-            aggregated_BTE: output of `aggregate` for the same tokens.
-            attention_mask_BT: 1 for real tokens.
-            block_start_BT: s(i), an index into T; the last verified token as query i sees it.
-            staircase_B: bool per sequence; True lets SA see only the query's own block.
-        """
-        position_ids_BT = positions(attention_mask_BT)
-        sa_mask = text_mask(attention_mask_BT)
-        if staircase_B is not None:
-            narrow = staircase_mask(sa_mask, block_start_BT)
-            sa_mask = torch.where(staircase_B[:, None, None, None], narrow, sa_mask)
-        key, value = self.project_kv(aggregated_BTE, position_ids_BT)
-        ca_mask = memory_mask(attention_mask_BT, block_start_BT)
-        decoder = self.decoder
-        x_BTE = decoder.run_self_attention(
-            embeddings_BTE,
-            decoder.self_rope(position_ids_BT),
-            lambda q, k, v: masked_attention(q, k, v, sa_mask),
-        )
-        if self.reads_drafts:
-            own_key, own_value = self.project_kv(x_BTE, position_ids_BT)
-            key, value = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
-            ca_mask = reused_layer_mask(text_mask(attention_mask_BT), block_start_BT)
-        return decoder.run_cross_attention(
-            x_BTE,
-            decoder.cross_rope(position_ids_BT),
-            lambda q: masked_attention(q, key, value, ca_mask),
-        )
-
-    def exit(self, states_BTE: Tensor, num_target_layers: int) -> Tensor:
+    def adapt(self, states_BTE: Tensor, num_target_layers: int) -> Tensor:
         """CA's output as input of the last N target layers (N = 0: of the head).
 
         Raises:
@@ -210,7 +271,7 @@ class MoADrafter(nn.Module):
         """The adapter of CA's output for this N, or None.
 
         Raises:
-            ShapeError: see `exit`.
+            ShapeError: see `adapt`.
         """
         if not self.exits:
             return None
@@ -220,90 +281,3 @@ class MoADrafter(nn.Module):
                 f"{self.config.num_target_layers}, got {num_target_layers}."
             )
         return cast(ExitAdapter, self.exits[str(num_target_layers)])
-
-    def forward(
-        self,
-        embeddings_BTE: Tensor,
-        read: Tensor,
-        attention_mask_BT: Tensor,
-        block_start_BT: Tensor,
-        *,
-        staircase_B: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """The training pass of all exits.
-
-        Args:
-            embeddings_BTE: the target's token embeddings.
-            read: keys and values of all layers, (B, T, L, K), or their means over layers from a
-                frozen LSA, (B, T, K).
-            attention_mask_BT: see `block_states`.
-            block_start_BT: see `block_states`.
-            staircase_B: see `block_states`.
-
-        Returns:
-            The aggregate of every token, then the output of each exit in the order of
-            `config.num_target_layers`: (B, T, E) each.
-        """
-        aggregated_BTE = self.aggregate(read) if read.ndim == 4 else self.encoder.projection(read)
-        states_BTE = self.block_states(
-            embeddings_BTE,
-            aggregated_BTE,
-            attention_mask_BT,
-            block_start_BT,
-            staircase_B=staircase_B,
-        )
-        layers = self.config.num_target_layers
-        return aggregated_BTE, *(self.exit(states_BTE, n) for n in layers)
-
-    def block_logits(
-        self,
-        target: TrainingTarget,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        block_start_BT: Tensor,
-        num_target_layers: int = 0,
-        *,
-        staircase_B: Tensor | None = None,
-    ) -> Tensor:
-        """Draft logits of a whole batch in one pass, as in training.
-
-        Args:
-            target: the frozen target.
-            input_ids_BT: (B, T) int64.
-            attention_mask_BT: (B, T), 1 for real tokens.
-            block_start_BT: (B, T) int64, s(i): token i reads the target's activations of tokens
-                j <= s(i) and, with N > 0, drafts of its own after that.
-            num_target_layers: N, target layers reused after CA.
-            staircase_B: see `block_states`.
-
-        Returns:
-            (B, T, V) float32; -inf for tokens outside a trimmed draft vocabulary.
-        """
-        kv_BTLK = target.encode(input_ids_BT, attention_mask_BT).kv_BTLK
-        states_BTE = self.block_states(
-            target.embed(input_ids_BT),
-            self.aggregate(kv_BTLK),
-            attention_mask_BT,
-            block_start_BT,
-            staircase_B=staircase_B,
-        )
-        states_BTE = self.exit(states_BTE, num_target_layers)
-        if num_target_layers:
-            states_BTE = target.reuse_layers(
-                states_BTE,
-                positions(attention_mask_BT),
-                mask=reused_layer_mask(text_mask(attention_mask_BT), block_start_BT),
-                kv_BTLK=kv_BTLK,
-                num=num_target_layers,
-            )
-        logits_BTV = target.head(states_BTE)
-        if self.draft_token_ids is None:
-            return logits_BTV
-        outside = torch.ones(logits_BTV.shape[-1], dtype=torch.bool, device=logits_BTV.device)
-        outside[self.draft_token_ids] = False
-        return logits_BTV.masked_fill(outside, float("-inf"))
-
-
-def positions(attention_mask_BT: Tensor) -> Tensor:
-    """Positions of real tokens, pads before the first get 0: (B, T) int64."""
-    return (attention_mask_BT.long().cumsum(1) - 1).clamp(min=0)

@@ -7,7 +7,8 @@ from typing import Any
 
 from moaspec.errors import ShapeError
 from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
-from moaspec.model.rope import Rope
+from moaspec.model.layers import Rope
+from moaspec.model.rope import scaled_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,4 +37,4 @@ class StackConfig:
 
     def rope(self) -> Rope:
         """Rotary embeddings as the target has them."""
-        return Rope.scaled(self.layer.head_dim, self.rope_parameters, self.max_position_embeddings)
+        return scaled_rope(self.layer.head_dim, self.rope_parameters, self.max_position_embeddings)

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_choice import SamplerParams, can_choose, choose
+from moaspec.backends.cpu.fused_sampling import SamplerParams, can_choose, choose
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_noise import can_draw, draw_bits
+from moaspec.backends.cpu.fused_sampling import can_draw, draw_bits
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from moaspec.errors import InputError
@@ -103,33 +104,33 @@ class SamplingParams:
                     f"got {processor!r}."
                 )
 
-    @property
+    @cached_property
     def samples(self) -> bool:
         """Whether noise takes part."""
         return self.temperature > 0.0
 
-    @property
+    @cached_property
     def filters(self) -> bool:
         """Whether unlikely tokens are left out."""
         return bool(self.top_k or self.min_p) or self.top_p < 1.0
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether bias, penalties or processors change logits before the choice."""
         return self.needs_prefix or bool(self.logit_bias)
 
-    @property
+    @cached_property
     def needs_prefix(self) -> bool:
         """Whether the choice depends on the tokens before it, given the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) or bool(self.rules or self.processors)
 
-    @property
+    @cached_property
     def takes_argmax(self) -> bool:
         """Whether the choice is nothing but the best of the target's logits."""
         return not self.samples and not self.changes_logits
 
-    @property
+    @cached_property
     def needs_logits(self) -> bool:
         """Whether anything but the best of the target's logits is asked for."""
         return bool(self.logprobs) or not self.takes_argmax

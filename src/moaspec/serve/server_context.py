@@ -13,7 +13,7 @@ from fastapi import Request
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import ContextError, InputError
-from moaspec.generation.options import RowOptions, sampling_params
+from moaspec.generation.options import GenerateOptions, sampling_params
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.http_errors import RequestError
@@ -211,7 +211,7 @@ class ServerContext:
         """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""
         defaults = self.facts.defaults
         default_temperature = 1.0 if defaults.temperature is None else defaults.temperature
-        shared = GenerationRequest.model_fields.keys() & RowOptions.__annotations__.keys()
+        shared = GenerationRequest.model_fields.keys() & GenerateOptions.__annotations__.keys()
         options = {
             **{name: getattr(body, name) for name in shared},
             "temperature": default_temperature if body.temperature is None else body.temperature,
@@ -221,7 +221,7 @@ class ServerContext:
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs or 0,
         }
-        return sampling_params(cast("RowOptions", options), defaults)
+        return sampling_params(cast("GenerateOptions", options), defaults)
 
 
 def created_now() -> int:

@@ -1,6 +1,7 @@
-"""The target's decoder layers and final norm, by transformers' modules.
+"""The target's decoder layers, final norm and LM head, by transformers' modules.
 
-Legend: B batch, T new tokens, S visible keys, J KV heads, D head dim, E hidden size.
+Legend: B batch, T new tokens, N states, S visible keys, J KV heads, D head dim, E hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from moaspec.model.rope import CosSin
+from moaspec.model.layers import CosSin
 from moaspec.target import families
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,6 +61,7 @@ class DecoderLayers:
         # A partial target has the last layer, if it has any.
         self._cache_argument = cache_argument(base.layers[-1])
         self._rotary = families.RotaryEmbeddings(base.rotary_emb, config)
+        self._is_plain = families.has_plain_inputs(config)
         self._window: int | None = getattr(config, "sliding_window", None)
         self._groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
         self.types = families.layer_types(config)
@@ -97,6 +100,8 @@ class DecoderLayers:
         lengths_B: Tensor | None,
     ) -> dict[str, tuple[CosSin, Tensor | None]]:
         """Cosines and sines, and the mask, of each layer type."""
+        if self._is_plain:
+            return {families.FULL: (self._base.rotary_emb(states_BTE, position_ids_BT), mask_B1TS)}
         if lengths_B is None:
             lengths_B = position_ids_BT.amax(1) + 1
         rope = self._rotary(states_BTE, position_ids_BT, lengths_B)
@@ -130,3 +135,39 @@ class DecoderLayers:
 
     def _norm(self, states_BTE: Tensor) -> Tensor:
         return cast(Tensor, self._base.norm(states_BTE))
+
+
+class LMHead:
+    """Logits in float32, soft-capped where the model's are.
+
+    Args:
+        linear: transformers' LM head.
+        cap: of the logits, or None.
+    """
+
+    def __init__(self, linear: nn.Module, cap: float | None) -> None:
+        self.linear, self.cap = linear, cap
+
+    def rows(self, token_ids: Tensor) -> nn.Linear:
+        """The head for these ids alone, a copy."""
+        linear: Any = self.linear
+        weight, bias = linear.weight[token_ids], linear.bias
+        with torch.device("meta"):
+            rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None)
+        rows.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias[token_ids], requires_grad=False)
+        return rows
+
+    def select(self, token_ids: Tensor | None) -> nn.Module:
+        """The head for these ids, a copy; for None the whole one, without a copy."""
+        return self.linear if token_ids is None else self.rows(token_ids)
+
+    def logits(self, states: Tensor, head: nn.Module) -> Tensor:
+        """Logits by the whole head, or by some of its rows."""
+        logits = head(states).float()
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def best(self, states_NE: Tensor) -> Tensor:
+        """The ids of the largest logits, (N,) int64."""
+        return self.logits(states_NE, self.select(None)).argmax(-1)

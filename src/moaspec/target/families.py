@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.model.layers import CosSin
 from moaspec.model.masks import text_mask, window_mask
-from moaspec.model.rope import CosSin
 from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 from moaspec.target.rope_fields import require_rope
 
@@ -101,6 +101,12 @@ def layer_types(config: Any) -> tuple[str, ...]:
         return tuple(config.layer_types)
     sliding = windows == "all" and config.sliding_window is not None
     return (SLIDING if sliding else FULL,) * int(config.num_hidden_layers)
+
+
+def has_plain_inputs(config: Any) -> bool:
+    """Whether all layers have full attention, and rotary embeddings by position alone."""
+    kinds = [parameters["rope_type"] for parameters in rope_by_type(config).values()]
+    return set(layer_types(config)) == {FULL} and len(kinds) == 1 and kinds[0] in BY_POSITION
 
 
 def rope_by_type(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -277,6 +283,16 @@ def _by_length(
     is_long = (lengths_B > switch)[:, None, None]
     cos, sin = (torch.where(is_long, b[:, :-1], a) for a, b in zip(short, long, strict=True))
     return cos, sin
+
+
+def is_usual_norm(module: Any) -> bool:
+    """Whether a norm is weight * x / rms(x); Gemma 3's weight is an offset from one, in float32."""
+    return hasattr(module, "variance_epsilon")
+
+
+def norm_rounds_late(module: Any) -> bool:
+    """Whether the product with the weight is rounded (OLMo 2), instead of its factor."""
+    return type(module).__name__ == "Olmo2RMSNorm"
 
 
 def plain_layer_state(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

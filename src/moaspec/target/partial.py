@@ -20,8 +20,8 @@ from transformers import (
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.model.checkpoint.weight_files import require_enough
+from moaspec.target.decoder_layers import LMHead
 from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
-from moaspec.target.lm_head import LMHead
 from moaspec.target.target import Target
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
@@ -45,7 +45,7 @@ def excerpt_tensors(
     assert isinstance(head, nn.Linear)
     tensors = {f"{EMBEDDING}.weight": embedding.weight}
     if head.weight.data_ptr() != embedding.weight.data_ptr():
-        rows = head if head_token_ids is None else target.head_rows(head_token_ids)
+        rows = head if head_token_ids is None else target.lm_head.rows(head_token_ids)
         tensors |= {f"{HEAD}.{name}": tensor for name, tensor in rows.state_dict().items()}
     for index in range(num_layers):
         state = target.layer_state(target.num_layers - num_layers + index)

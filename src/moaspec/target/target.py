@@ -10,7 +10,8 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -18,17 +19,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
-from moaspec.model.masks import text_mask
-from moaspec.model.moa import TargetPass, positions
-from moaspec.model.target_encoder import LayerFeatures
 from moaspec.target import families
-from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
-from moaspec.target.lm_head import LMHead
-from moaspec.target.spec import TargetSpec
-from moaspec.thread_limiter import ThreadLimiter
+from moaspec.target.decoder_layers import DecoderLayers, LMHead, WatchLayer, WriteKV
+from moaspec.target.target_base import TargetBase
 
 
-class Target(TargetSpec):
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Disable autocast; make float32 the default dtype and the CPU the default device.
+
+    Passes then compute in the dtype of their weights, whatever the caller's settings are. These
+    are global, so never `yield` to a caller or `await` inside.
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_dtype() != torch.float32:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+class Target(TargetBase):
     """A causal LM of transformers, frozen, with its tokenizer.
 
     Args:
@@ -43,7 +58,7 @@ class Target(TargetSpec):
         layers: its decoder layers; `moaspec.backends` replaces them by faster ones.
         lm_head: its LM head; `moaspec.backends` replaces it by a faster one.
         packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
-        threads: lowers the number of CPU threads while other processes need the cores.
+        threads: `moaspec.backends` sets a limit of CPU threads here.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
 
     Raises:
@@ -80,7 +95,7 @@ class Target(TargetSpec):
         cap = getattr(model.config, "final_logit_softcapping", None)
         self.lm_head = LMHead(cast(nn.Module, model.get_output_embeddings()), cap)
         self.packed = False
-        self.threads = ThreadLimiter()
+        self.threads = None
         self.token_pass_s: float | None = None
 
     @property
@@ -93,28 +108,13 @@ class Target(TargetSpec):
         """Where the weights are."""
         return self.model.device
 
-    def layer_state(self, index: int) -> dict[str, Tensor]:
-        """Weights of one decoder layer, under transformers' names."""
-        return cast(dict[str, Tensor], self._base.layers[index].state_dict())
-
-    def plain_layer_state(self, index: int) -> dict[str, Tensor] | None:
-        """`layer_state` as a Llama layer has it; None where this family's layers differ."""
-        return families.plain_layer_state(self.config, self.layer_state(index))
+    def limited_threads(self) -> AbstractContextManager[None]:
+        """A block in which the calling thread computes on as many threads as have a core each."""
+        return nullcontext() if self.threads is None else self.threads.limited()
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token embeddings as they enter the first layer (scaled in Gemma 3), (..., E)."""
         return self._base.embed_tokens(input_ids)
-
-    @property
-    def embeddings(self) -> Tensor | None:
-        """What `embed` looks up, (V, E), where it does nothing else; else None."""
-        table = self._base.embed_tokens
-        plain = type(table) is nn.Embedding and not table._forward_hooks
-        return table.weight if plain and not table._forward_pre_hooks else None
-
-    def head_rows(self, token_ids: Tensor) -> nn.Linear:
-        """The LM head for these ids alone, a copy."""
-        return self.lm_head.rows(token_ids)
 
     def draft_head(self, token_ids: Tensor | None) -> nn.Module:
         """The LM head for a draft vocabulary, a copy; for None the whole one, without a copy."""
@@ -122,7 +122,7 @@ class Target(TargetSpec):
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""
-        head = self.draft_head(None) if token_ids is None else self.head_rows(token_ids)
+        head = self.draft_head(None) if token_ids is None else self.lm_head.rows(token_ids)
         return self.logits(states, head)
 
     def best(self, states_NE: Tensor) -> Tensor:
@@ -132,11 +132,6 @@ class Target(TargetSpec):
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
         return self.lm_head.logits(states, head)
-
-    @property
-    def caps_logits(self) -> bool:
-        """Whether logits are soft-capped."""
-        return self.lm_head.cap is not None
 
     def run(
         self,
@@ -174,65 +169,3 @@ class Target(TargetSpec):
             lengths_B=lengths_B,
             watch=watch,
         )
-
-    @torch.no_grad()
-    def encode(
-        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, before: Collection[int] = ()
-    ) -> TargetPass:
-        """Uncached pass that captures keys and values of all layers, for training.
-
-        Args:
-            input_ids_BT: (B, T) int64.
-            attention_mask_BT: (B, T), 1 for real tokens.
-            before: the N > 0 for which to return the input of the last N layers.
-        """
-        entering: dict[int, Tensor] = {}
-        features = LayerFeatures(self.num_layers)
-
-        def capture(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            features.write(layer, key, value)
-            return key, value
-
-        def watch(layer: int, states_BTE: Tensor) -> None:
-            if self.num_layers - layer in before:
-                entering[self.num_layers - layer] = states_BTE
-
-        hidden_BTE = self.run(
-            input_ids_BT,
-            positions(attention_mask_BT),
-            # Behind the text, pads are seen by nothing real, and no mask is faster than one.
-            mask_B1TS=None if _right_padded(attention_mask_BT) else text_mask(attention_mask_BT),
-            write=capture,
-            watch=watch,
-        )
-        return TargetPass(features.read(), hidden_BTE, entering)
-
-    def reuse_layers(
-        self,
-        states_BTE: Tensor,
-        position_ids_BT: Tensor,
-        *,
-        mask: Tensor,
-        kv_BTLK: Tensor,
-        num: int,
-    ) -> Tensor:
-        """On-policy pass through the last `num` layers for training.
-
-        Each layer attends to [the target's true keys; the keys of `states_BTE`] under `mask`,
-        (B, 1, T, 2 T). `kv_BTLK` holds at least the last `num` layers.
-        """
-
-        def join(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            pairs = (
-                kv_BTLK[:, :, layer - self.num_layers]
-                .unflatten(-1, (self.num_kv_heads, -1))
-                .transpose(1, 2)
-            )
-            true_key, true_value = pairs.to(key.dtype).chunk(2, dim=-1)
-            return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
-
-        return self.layers.run(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
-
-
-def _right_padded(attention_mask_BT: Tensor) -> bool:
-    return bool((attention_mask_BT[:, 1:] <= attention_mask_BT[:, :-1]).all())

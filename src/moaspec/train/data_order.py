@@ -26,14 +26,14 @@ class Blocks:
     """A partition of every response into blocks, per query.
 
     Attributes:
-        block_start_BT: s(i), the last position whose activations query i may read. In a block that
-            begins at b it is b - 1, because the newest token has no activations when a round
+        last_verified_BT: s(i), the last position whose activations query i may read. In a block
+            that begins at b it is b - 1, because the newest token has no activations when a round
             starts. Tokens outside the responses are verified: s(i) = i.
         step_BT: index of the draft of query i in its round, from 0.
         loss_BT: bool, queries with loss: response tokens that are followed by another one.
     """
 
-    block_start_BT: Tensor
+    last_verified_BT: Tensor
     step_BT: Tensor
     loss_BT: Tensor
 
@@ -68,9 +68,9 @@ def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
     starts_BN = torch.cat((torch.zeros(rows, 1, dtype=torch.long), ends_BN), dim=1)
     which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
     step_BT = offset_BT - starts_BN.gather(1, which)
-    block_start_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
+    last_verified_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
     followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))
-    return Blocks(block_start_BT.clamp(min=0), step_BT, response_BT & followed_BT)
+    return Blocks(last_verified_BT.clamp(min=0), step_BT, response_BT & followed_BT)
 
 
 def _response_start(response_BT: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ ALL_TOKENS = 2**31
 """A length beyond that of any request."""
 
 
-class MoAProposer(CustomProposer):
+class VLLMMoAProposer(CustomProposer):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
 
     vLLM constructs it, passes it the target (`load_model`) and calls `propose` after every step.
@@ -241,3 +241,7 @@ def _timed(part: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     SECONDS_OF[part].inc(time.perf_counter() - started)
+
+
+MoAProposer = VLLMMoAProposer
+"""The name that vLLM's options had before; kept for options that were written out."""

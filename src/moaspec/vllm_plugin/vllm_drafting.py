@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 
+from moaspec.model.layers import CosSin
 from moaspec.model.moa import MoADrafter
-from moaspec.model.rope import CosSin
 from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
 from moaspec.vllm_plugin.capture import Integers, VLLMCapture, verified_index
 from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
@@ -120,7 +120,7 @@ class PagedDrafter:
                 parts.embed(token_R)[None], self_cos_sin, attend
             )
             states_1RE = decoder.run_cross_attention(states_1RE, cross_cos_sin, cross_attend)
-            token_R = parts.head.best(parts.drafter.exit(states_1RE, 0)[0])
+            token_R = parts.head.best(parts.drafter.adapt(states_1RE, 0)[0])
             drafted.append(token_R)
         ids = torch.cat(drafted).tolist()
         return [ids[place :: len(row_R)] for place in range(len(row_R))]

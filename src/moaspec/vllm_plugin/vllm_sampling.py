@@ -20,7 +20,8 @@ from vllm.v1.outputs import SamplerOutput
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest
-from moaspec.engine.accept import Acceptance, accept
+from moaspec.engine.accept import Acceptance
+from moaspec.engine.accept_sampled import accept
 from moaspec.vllm_plugin.capture import VLLMCapture
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.vllm_settings import CONFIG_KEY

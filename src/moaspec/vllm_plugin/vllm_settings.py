@@ -13,7 +13,7 @@ SUPPORTED_VERSIONS = ">=0.32,<0.34"
 """Releases of vLLM that have the hooks of this plugin. Tests run on 0.32.0."""
 
 PACKAGE = "moaspec.vllm_plugin"
-PROPOSER = f"{PACKAGE}.proposer.MoAProposer"
+PROPOSER = f"{PACKAGE}.proposer.VLLMMoAProposer"
 SAMPLER = f"{PACKAGE}.vllm_sampling.SeededSampler"
 WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"

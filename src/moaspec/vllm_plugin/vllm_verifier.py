@@ -139,7 +139,7 @@ class VLLMVerifier:
         except Exception:
             # The state of these requests inside vLLM is unknown, so their rows start over.
             for request in requests:
-                self._start_over(self._rows.setdefault(request.row, _RequestRow()))
+                self._start_over(self._rows.setdefault(request.cache_row, _RequestRow()))
             raise
         finally:
             self._sampler.pending.clear()
@@ -163,7 +163,7 @@ class VLLMVerifier:
 
     def _schedule(self, request: VerifyRequest, chain: Sequence[int]) -> PendingVerification:
         """Make vLLM's next steps run this request."""
-        row = self._rows.setdefault(request.row, _RequestRow())
+        row = self._rows.setdefault(request.cache_row, _RequestRow())
         text = [*row.text[: request.num_verified], *request.new_tokens]
         continues = row.request_id is not None and text == row.text and not request.text_length
         nodes = chain[: self._options.max_drafted] if continues else []
@@ -217,7 +217,7 @@ class VLLMVerifier:
         """Results of all requests; updates the rows' texts. Raises the first error."""
         decisions = []
         for pending in batch:
-            row, outcome = self._rows[pending.request.row], pending.outcome
+            row, outcome = self._rows[pending.request.cache_row], pending.outcome
             if not isinstance(outcome, Acceptance):
                 assert outcome is not None
                 raise outcome

@@ -245,8 +245,8 @@ def test_without_kernels_text_comes_by_other_libraries(
     assert all(len(result.token_ids) == 12 for result in results)
     text = moaspec.generate(target, PROMPTS[2], max_new_tokens=4).token_ids
     ids_BT = torch.tensor([PROMPTS[2]])
-    logits_V = target.head(target.encode(ids_BT, torch.ones_like(ids_BT)).hidden_BTE[0, -1])
-    exact_V = stock.head(stock.encode(ids_BT, torch.ones_like(ids_BT)).hidden_BTE[0, -1])
+    logits_V = target.head(target.capture(ids_BT, torch.ones_like(ids_BT)).hidden_BTE[0, -1])
+    exact_V = stock.head(stock.capture(ids_BT, torch.ones_like(ids_BT)).hidden_BTE[0, -1])
     # Roundings to bf16 in other places; logits of these models are in the tens.
     assert float((logits_V - exact_V).norm()) < 0.1 * float(exact_V.norm())
     assert text[0] == int(logits_V.argmax())
@@ -322,7 +322,8 @@ def test_another_source_is_compiled(
 
 PROCESS = """
 import torch
-from moaspec.backends.cpu import Matrix, why_not
+from moaspec.backends.cpu.build import why_not
+from moaspec.backends.cpu.matrix import Matrix
 assert why_not() is None, why_not()
 weight = torch.ones(16, 32).bfloat16()
 assert Matrix(weight, None).product(weight[:1]).tolist() == [[32.0] * 16]
@@ -366,7 +367,7 @@ def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path, harm: str)
     content = b"half a library" if harm == "half" else Path(torch._C.__file__).read_bytes()
     library.write_bytes(content)
     library.chmod(0o700)
-    code = "from moaspec.backends.cpu import why_not; print(why_not())"
+    code = "from moaspec.backends.cpu.build import why_not; print(why_not())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "None\n"
     assert len(counting.read_text().splitlines()) == 2

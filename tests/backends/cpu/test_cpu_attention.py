@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from bits import BF16_STEP, assert_one_rounding, needs_kernels, normal, same_bits, threads
 from moaspec.backends.cpu.cpu_attention import (
-    MOST_DIM,
-    MOST_QUERIES,
+    MAX_HEAD_DIM,
+    MAX_QUERIES,
     attend,
     can_attend,
     fast_attention,
@@ -68,12 +68,12 @@ def random_mask(*shape: int) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, MOST_DIM])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, MAX_HEAD_DIM])
 @pytest.mark.parametrize("slots", [1, 15, 16, 17, 32, 33, 200])
 @pytest.mark.parametrize("groups", [1, 3, 4])
 def test_attention_is_exact_but_for_its_rounding(groups: int, slots: int, dim: int) -> None:
     scale = dim**-0.5
-    for tokens in (1, 2, 5, 9, MOST_QUERIES):
+    for tokens in (1, 2, 5, 9, MAX_QUERIES):
         heads = some_heads(2 * groups, 2, tokens, slots, dim, rows=2)
         for shape in ((2, 1, tokens, slots), (1, 1, tokens, slots), (2, 1, 1, slots), None):
             mask = None if shape is None else random_mask(*shape)
@@ -129,8 +129,8 @@ def test_it_does_not_matter_in_which_slots_keys_are(visible: int, groups: int) -
 def test_a_query_has_the_same_bits_in_every_call(groups: int, kv_heads: int) -> None:
     """By threads that have heads to themselves, and by those that share one."""
     heads = groups * kv_heads
-    query, key, value = some_heads(heads, kv_heads, MOST_QUERIES, 70, 32, rows=3)
-    mask = random_mask(3, 1, MOST_QUERIES, 70)
+    query, key, value = some_heads(heads, kv_heads, MAX_QUERIES, 70, 32, rows=3)
+    mask = random_mask(3, 1, MAX_QUERIES, 70)
     with threads(1):
         whole = attend(query, key, value, mask, 0.2)
     for num in (1, 2, 3, 5):
@@ -171,9 +171,9 @@ def test_what_attention_refuses() -> None:
         "place": tuple(part.to("meta") for part in (query, key, value, mask)),
         "order": (query_BHDT.transpose(2, 3), key, value, mask),
         "order of keys": (query, key_BJDS.transpose(2, 3), value, mask),
-        "many": (*some_heads(4, 2, MOST_QUERIES + 1, 20, 32), None),
+        "many": (*some_heads(4, 2, MAX_QUERIES + 1, 20, 32), None),
         "dim": (*some_heads(4, 2, 3, 20, 48), None),
-        "large dim": (*some_heads(4, 2, 3, 20, MOST_DIM + 32), None),
+        "large dim": (*some_heads(4, 2, 3, 20, MAX_HEAD_DIM + 32), None),
     }
     assert [name for name, call in refused.items() if can_attend(*call)] == []
     query.requires_grad_()

@@ -18,15 +18,13 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 
 from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
-from moaspec.backends.cpu.aligned_memory import large_pages
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, attend
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, attend, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
-from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.fast_drafter import FastAttentionBlock, fast_layer
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.layers import CrossAttentionLayer, DecoderLayer, masked_attention
-from moaspec.model.rope import Rope, rotate
+from moaspec.model.layers import CrossAttentionLayer, DecoderLayer, Rope, masked_attention, rotate
 
 pytestmark = [needs_kernels, pytest.mark.kernels]
 
@@ -274,6 +272,7 @@ def filled_cache(num_layers: int = 3) -> KVCache:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
+    cache.attend = fast_attention
     cache.reserve(4, 100)
     cache.data.copy_(normal(*cache.data.shape, seed=5))
     return cache
@@ -292,7 +291,7 @@ def layer_by_layer(
 
 
 @pytest.mark.parametrize("num", [3, 1])
-@pytest.mark.parametrize("tokens", [1, 5, MOST_QUERIES])
+@pytest.mark.parametrize("tokens", [1, 5, MAX_QUERIES])
 @pytest.mark.parametrize(
     ("rows", "starts"), [([0], [0]), ([2], [7]), ([0, 1], [3, 9]), ([3, 0, 2], [0, 20, 4])]
 )
@@ -380,7 +379,7 @@ def test_biases_that_only_some_projections_have_are_left_to_modules() -> None:
     assert_close(run(), expected, atol=8 * BF16_STEP, rtol=2 * BF16_STEP)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, MOST_QUERIES, MOST_QUERIES + 1])
+@pytest.mark.parametrize("tokens", [1, 5, MAX_QUERIES, MAX_QUERIES + 1])
 @pytest.mark.parametrize("rows", [[0], [1, 2], [3, 0, 2]])
 @torch.inference_mode()
 def test_a_decoder_layer_over_a_cache_is_one_call(rows: list[int], tokens: int) -> None:
@@ -395,7 +394,7 @@ def test_a_decoder_layer_over_a_cache_is_one_call(rows: list[int], tokens: int) 
         attend_to = cache.attentions(rows, starts, tokens, mask)[1]
         if layer is packed:
             whole = packed.in_one_call(x_BTE, cos_sin, attend_to)
-            assert (whole is not None) is (tokens <= MOST_QUERIES)
+            assert (whole is not None) is (tokens <= MAX_QUERIES)
         call = attend_to if calls_kernels else lambda *heads, to=attend_to: to(*heads)
         results.append(layer(x_BTE, cos_sin, call))
         stored.append(cache.data)

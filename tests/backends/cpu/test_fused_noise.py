@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bits import needs_kernels, threads
-from moaspec.backends.cpu.fused_noise import can_draw
+from moaspec.backends.cpu.fused_sampling import can_draw
 from moaspec.sampling import noise
 from moaspec.sampling.noise import gumbel, seed_bits
 

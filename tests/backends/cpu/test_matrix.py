@@ -95,7 +95,7 @@ def test_the_first_of_equal_products_is_found_in_whatever_order_panels_are_read(
 def test_the_best_is_found_by_fewer_threads_than_were_asked_for() -> None:
     """OpenMP may give a team fewer, whose absent members have seen nothing."""
     code = (
-        "import torch; from moaspec.backends.cpu import Matrix; torch.set_num_threads(4);"
+        "import torch; from moaspec.backends.cpu.matrix import Matrix; torch.set_num_threads(4);"
         "weight = -torch.ones(256, 64).bfloat16(); weight[37] = -0.5;"
         "print(Matrix(weight, None).best(torch.ones(1, 64).bfloat16()).tolist())"
     )

@@ -11,7 +11,7 @@ import pytest
 import moaspec
 import tiny
 from costs import by_cost, table
-from moaspec.drafting.draft_tree import AUTO, Chain, DraftTree, Tree
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.cost_model import MAX_DEPTH, KnownCosts
 from moaspec.drafting.policy.policies import (
     COPIES,
@@ -19,9 +19,9 @@ from moaspec.drafting.policy.policies import (
     MAX_LOSS,
     AdaptivePolicy,
     DraftSettings,
-    FixedPolicy,
     NgramBranchPolicy,
 )
+from moaspec.drafting.tree_shapes import DEFAULT_TREE, Chain
 from moaspec.errors import InputError, ShapeError
 from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import SamplingParams
@@ -52,7 +52,7 @@ def play(
             if draws.random() >= rate(number):
                 break
             accepted.append(node)
-        policy.observe(tree, accepted)
+        policy.record_round(tree, accepted)
     return shapes
 
 
@@ -124,7 +124,7 @@ def test_a_row_that_lags_is_encoded_when_drafts_pay_again() -> None:
             encoded.append(policy.wants_features)
             tree = DraftTree() if shape is None else path(shape)
             right = 0 if shape is None or number < 300 else shape.depth
-            policy.observe(tree, range(right))
+            policy.record_round(tree, range(right))
         assert not any(encoded[100:300])
         found[lags] = encoded
     assert not any(found[False][300:])
@@ -142,7 +142,7 @@ def test_nothing_is_encoded_while_nothing_may_be_drafted() -> None:
     for _ in range(60):
         shape = policy.shape(50, 1)
         wanted.append((shape is not None, policy.wants_features))
-        policy.observe(DraftTree() if shape is None else path(shape), [])
+        policy.record_round(DraftTree() if shape is None else path(shape), [])
     drafting = [i for i, (drafted, _) in enumerate(wanted) if drafted]
     # Whatever is drafted in a round, the round before brought the features up to date.
     assert all(wanted[i - 1][1] for i in drafting if i > 0)
@@ -203,10 +203,10 @@ def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
             shape = branches.shape(64, 1)
             shapes.append(shape)
             tree = DraftTree() if shape is None else DraftTree((1,), (-1,), num_copied=1)
-            branches.observe(tree, [0] if right and tree.tokens else [])
+            branches.record_round(tree, [0] if right and tree.tokens else [])
         assert (None in shapes) is not right
     for _ in range(200):
-        branches.observe(DraftTree(), [])
+        branches.record_round(DraftTree(), [])
     assert branches.shape(64, 1) == NgramBranchPolicy(KnownCosts(dear)).shape(64, 1)
 
 
@@ -214,21 +214,23 @@ def test_rows_that_ask_for_logits_go_by_what_these_cost() -> None:
     costs = table(logits_s=(0.001, 0.020, 0.040, 0.160))
     shaping, sampling = DraftSettings(costs=costs), SamplingParams(temperature=1.0)
     greedy, sampled = shaping.policy(), shaping.policy(sampling)
+    assert isinstance(greedy, AdaptivePolicy)
+    assert isinstance(sampled, AdaptivePolicy)
     assert costs.with_logits.head_s == costs.logits_s
     first, dearer = greedy.shape(64, 1), sampled.shape(64, 1)
     assert first is not None
     assert dearer is None or dearer.total_tokens < first.total_tokens
     branches = shaping.branches(sampling), DraftSettings(costs=costs.with_logits).branches()
-    shapes = [one.shape(64, 1) for one in branches if one is not None]
+    shapes = [one.shape(64, 1) for one in branches if isinstance(one, NgramBranchPolicy)]
     assert shapes[0] == shapes[1]
     assert table().with_logits == table()  # of before they were measured
 
 
 def test_settings_without_measurements() -> None:
-    assert DraftSettings().policy() == FixedPolicy(AUTO)
+    assert DraftSettings().policy() == DEFAULT_TREE
     assert DraftSettings().branches() is None
-    assert DraftSettings(Chain(3), free_branches=True).branches() == FixedPolicy(COPIES)
-    assert DraftSettings("chain:3", costs=table()).policy() == FixedPolicy(Chain(3))
+    assert DraftSettings(Chain(3), free_branches=True).branches() == COPIES
+    assert DraftSettings("chain:3", costs=table()).policy() == Chain(3)
     assert DraftSettings("chain:3", costs=table()).branches() is None
     assert DraftSettings(costs=table(), free_branches=False).branches() is None
     assert isinstance(DraftSettings(costs=table()).policy(), AdaptivePolicy)

@@ -12,10 +12,11 @@ import moaspec.engine.accept
 import moaspec.engine.local_verifier
 import moaspec.sampling.choose
 import tiny
-from moaspec.backends.cpu.fused_choice import SamplerParams
-from moaspec.drafting.draft_tree import Chain, DraftTree, ancestor_matrix, children
+from moaspec.backends.cpu.fused_sampling import SamplerParams
+from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, children
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import VerifyRequest
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.request_state import RequestState
 from moaspec.evaluate.correctness.check_target import Check, CheckedText, StopTokenProposer
@@ -82,7 +83,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    plan = moaspec.engine.local_verifier._PassRow
+    plan = moaspec.engine.local_verifier.PassRow
     right: Any = plan.positions
 
     def wrong(self: Any) -> list[int]:

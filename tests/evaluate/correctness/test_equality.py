@@ -101,7 +101,7 @@ def test_logits_that_are_no_numbers_excuse_nothing(position: int) -> None:
 def test_the_gap_is_how_far_the_worse_token_is_from_the_best() -> None:
     target = tiny.target()
     ids = torch.tensor([PROMPT])
-    logits = target.head(target.encode(ids, torch.ones_like(ids)).hidden_BTE[0, -1])
+    logits = target.head(target.capture(ids, torch.ones_like(ids)).hidden_BTE[0, -1])
     best = int(logits.argmax())
     assert best == OWN[0]
     expected = float(logits[best] - logits[3])

@@ -15,13 +15,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tiny
+from block_drafts import block_logits
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
-from moaspec.model.checkpoint.moa_checkpoint import (
-    load_checkpoint,
-    save_drafter,
-    to_module_name,
-    to_published_name,
-)
+from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+from moaspec.model.checkpoint.tensor_names import to_module_name, to_published_name
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
@@ -244,8 +241,8 @@ def test_raw_published_form(tmp_path: Path) -> None:
     assert got.num_target_layers == (0,)
     ids = torch.tensor([[1, 2, 3]])
     assert_close(
-        loaded.block_logits(wide, ids, torch.ones_like(ids), torch.zeros_like(ids)),
-        drafter.block_logits(wide, ids, torch.ones_like(ids), torch.zeros_like(ids)),
+        block_logits(loaded, wide, ids, torch.ones_like(ids), torch.zeros_like(ids)),
+        block_logits(drafter, wide, ids, torch.ones_like(ids), torch.zeros_like(ids)),
     )
 
 

@@ -21,7 +21,7 @@ from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import Drafter, Features, RowText, VerifyRequest
+from moaspec.drafting.protocols import Features, Proposer, RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
@@ -57,17 +57,17 @@ def beside_target(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, PROMPT)]))
-    drafting.observe(0, verdict.features)
+    drafting.append_features(0, verdict.features)
     text = [*PROMPT, verdict.next_token]
-    (tree,) = drafting.propose([RowText(0, text, sampling)], SHAPE)
+    (tree,) = drafting.propose([RequestText(0, text, sampling)], SHAPE)
     return text, verdict.features, tree, verifier
 
 
 def on_device(
-    drafter: Drafter, text: list[int], features: Features, sampling: SamplingParams
+    drafter: Proposer, text: list[int], features: Features, sampling: SamplingParams
 ) -> DraftTree:
-    drafter.observe(0, features)
-    (tree,) = drafter.propose([RowText(0, text, sampling)], SHAPE)
+    drafter.append_features(0, features)
+    (tree,) = drafter.propose([RequestText(0, text, sampling)], SHAPE)
     return tree
 
 
@@ -145,7 +145,7 @@ def test_an_independent_drafter_goes_to_the_device_whole(tmp_path: Path) -> None
     loaded = load_device(tmp_path / "bundle")
     assert loaded.info.kind == "independent"
     assert not loaded.drafting().needs
-    (tree,) = loaded.drafting().propose([RowText(0, PROMPT)], SHAPE)
+    (tree,) = loaded.drafting().propose([RequestText(0, PROMPT)], SHAPE)
     assert len(tree.tokens) == SHAPE.total_tokens
 
 
@@ -174,13 +174,13 @@ from pathlib import Path
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.protocols import RowText
+from moaspec.drafting.protocols import RequestText
 from moaspec.remote.device.bundle import load_device
 bundle = load_device(sys.argv[1])
 import torch
 drafter = bundle.drafting()
-drafter.observe(0, torch.load(sys.argv[2]))
-(tree,) = drafter.propose([RowText(0, json.loads(sys.argv[3]))], Tree(4, 3, 12))
+drafter.append_features(0, torch.load(sys.argv[2]))
+(tree,) = drafter.propose([RequestText(0, json.loads(sys.argv[3]))], Tree(4, 3, 12))
 opened += [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
 print(json.dumps({"tokens": tree.tokens, "opened": opened}))
 """

@@ -99,7 +99,7 @@ def test_what_cannot_be_a_codec_is_refused() -> None:
 def test_layouts_carry_what_the_encoder_made(num_layers: int) -> None:
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
     ids_1T = torch.tensor([tiny.PROMPTS[2]])
-    read = target.encode(ids_1T, torch.ones_like(ids_1T)).kv_BTLK
+    read = target.capture(ids_1T, torch.ones_like(ids_1T)).kv_BTLK
     length = ids_1T.shape[1]
     encoder = WireEncoder(drafter, 3, target.num_kv_heads)
     positions = torch.arange(length)[None]

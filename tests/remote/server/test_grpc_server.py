@@ -20,8 +20,8 @@ from prometheus_client import generate_latest
 import moaspec
 import tiny
 from certificates import Authority
-from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

@@ -24,10 +24,10 @@ def new_cache(directory: Path, target: Target | None = None) -> TargetActivation
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [3, 1], [2]])
-def test_what_is_read_is_what_encode_gives(ids: list[int], tmp_path: Path) -> None:
+def test_what_is_read_is_what_capture_gives(ids: list[int], tmp_path: Path) -> None:
     target, batch = tiny.target(), collate(EXAMPLES, ids)
     cache = new_cache(tmp_path, target)
-    expected = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
+    expected = target.capture(batch.input_ids_BT, batch.attention_mask_BT)
     real = batch.attention_mask_BT.bool()
     for _ in range(2):
         got = cache.passes(batch)
@@ -43,7 +43,7 @@ def test_what_is_read_is_what_encode_gives(ids: list[int], tmp_path: Path) -> No
 def test_the_target_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, batch = tiny.fresh_target(), collate(EXAMPLES, [0, 2])
     first = new_cache(tmp_path, target).passes(batch)
-    monkeypatch.setattr(target, "encode", None)
+    monkeypatch.setattr(target, "capture", None)
     again = new_cache(tmp_path, target).passes(collate(EXAMPLES, [2, 0]))
     assert_close(again.kv_BTLK.flip(0), first.kv_BTLK, rtol=0, atol=0)
 
@@ -55,21 +55,21 @@ def test_other_data_or_another_target_does_not_reuse_the_files(tmp_path: Path) -
     batch = collate(other_examples, range(4))
     cache = TargetActivations(tiny.target(), other_examples, tmp_path)
     got = cache.passes(batch)
-    expected = tiny.target().encode(batch.input_ids_BT, batch.attention_mask_BT)
+    expected = tiny.target().capture(batch.input_ids_BT, batch.attention_mask_BT)
     real = batch.attention_mask_BT.bool()
     assert_close(got.kv_BTLK[real], expected.kv_BTLK[real].to(torch.bfloat16), rtol=0, atol=0)
 
 
-def test_final_states_alone_are_what_encode_gives_and_take_no_more_room(
+def test_final_states_alone_are_what_capture_gives_and_take_no_more_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, batch = tiny.fresh_target(), collate(EXAMPLES, [0, 2])
-    expected = target.encode(batch.input_ids_BT, batch.attention_mask_BT).hidden_BTE
+    expected = target.capture(batch.input_ids_BT, batch.attention_mask_BT).hidden_BTE
     real = batch.attention_mask_BT.bool()
     first = TargetActivations(target, EXAMPLES, tmp_path, finals_only=True).final_states(batch)
     # Stored as bf16, so equal to the last bit of bf16.
     assert_close(first[real], expected[real].to(torch.bfloat16), rtol=0, atol=0)
-    monkeypatch.setattr(target, "encode", None)
+    monkeypatch.setattr(target, "capture", None)
     again = TargetActivations(target, EXAMPLES, tmp_path, finals_only=True)
     states = again.final_states(collate(EXAMPLES, [2, 0]))
     assert_close(states.flip(0)[real], first[real], rtol=0, atol=0)

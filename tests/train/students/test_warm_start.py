@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec.errors import InputError
-from moaspec.model.rope import Rope, rotate
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.layers import Rope, rotate
+from moaspec.model.moa import TargetEncoder
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.warm_start import (
     TOKEN_SLOPES,
@@ -146,9 +146,9 @@ def test_a_warm_start_for_families_with_layers_of_their_own(family: str) -> None
     texts = zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)
     examples = [Example(prompt, text) for prompt, text in texts]
     batches = [collate(examples, [index]) for index in range(len(examples))]
-    passes = [target.encode(one.input_ids_BT, one.attention_mask_BT) for one in batches]
+    passes = [target.capture(one.input_ids_BT, one.attention_mask_BT) for one in batches]
     warm_start(target, drafter, zip(batches, passes, strict=True))
     ids = torch.tensor([[*tiny.PROMPTS[2], *tiny.own_texts(family)[2]]])
-    seen = target.encode(ids, torch.ones_like(ids))
+    seen = target.capture(ids, torch.ones_like(ids))
     error = (drafter.aggregate(seen.kv_BTLK) - seen.hidden_BTE).square().mean()
     assert error < 0.5 * seen.hidden_BTE.square().mean()

@@ -15,9 +15,9 @@ from moaspec.backends.cpu.build import library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
-MOST_QUERIES = 64
+MAX_QUERIES = 64
 """Tokens of a row up to which `attend` is faster than PyTorch's attention."""
-MOST_DIM = 256
+MAX_HEAD_DIM = 256
 PAIR_LANES = 32
 """Elements of a head per instruction; D is a multiple of it."""
 
@@ -47,11 +47,11 @@ def can_attend(
     return (
         query_BHTD.dtype == key_BJSD.dtype == torch.bfloat16
         and query_BHTD.device.type == "cpu"
-        and query_BHTD.shape[2] <= MOST_QUERIES
+        and query_BHTD.shape[2] <= MAX_QUERIES
         and query_BHTD.numel() > 0
         and key_BJSD.shape[2] > 0
         and dim % PAIR_LANES == 0
-        and dim <= MOST_DIM
+        and dim <= MAX_HEAD_DIM
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and query_BHTD.stride(3) == key_BJSD.stride(3) == value_BJSD.stride(3) == 1
         and not (

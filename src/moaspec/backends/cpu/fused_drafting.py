@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import library
-from moaspec.backends.cpu.fused_choice import SamplerParams
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Pass, Slots
+from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.cpu.structures import (
     CouplingFacts,
@@ -167,7 +167,7 @@ class Coupling:
 
 
 @dataclass(frozen=True)
-class Grown:
+class KernelTree:
     """Drafted nodes of one request, parents first.
 
     Attributes:
@@ -200,7 +200,7 @@ def draft_tree(
     names_O: Tensor,
     embeddings_VE: Tensor,
     coupling: Coupling | None = None,
-) -> Grown:
+) -> KernelTree:
     """Draft a tree level by level: the best tokens after a text, then after the best of these.
 
     Args:
@@ -260,4 +260,4 @@ def draft_tree(
     )
     count = growth.nodes
     found = tokens[:count], parents[:count], scores[:count]
-    return Grown(*found, levels=growth.levels, num_read=growth.leaves)
+    return KernelTree(*found, levels=growth.levels, num_read=growth.leaves)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.aligned_memory import large_pages
 from moaspec.backends.cpu.build import library
-from moaspec.backends.cpu.cpu_attention import MOST_DIM, PAIR_LANES
-from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.cpu_attention import MAX_HEAD_DIM, PAIR_LANES
+from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
 
@@ -87,7 +86,8 @@ class FusedLayer:
         sizes = [size for one in found for size in (one.inputs, one.outputs)]
         if len(found) < len(matrices) or any(size % LANES for size in sizes):
             return None
-        if head_dim % PAIR_LANES or head_dim > MOST_DIM:  # as `can_attend`: a stack attends itself
+        # As in `can_attend`: a stack attends itself.
+        if head_dim % PAIR_LANES or head_dim > MAX_HEAD_DIM:
             return None
         return cls(found, head_dim=head_dim, **rest)
 

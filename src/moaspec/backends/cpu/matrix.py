@@ -6,13 +6,14 @@ Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
 from __future__ import annotations
 
 import ctypes
+import mmap
+from contextlib import suppress
 from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moaspec.backends.cpu.aligned_memory import large_pages
 from moaspec.backends.cpu.build import instructions, library, unpacks, why_not
 from moaspec.backends.cpu.quantized_weight import (
     BLOCK,
@@ -161,6 +162,15 @@ class Matrix:
             c_int32(torch.get_num_threads()),
         )
         return out_T
+
+
+def large_pages(num_bytes: int) -> Tensor:
+    """Memory in pages of 2 MiB where the system has them: a pass looks up fewer addresses."""
+    # Private, because most systems give shared memory no large pages.
+    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)
 
 
 def _panels(weight_OI: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def calibrate(
             f"{asked.drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
             "because only they draft by cost. Name one, or leave --drafter out."
         )
-    if target.threads.crowded:
+    if target.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
         console.warn(said)
     with measuring() as advance, deferred_interrupts() as stopped:
@@ -171,7 +171,7 @@ def _named(one: Exit, exits: Sequence[Exit]) -> str:
 
 
 def _promise(one: Exit) -> str:
-    from moaspec.drafting.draft_tree import Chain
+    from moaspec.drafting.tree_shapes import Chain
 
     if one.best_chain is None:
         return "not measured"

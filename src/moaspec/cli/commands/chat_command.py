@@ -20,7 +20,7 @@ from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
     from moaspec.generation.session import Session
 
 
@@ -83,7 +83,9 @@ class LocalChat(ChatLoop):
         system: the system prompt, or None.
     """
 
-    def __init__(self, session: Session, settings: RowOptions, system: str | None = None) -> None:
+    def __init__(
+        self, session: Session, settings: GenerateOptions, system: str | None = None
+    ) -> None:
         super().__init__(settings, system)
         self.session = session
         self.results: list[GenerationResult] = []

@@ -15,7 +15,7 @@ from moaspec.errors import InputError
 from moaspec.support.extras import require
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
 
 PROVISIONAL, CORRECTED, KEPT = "dim italic", "bold red", "magenta"
 TAKEN_BACK = " ⟲ "
@@ -35,7 +35,7 @@ class ServerChat(ChatLoop):
         ServerError: no such server.
     """
 
-    def __init__(self, url: str, settings: RowOptions, system: str | None = None) -> None:
+    def __init__(self, url: str, settings: GenerateOptions, system: str | None = None) -> None:
         super().__init__(settings, system)
         require("`moaspec chat --url`", "serve")
         from moaspec.serve.client import ServedChat
@@ -121,7 +121,7 @@ def _style(piece: dict[str, Any]) -> str:
     return console.STYLES.get(piece["source"], KEPT)
 
 
-def _fields(settings: RowOptions) -> dict[str, Any]:
+def _fields(settings: GenerateOptions) -> dict[str, Any]:
     """Settings under the names of the endpoint."""
     return {
         "max_completion_tokens": settings["max_new_tokens"],

@@ -94,7 +94,8 @@ def describe(directory: Path) -> dict[str, Any]:
     """Facts of a checkpoint, its weights read and checked."""
     from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
     from moaspec.model.checkpoint.baseline_checkpoint import read_whole
-    from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS, HEAD_MOMENT, SECTION
+    from moaspec.model.checkpoint.moa_config import SECTION
+    from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS, HEAD_MOMENT
 
     config, tensors = read_whole(directory)
     draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
@@ -113,7 +114,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 def _format(config: Mapping[str, Any]) -> str:
     from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
-    from moaspec.model.checkpoint.moa_checkpoint import SECTION
+    from moaspec.model.checkpoint.moa_config import SECTION
 
     if BASELINE in config:
         return f"baseline ({config[BASELINE]['kind']})"
@@ -126,7 +127,7 @@ def _is_bundle(directory: Path) -> bool:
 
 def describe_bundle(directory: Path) -> dict[str, Any]:
     """Facts of a device bundle, its weights read and checked."""
-    from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS
+    from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
     from moaspec.model.checkpoint.weight_files import read_tensors
     from moaspec.remote.device.bundle import read_bundle_info
 

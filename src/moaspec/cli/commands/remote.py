@@ -16,7 +16,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.events import RemoteEvent
     from moaspec.remote.device.remote_session import RemoteSession
@@ -68,7 +68,7 @@ def remote(
     session = RemoteSession(loaded, transport, chosen)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json)
     cut = _Cut(faults, cut_after, cut_s)
-    settings: RowOptions = {
+    settings: GenerateOptions = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
@@ -82,7 +82,7 @@ def remote(
 async def _run(
     session: RemoteSession,
     ids: list[int],
-    settings: RowOptions,
+    settings: GenerateOptions,
     *,
     show: _Show,
     cut: _Cut,

@@ -125,7 +125,7 @@ def serve(
     Example: moaspec serve --port 8000 --open
     """
     require("`moaspec serve`", "serve")
-    from moaspec.drafting.draft_tree import parse_shape
+    from moaspec.drafting.tree_shapes import parse_shape
 
     parse_shape(tree)  # before anything slow, as below
     if cache_gib <= 0:

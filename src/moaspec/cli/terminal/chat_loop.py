@@ -11,7 +11,7 @@ from moaspec.cli.terminal import console
 from moaspec.errors import InputError, ServerError
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
 
 HELP = """\
 /stats        speed and acceptance of the last answer and of the conversation
@@ -30,7 +30,7 @@ class ChatLoop(ABC):
         system: the system prompt, or None.
     """
 
-    def __init__(self, settings: RowOptions, system: str | None = None) -> None:
+    def __init__(self, settings: GenerateOptions, system: str | None = None) -> None:
         self.settings, self.system = settings, system
         self.messages: list[dict[str, str]] = []
         self._commands = {

@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.errors import InputError
 
 Floats = npt.NDArray[np.float64]

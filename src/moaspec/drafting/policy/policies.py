@@ -1,7 +1,7 @@
 """Draft policies: how many tokens each request drafts in each round.
 
-Each request has its own policy. `FixedPolicy` always gives the same shape. `AdaptivePolicy` drafts
-as many tokens as pay for their cost on this machine, and none where plain decoding is faster.
+Each request has its own policy, or a fixed shape. `AdaptivePolicy` drafts as many tokens as pay for
+their cost on this machine, and none where plain decoding is faster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Literal, Protocol
 
-from moaspec.drafting.draft_tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.cost_model import (
     GAIN,
     MEMORY,
@@ -23,6 +23,7 @@ from moaspec.drafting.policy.cost_model import (
     RoundCosts,
     chain_speedups,
 )
+from moaspec.drafting.tree_shapes import Chain, PricedTree, parse_shape
 from moaspec.errors import InputError
 from moaspec.sampling.params import GREEDY, SamplingParams
 
@@ -66,7 +67,7 @@ class DraftPolicy(Protocol):
             room: tokens that may be written after it.
             num_rows: rows that are decoded together from then on, if none joins or ends.
         """
-        ...
+        del unread, room, num_rows  # by default there is no decision
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """The shape of the next drafts, None for a round without.
@@ -82,7 +83,7 @@ class DraftPolicy(Protocol):
         """Whether the next round may draft, so that what this one verifies must be encoded."""
         ...
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Report the drafts of the round after `shape`, and the nodes that were accepted."""
         ...
 
@@ -122,8 +123,8 @@ class DraftSettings:
             )
         self.policy()
 
-    def policy(self, sampling: SamplingParams = GREEDY) -> DraftPolicy:
-        """A new row's drafts.
+    def policy(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
+        """A new row's drafts: a fixed shape, a policy, or None for no drafts.
 
         Args:
             sampling: of the row; a head that gives logits has a price of its own.
@@ -131,14 +132,14 @@ class DraftSettings:
         known = self._known(sampling)
         if known is not None:
             return AdaptivePolicy(known, lags=self.lags)
-        return FixedPolicy(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
+        return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
-    def branches(self, sampling: SamplingParams = GREEDY) -> DraftPolicy | None:
-        """A new row's free branches; `sampling` as for `policy`."""
+    def branches(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
+        """A new row's n-gram branches; `sampling` as for `policy`."""
         if self.free_branches == "auto":
             known = self._known(sampling)
             return None if known is None else NgramBranchPolicy(known)
-        return FixedPolicy(COPIES) if self.free_branches else None
+        return COPIES if self.free_branches else None
 
     def _known(self, sampling: SamplingParams) -> KnownCosts | None:
         """What all rows that go by cost share."""
@@ -155,28 +156,6 @@ class DraftSettings:
     def _of_logits(self) -> KnownCosts:
         assert self.costs is not None
         return KnownCosts(self.costs.with_logits, self.prior)
-
-
-@dataclass(frozen=True)
-class FixedPolicy:
-    """Always the same shape; None never drafts."""
-
-    tree: Tree | None = AUTO
-
-    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Does nothing: there is no decision."""
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether features are wanted, see `DraftPolicy`."""
-        return self.tree is not None
-
-    def shape(self, _length: int, _num_rows: int) -> Tree | None:
-        """The fixed shape for every round."""
-        return self.tree
-
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Does nothing: the shape is fixed."""
 
 
 class AdaptivePolicy:
@@ -250,8 +229,8 @@ class AdaptivePolicy:
         self.wants_features = not self._waiting and not self._behind
         return self._drafting
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy.observe` for the arguments."""
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """See `DraftPolicy.record_round` for the arguments."""
         costs = self._round
         if costs is None:
             return
@@ -317,7 +296,7 @@ class AdaptivePolicy:
         self._behind = self._lags
 
 
-class NgramBranchPolicy:
+class NgramBranchPolicy(DraftPolicy):
     """N-gram branches, as long as their accepted tokens pay for the wider pass.
 
     They cost nothing in rounds in which the text does not repeat itself: then there is no branch to
@@ -335,16 +314,13 @@ class NgramBranchPolicy:
         self._first, self._next = _Rate(0.25), _Rate(0.6)
         self._drafted = 0
 
-    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Does nothing: there is no decision."""
-
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """See `DraftPolicy.shape` for the arguments."""
         gains = {None: 0.0} | {s: self._gain(s, length, num_rows) for s in COPY_SHAPES}
         return max(gains, key=lambda shape: gains[shape])
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy.observe` for the arguments."""
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """See `DraftPolicy.record_round` for the arguments."""
         self._drafted = len(tree.tokens) - tree.num_copied
         copied = sum(node >= self._drafted for node in accepted)
         self._first.count(min(copied, 1), min(tree.num_copied, 1))

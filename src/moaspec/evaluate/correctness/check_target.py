@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from moaspec.drafting.draft_tree import Chain, DraftTree, Tree, merged
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import FreeBranches
-from moaspec.drafting.protocols import Drafter
-from moaspec.drafting.text_proposer import TextProposer
+from moaspec.drafting.protocols import Proposer, TextProposer
+from moaspec.drafting.tree_shapes import Chain, merged
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import Method, TransformersMethod
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import RowOptions, sampling_params
+from moaspec.generation.options import GenerateOptions, sampling_params
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.target import Target
@@ -92,7 +92,7 @@ class Check:
 
     target: Target
     prompts: Sequence[Sequence[int]]
-    drafter: MoADrafter | Drafter | None = None
+    drafter: MoADrafter | Proposer | None = None
     stock: Target | None = None
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
@@ -101,7 +101,7 @@ class Check:
     @cached_property
     def settings(self) -> dict[str, SamplingParams]:
         """Sampling settings by name; the target's defaults complete them."""
-        given: dict[str, RowOptions] = {"greedy": {}}
+        given: dict[str, GenerateOptions] = {"greedy": {}}
         for seed in self.seeds:
             name = f"temperature 0.8, top-p 0.95, seed {seed}"
             given[name] = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
@@ -151,7 +151,7 @@ class Check:
         def method(name: str, *settings: Any, **options: Any) -> _CheckedMethod:
             return _CheckedMethod(name, self.target, *settings, **options)
 
-        drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
+        drafters: dict[str, tuple[MoADrafter | Proposer, int | None]] = {
             "lookup": (NgramProposer(), None),
             "replay": (OracleProposer(known, agreement=REPLAY_AGREEMENT), None),
             "stop tokens": (StopTokenProposer(sorted({0, *self.target.stop_token_ids})), None),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moaspec.errors import MismatchError
 from moaspec.model.checkpoint.directory import read_config
-from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS, check_whole, consistent
+from moaspec.model.checkpoint.moa_checkpoint import check_whole, consistent
+from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.weight_files import (
     read_tensors,
     require_enough,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moaspec.errors import CheckpointError
-from moaspec.model.checkpoint.moa_checkpoint import infer_config, published_tensors
+from moaspec.model.checkpoint.moa_checkpoint import published_tensors
+from moaspec.model.checkpoint.moa_config import infer_config
 from moaspec.model.checkpoint.weight_files import write_config, write_weights
 from moaspec.model.drafter_config import DrafterConfig, TargetIdentity, activation_name
 from moaspec.model.moa import MoADrafter

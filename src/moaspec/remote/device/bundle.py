@@ -22,17 +22,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
+from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.drafting.baseline_proposers import IndependentProposer
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
-from moaspec.model.checkpoint.moa_checkpoint import (
-    DRAFT_TOKENS,
-    config_from_json,
-    published_tensors,
-)
-from moaspec.model.checkpoint.moa_checkpoint import to_module_name as module_name
+from moaspec.model.checkpoint.moa_checkpoint import published_tensors
+from moaspec.model.checkpoint.moa_config import config_from_json
+from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
+from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
 from moaspec.model.checkpoint.weight_files import (
     read_tensors,
     require_enough,
@@ -110,7 +109,7 @@ class DeviceBundle(Device):
     def __post_init__(self) -> None:
         self.fingerprint = self.info.fingerprint
 
-    def drafting(self, num_target_layers: int | None = None) -> Drafter:
+    def drafting(self, num_target_layers: int | None = None) -> Proposer:
         """Make a drafter with caches of its own.
 
         Raises:
@@ -364,6 +363,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             f"The bundle at {directory} records {info.target}, and its config and tokenizer make "
             f"{target.identity}. Export it again."
         )
+    target.threads = ThreadLimiter()
     accelerate(target)
     return DeviceBundle(info, target, module)
 

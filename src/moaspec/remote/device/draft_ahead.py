@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moaspec.drafting.draft_tree import MAX_SIZES, Chain, DraftTree, Tree
-from moaspec.drafting.protocols import Drafter, Features, Need, RowText
+from moaspec.drafting.draft_tree import MAX_SIZES, DraftTree, Tree
+from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.protocol.activation_layout import ActivationParts
 from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
-from moaspec.support.torch_settings import plain_torch
+from moaspec.target.target import plain_torch
 
 
 class AheadDrafter:
-    """A `Drafter` of one row that keeps an expected text.
+    """A `Proposer` of one row that keeps an expected text.
 
     Drafted chains are slices of the expected text, and `extend` adds tokens to it. While the target
     chooses the expected tokens, drafts are ready before they are needed.
@@ -32,7 +33,7 @@ class AheadDrafter:
     ROW = 0
     """The only row."""
 
-    def __init__(self, inner: Drafter, *, needs_memory: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
         self.held = PositionSet()
@@ -86,7 +87,7 @@ class AheadDrafter:
         if count < 1 or not self.can_draft or ended:
             return False
         started = self._clock()
-        row = RowText(self.ROW, text, self.sampling)
+        row = RequestText(self.ROW, text, self.sampling)
         (tree,) = self.inner.propose([row], Chain(count))
         if not tree.tokens:
             return False
@@ -99,8 +100,8 @@ class AheadDrafter:
         """Expected tokens after the verified text."""
         return self.expected[self._verified :]
 
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
-        """See `Drafter`; chains are slices of the expected text, which is extended if needed."""
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        """See `Proposer`; chains are slices of the expected text, which is extended if needed."""
         (row,) = rows
         self.follow(row.token_ids)
         if not self.can_draft:
@@ -116,13 +117,13 @@ class AheadDrafter:
     def encode(
         self, activations_1N: Any, position_ids_1N: Any, counts: Sequence[int]
     ) -> list[Features]:
-        """See `Drafter`; the server encodes."""
+        """See `Proposer`; the server encodes."""
         encoded: list[Features] = self.inner.encode(activations_1N, position_ids_1N, counts)
         return encoded
 
-    def observe(self, row: int, features: Features) -> None:
+    def append_features(self, row: int, features: Features) -> None:
         """Pass features to the drafter."""
-        self.inner.observe(row, features)
+        self.inner.append_features(row, features)
 
     def rollback(self, row: int, length: int) -> None:
         """Cut the expected text and the drafter's caches."""

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
+from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, AcceptanceRates
+from moaspec.drafting.policy.policies import DraftPolicy
+from moaspec.drafting.tree_shapes import Chain
 
 MAX_DRAFTS = 24
 """Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
@@ -22,7 +24,7 @@ ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
 """Assumed before the first round trip and the first draft."""
 
 
-class LinkPolicy:
+class LinkPolicy(DraftPolicy):
     """The `DraftPolicy` of a device.
 
     Args:
@@ -45,9 +47,6 @@ class LinkPolicy:
         self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
         self._acceptance = AcceptanceRates(prior)
 
-    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Do nothing: the server encodes."""
-
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The chain with the most expected tokens per second."""
         return Chain(int(np.argmax(self.speeds())) + 1)
@@ -65,7 +64,7 @@ class LinkPolicy:
         hit = reached * rates[0]
         return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Update acceptance rates; see `DraftPolicy`."""
         self._acceptance.count(tree, accepted)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.target.partial import PartialTarget
@@ -26,7 +26,7 @@ class Device(ABC):
     fingerprint: str | None
 
     @abstractmethod
-    def drafting(self, num_target_layers: int | None) -> Drafter:
+    def drafting(self, num_target_layers: int | None) -> Proposer:
         """Make a drafter for one session, with caches of its own.
 
         A `MoAProposer` with N > 0 has a cache for the target's last layers.
@@ -48,16 +48,16 @@ class LocalDevice(Device):
 
     Args:
         target: whose embedding, head and last layers are used.
-        drafter: drafts; any `Drafter` that needs no activations will do too, for one session.
+        drafter: drafts; any `Proposer` that needs no activations will do too, for one session.
     """
 
     target: Target
 
-    def __init__(self, target: Target, drafter: MoADrafter | Drafter) -> None:
+    def __init__(self, target: Target, drafter: MoADrafter | Proposer) -> None:
         self.target, self._drafter = target, drafter
         self.fingerprint = fingerprint(drafter) if isinstance(drafter, MoADrafter) else None
 
-    def drafting(self, num_target_layers: int | None) -> Drafter:
+    def drafting(self, num_target_layers: int | None) -> Proposer:
         """Make a drafter for one session; see `Device`."""
         if isinstance(self._drafter, MoADrafter):
             return make_moa_proposer(self._drafter, self.target, num_target_layers)

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Unpack
 
-from moaspec.drafting.draft_tree import Tree, parse_shape
+from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.policy.policies import DraftPolicy, DraftSettings, FixedPolicy
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
-from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
+from moaspec.generation.options import GenerateOptions, check_options, row_settings, token_ids
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
@@ -139,7 +140,6 @@ class RemoteSession:
         self._shown: list[int] = []
         self._stop: StopStrings | None = None
         self._ended_alone = False
-        self._policy: DraftPolicy = FixedPolicy()
 
     def _make_memory(self, drafting: MoAProposer) -> DeviceActivations:
         head_dim, layers = self.device.target.head_dim, drafting.num_target_layers
@@ -182,7 +182,7 @@ class RemoteSession:
         return list(self._verifier.provisional)
 
     async def generate(
-        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+        self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]
     ) -> GenerationResult:
         """Answer a conversation; see `stream`."""
         async for _ in self.stream(prompt_ids, **options):
@@ -190,13 +190,13 @@ class RemoteSession:
         return self._result
 
     async def stream(
-        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+        self, prompt_ids: Sequence[int], **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[RemoteEvent]:
         """Answer a conversation; yields tokens as they are verified, or drafted without a link.
 
         Args:
             prompt_ids: token ids of the whole conversation.
-            **options: see `RowOptions`; `logits_processors` cannot be sent. `tree` overrides
+            **options: see `GenerateOptions`; `logits_processors` cannot be sent. `tree` overrides
                 `RemoteOptions.draft`.
 
         Raises:
@@ -222,23 +222,22 @@ class RemoteSession:
         self._link.send(pb.ClientMessage(turn=self._verifier.turn, close=pb.Close()))
         await self._link.close()
 
-    def _begin(self, prompt_ids: Sequence[int], options: RowOptions) -> None:
-        check_options(options, RowOptions)
+    def _begin(self, prompt_ids: Sequence[int], options: GenerateOptions) -> None:
+        check_options(options, GenerateOptions)
         prompt, settings = token_ids(prompt_ids), row_settings(self.device.target, options)
         wire.sampling_message(settings["sampling"])
         tree = options.get("tree", self.options.draft)
         shaping = DraftSettings(tree, options.get("free_branches", "auto"))
+        policy = shaping.policy()
         if tree == "auto":
-            self._policy = LinkPolicy(
+            policy = LinkPolicy(
                 wait_s=self._wait_s,
                 step_s=lambda: self._ahead.step_s,
                 ahead=self.options.draft_ahead,
             )
-        else:
-            self._policy = shaping.policy()
         self._handle = self._engine.add(
             prompt,
-            shape=self._policy,
+            shape=policy,
             free_branches=shaping.branches(),
             keep=True,
             after=self._handle,

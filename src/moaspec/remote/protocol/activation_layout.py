@@ -108,7 +108,7 @@ def _halves(values_TVD: Floats, like: Tensor) -> tuple[Tensor, Tensor]:
 class WireEncoder:
     """The drafter's encoder on a server: its features are sent to devices.
 
-    It takes the place of a `Drafter` in `LocalVerifier`, which calls `encode` only.
+    It takes the place of a `Proposer` in `LocalVerifier`, which calls `encode` only.
 
     Args:
         module: the drafter; only its encoder is used.

@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from moaspec.drafting.draft_tree import AUTO
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.protocols import Drafter, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import DEFAULT_TREE
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, Source
-from moaspec.generation.options import RowOptions, check_options, sampling_params, token_ids
+from moaspec.generation.options import GenerateOptions, check_options, sampling_params, token_ids
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
@@ -43,7 +43,7 @@ class LeasedSlot:
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify one request; see `Verifier`."""
         (request,) = requests
-        request = replace(request, row=self._row, encode=self._encode)
+        request = replace(request, cache_row=self._row, encode=self._encode)
         size, total = (
             self._shared.options.prefill_tokens,
             request.num_verified + len(request.new_tokens),
@@ -76,8 +76,8 @@ class LeasedSlot:
 class _ServerProposer(FastMoAProposer):
     """A proposer on the server that reads the features which the encoder makes for devices."""
 
-    def observe(self, row: int, features: ActivationParts) -> None:
-        super().observe(row, features[:2])
+    def append_features(self, row: int, features: ActivationParts) -> None:
+        super().append_features(row, features[:2])
 
 
 async def decode_alone(
@@ -91,7 +91,7 @@ async def decode_alone(
     max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
     """Decode a request to its end, or to the longest text; closing the generator stops it."""
-    drafting: Drafter | None = None
+    drafting: Proposer | None = None
     # Another engine that runs the weights lends no embedding and no head to draft with. No layers
     # are reused here, so a drafter that was trained for N > 0 only cannot draft.
     if (
@@ -109,7 +109,7 @@ async def decode_alone(
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             stop=request.stop,
-            shape=AUTO,
+            shape=DEFAULT_TREE,
             sampling=sampling,
         )
         while engine.num_active:
@@ -143,14 +143,18 @@ class RemoteText:
         self._transport, self._stops, self._defaults = transport, stop_token_ids, defaults
 
     async def stream(
-        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        speculate: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Event]:
         """Yield verified tokens as they arrive.
 
         Args:
             prompt_ids: token ids.
             speculate: let the server's own drafter draft.
-            **options: see `RowOptions`. The server decides what to draft; functions and
+            **options: see `GenerateOptions`. The server decides what to draft; functions and
                 log-probabilities are not transmitted.
 
         Raises:
@@ -158,14 +162,14 @@ class RemoteText:
             LinkError: the link broke; the text cannot be resumed.
             RefusedError: the server refuses.
         """
-        check_options(options, RowOptions)
+        check_options(options, GenerateOptions)
         request = self._request(prompt_ids, options)
         request.speculate = speculate
         async with contextlib.aclosing(self._transport.generate(request)) as messages:
             async for message in messages:
                 yield _event(message)
 
-    def _request(self, prompt_ids: Sequence[int], options: RowOptions) -> pb.GenerateRequest:
+    def _request(self, prompt_ids: Sequence[int], options: GenerateOptions) -> pb.GenerateRequest:
         stops = options.get("stop_token_ids")
         return pb.GenerateRequest(
             token_ids=token_ids(prompt_ids),
@@ -175,7 +179,7 @@ class RemoteText:
             stop=stop_strings(options.get("stop", ())),
         )
 
-    def _sampling(self, options: RowOptions) -> SamplingParams:
+    def _sampling(self, options: GenerateOptions) -> SamplingParams:
         wanted = options.get("generation_config", "auto") is not None
         return sampling_params(options, self._defaults if wanted else NO_DEFAULTS)
 

@@ -12,7 +12,7 @@ from moaspec.drafting.protocols import Verifier
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError, RefusedError, WireError
-from moaspec.model.checkpoint.moa_checkpoint import check_target
+from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire

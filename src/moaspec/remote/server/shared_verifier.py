@@ -153,7 +153,7 @@ class SharedVerifier:
 
     def close(self, row: int) -> None:
         """Return a row; if a pass is working on it, it becomes free after the pass."""
-        self._jobs = deque(job for job in self._jobs if job.request.row != row)
+        self._jobs = deque(job for job in self._jobs if job.request.cache_row != row)
         if row in self._running:
             self._leaving.add(row)
             return
@@ -166,7 +166,7 @@ class SharedVerifier:
         """Verify a request of one row; returns the result and the duration of its pass."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        owner = self._used.get(request.row, "")
+        owner = self._used.get(request.cache_row, "")
         self._asked_s[owner] = time.monotonic()
         job = _QueuedRequest(request, owner, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
@@ -219,7 +219,7 @@ class SharedVerifier:
         return self.options.owner_drafted if several else self.options.max_drafted
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
-        self._running = {job.request.row for job in jobs}
+        self._running = {job.request.cache_row for job in jobs}
         started = time.monotonic()
         answers: list[VerifyResult | Exception]
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from moaspec.generation.options import RowOptions
+from moaspec.generation.options import GenerateOptions
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteSession
 from moaspec.sampling.grammar import GrammarProcessor
@@ -61,17 +61,21 @@ def _round(event: RemoteEvent) -> Round | None:
     return Round(verified.tree, verified.accepted, len(verified.token_ids))
 
 
-def row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOptions:
+def row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> GenerateOptions:
     """Keyword arguments of a session for a job."""
     sampling = vars(job.sampling)
     options = {
-        **{name: value for name, value in sampling.items() if name in RowOptions.__annotations__},
+        **{
+            name: value
+            for name, value in sampling.items()
+            if name in GenerateOptions.__annotations__
+        },
         "max_new_tokens": job.max_new_tokens,
         "stop": job.stop,
         "generation_config": None,
         "logits_processors": processors,
     }
-    return cast("RowOptions", options)
+    return cast("GenerateOptions", options)
 
 
 def link_state(session: RemoteSession) -> Literal["up", "down", "syncing"]:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.engine.request_state import check_bias, check_prompt
+from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.errors import BusyError, InputError
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.backends.pack import return_freed_memory
-from moaspec.drafting.policy.policies import DraftSettings, FixedPolicy
+from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import BusyError, InputError
@@ -252,7 +252,7 @@ class EngineWorker:
                 stop_token_ids=self._stops,
                 stop=job.stop,
                 sampling=job.sampling,
-                shape=self._shaping.policy(job.sampling) if job.speculation else FixedPolicy(None),
+                shape=self._shaping.policy(job.sampling) if job.speculation else None,
                 free_branches=self._shaping.branches(job.sampling) if job.speculation else None,
                 keep=True,
                 after=after,

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import check_bias, check_prompt
+from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.grammar import Grammars
@@ -42,7 +42,7 @@ class LocalSource:
     def __init__(
         self,
         target: Target,
-        drafter: MoADrafter | Drafter | None = None,
+        drafter: MoADrafter | Proposer | None = None,
         *,
         name: str | None = None,
         shaping: DraftSettings | None = None,

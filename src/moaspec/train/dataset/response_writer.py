@@ -12,10 +12,10 @@ from moaspec.errors import InputError
 from moaspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from moaspec.drafting.protocols import Drafter
+    from moaspec.drafting.protocols import Proposer
     from moaspec.engine.engine import Engine
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.options import RowOptions
+    from moaspec.generation.options import GenerateOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.target import Target
 
@@ -83,7 +83,7 @@ class ResponseWriter:
     def __init__(
         self,
         target: Target,
-        drafter: MoADrafter | Drafter | None,
+        drafter: MoADrafter | Proposer | None,
         options: WriterOptions,
         *,
         stop_token_ids: Collection[int] | None = None,
@@ -138,7 +138,7 @@ class ResponseWriter:
     def _sampling(self, number: int) -> SamplingParams:
         from moaspec.generation.options import sampling_params
 
-        options: RowOptions = {
+        options: GenerateOptions = {
             "temperature": self.options.temperature,
             "top_p": self.options.top_p,
             "seed": self.options.seed,

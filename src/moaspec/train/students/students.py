@@ -21,7 +21,8 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
-from moaspec.model.moa import MoADrafter, TargetPass, positions
+from moaspec.model.moa import MoADrafter
+from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
@@ -195,7 +196,7 @@ class DraftVocabularyHead:
             self._dtype = compute_dtype(target.dtype)
         if token_ids is None and self._dtype != target.dtype:
             token_ids = torch.arange(target.vocab_size)
-        self._rows = None if token_ids is None else target.head_rows(token_ids).to(self._dtype)
+        self._rows = None if token_ids is None else target.lm_head.rows(token_ids).to(self._dtype)
 
     def __call__(self, states_ME: Tensor) -> Tensor:
         """(M, E) states -> (M, V) float32 logits."""
@@ -252,7 +253,7 @@ class MoAStudent(Student):
             target.embed(batch.input_ids_BT).float(),
             read,
             batch.attention_mask_BT,
-            blocks.block_start_BT,
+            blocks.last_verified_BT,
             staircase_B=part.staircase_B,
         )
         hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
@@ -283,7 +284,7 @@ class MoAStudent(Student):
             final_BTE = self._target.reuse_layers(
                 states_BTE.to(self._target.dtype),
                 positions(mask_BT),
-                mask=reused_layer_mask(text_mask(mask_BT), part.blocks.block_start_BT),
+                mask=reused_layer_mask(text_mask(mask_BT), part.blocks.last_verified_BT),
                 kv_BTLK=result.kv_BTLK,
                 num=n,
             )

@@ -22,8 +22,8 @@ from torch import Tensor
 from moaspec.backends.fast_drafter import packed_copy
 from moaspec.errors import TrainingError
 from moaspec.model.drafter_config import TargetIdentity
-from moaspec.model.moa import TargetPass
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.moa import TargetEncoder
+from moaspec.model.training_pass import TargetPass
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example, collate
 
@@ -210,7 +210,7 @@ class TargetActivations:
 
     def _fetch(self, batch: Batch) -> dict[str, Tensor]:
         def compute() -> dict[str, Tensor]:
-            result = self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+            result = self.target.capture(batch.input_ids_BT, batch.attention_mask_BT, self.before)
             if self._finals_only:
                 return {"hidden": result.hidden_BTE}
             kv_BTX = result.kv_BTLK.flatten(2)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from moaspec.errors import InputError
 from moaspec.model.layers import masked_attention
 from moaspec.model.masks import text_mask
-from moaspec.model.moa import MoADrafter, TargetPass, positions
-from moaspec.model.target_encoder import TargetEncoder
+from moaspec.model.moa import MoADrafter, TargetEncoder
+from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch
 

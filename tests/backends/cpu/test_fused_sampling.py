@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bits import needs_kernels, threads
 from moaspec import SamplingParams
-from moaspec.backends.cpu.fused_choice import can_choose, choose
+from moaspec.backends.cpu.fused_sampling import can_choose, choose
 from moaspec.sampling.choose import COLDEST, next_tokens, perturbed, sampler_params
 from moaspec.sampling.processors import Prefix
 

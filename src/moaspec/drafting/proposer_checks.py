@@ -1,0 +1,43 @@
+"""What a drafter and a target must have in common, and what a drafter can do beside its target."""
+
+from __future__ import annotations
+
+from moaspec.errors import InputError
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+
+
+def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
+    """Whether it can draft, beside its target, on features that end before the text does.
+
+    Reused layers cannot: the keys and values computed for the rest would overwrite the target's
+    own. Nor can a CA that attends to drafts, whose keys lie where the text's features would.
+
+    Args:
+        drafter: the trained module.
+        num_target_layers: N.
+    """
+    return num_target_layers == 0 and not drafter.reads_drafts
+
+
+def check_num_target_layers(layers: int, drafter: MoADrafter, target: Target) -> None:
+    """Raise InputError for an N that the target or the drafter does not have."""
+    if not 0 <= layers <= target.num_layers:
+        raise InputError(f"num_target_layers must be within 0..{target.num_layers}, got {layers}.")
+    known = drafter.config.num_target_layers
+    if drafter.exits and layers not in known:
+        raise InputError(
+            f"num_target_layers={layers}: this drafter has exits for {', '.join(map(str, known))}."
+        )
+
+
+def check_place(drafter: MoADrafter, target: Target) -> None:
+    """Raise InputError for a drafter in another dtype or on another device than the target."""
+    expected = target.dtype, target.device  # `device` of a module searches its parameters
+    for parameter in drafter.parameters():
+        got = parameter.dtype, parameter.device
+        if got != expected:
+            raise InputError(
+                f"The drafter is in {got[0]} on {got[1]}, and the target in {expected[0]} on "
+                f"{expected[1]}. Call drafter.to({str(expected[1])!r}, {expected[0]}) first."
+            )

@@ -1,0 +1,153 @@
+"""Further shapes of draft trees, shapes in words, and trees made of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from moaspec.drafting.draft_tree import DraftTree, Tree, candidates, children
+from moaspec.errors import ShapeError
+
+
+@dataclass(frozen=True, init=False)
+class Chain(Tree):
+    """A chain of `length` drafts: a tree of breadth 1."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(depth=length, breadth=1, total_tokens=length)
+
+    def __str__(self) -> str:
+        return f"chain:{self.depth}"
+
+
+DEFAULT_TREE = Tree(depth=1, breadth=2, total_tokens=2)
+"""What "auto" means as long as machines are not calibrated: it pays wherever a pass over three
+tokens costs about as much as one over a single token. Where more are as cheap (GPUs, CPUs
+with bf16 instructions) a larger tree pays more."""
+
+
+def parse_shape(text: str) -> Tree:
+    """Read "auto", "chain:4" or "tree:6x8x62": depth, breadth and total tokens, also with commas.
+
+    Raises:
+        ShapeError: neither form, or impossible sizes.
+    """
+    kind, _, sizes = text.partition(":")
+    try:
+        numbers = [int(size) for size in sizes.replace("x", ",").split(",")] if sizes else []
+        if kind == "auto" and not numbers:
+            return DEFAULT_TREE
+        if kind == "chain" and len(numbers) == 1:
+            return Chain(numbers[0])
+        if kind == "tree" and len(numbers) == 3:
+            return Tree(*numbers)
+    except ShapeError:
+        raise
+    except ValueError:
+        pass
+    raise ShapeError(
+        f"Cannot read the draft shape {text!r}; use auto, chain:LENGTH or "
+        "tree:DEPTHxBREADTHxTOTAL, for example tree:6x8x62."
+    )
+
+
+@dataclass(frozen=True)
+class PricedTree(Tree):
+    """A tree that is grown and verified as far as the drafter's own probabilities pay for it.
+
+    Args:
+        prices: what verifying 1, 2, ... `total_tokens` drafts costs beyond verifying none, in
+            tokens that would be written in that time.
+        least: probability that a draft must have, together with all above it, to be drafted on.
+
+    It is for drafters with probabilities; others take it as the large `Tree` that it is.
+
+    Raises:
+        ShapeError: fewer prices than drafts, or a probability that is none.
+    """
+
+    prices: tuple[float, ...] = ()
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.prices) < self.total_tokens or not 0.0 <= self.least <= 1.0:
+            raise ShapeError(
+                f"A priced tree of {self.total_tokens} drafts needs as many prices, got "
+                f"{len(self.prices)}, and `least` within 0..1, got {self.least}."
+            )
+
+    @property
+    def least_log_p(self) -> float:
+        """Limit for drafting on, see `Tree.least_log_p`."""
+        return math.log(self.least) if self.least else -math.inf
+
+    def kept(self, log_p: Sequence[float]) -> int:
+        """As many as promise the most accepted drafts beyond their price."""
+        best, count, accepted = 0.0, 0, 0.0
+        for number, (one, price) in enumerate(zip(log_p, self.prices, strict=False), start=1):
+            accepted += math.exp(one)
+            if accepted - price > best and number <= self.total_tokens:
+                best, count = accepted - price, number
+        return count
+
+    def halved(self) -> PricedTree | None:
+        """Half as deep and large, or None where that is nothing."""
+        if self.total_tokens == 1:
+            return None
+        depth = max(1, self.depth // 2)
+        total = min(self.total_tokens // 2, candidates(depth, self.breadth))
+        return replace(self, depth=min(depth, total), total_tokens=total)
+
+    def _cut(self, depth: int, breadth: int) -> PricedTree:
+        total = min(self.total_tokens, candidates(depth, breadth))
+        return replace(self, depth=depth, breadth=breadth, total_tokens=total)
+
+
+def merged(
+    paths: Iterable[Sequence[int]], total_tokens: int, base: DraftTree | None = None
+) -> DraftTree:
+    """One tree of several continuations, which share their common beginnings.
+
+    Args:
+        paths: continuations of the root, the most promising first.
+        total_tokens: nodes at most; what comes after them is left out.
+        base: a tree to add them to; what they add to it counts as copied.
+    """
+    nodes = [] if base is None else list(zip(base.parents, base.tokens, strict=True))
+    known = {} if base is None else children(base)
+    for path in paths:
+        parent = -1
+        for token in path:
+            if (parent, token) not in known:
+                if len(nodes) >= total_tokens:
+                    break
+                known[parent, token] = len(nodes)
+                nodes.append((parent, token))
+            parent = known[parent, token]
+    added = 0 if base is None else len(nodes) - len(base.tokens) + base.num_copied
+    return DraftTree(
+        tuple(token for _, token in nodes),
+        tuple(node for node, _ in nodes),
+        added,
+        levels=0 if base is None else base.levels,
+        num_read=0 if base is None else base.num_read,
+    )
+
+
+def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
+    """A tree less some of its nodes and what hangs below them."""
+    places = {-1: -1}
+    for node, parent in enumerate(tree.parents):
+        if parent in places and node not in cut:
+            places[node] = len(places) - 1
+    kept = [node for node in places if node >= 0]
+    own = len(tree.tokens) - tree.num_copied
+    return DraftTree(
+        tuple(tree.tokens[node] for node in kept),
+        tuple(places[tree.parents[node]] for node in kept),
+        sum(node >= own for node in kept),
+        levels=tree.levels,
+        num_read=tree.num_read,
+    )

@@ -1,0 +1,32 @@
+"""Final states of verified tokens, for drafters that read these instead of keys and values.
+
+Legend: T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HiddenStates:
+    """By cache row, the states that were not encoded yet; no cache holds them."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Tensor]] = {}
+
+    def add(self, row: int, position: int, states_TE: Tensor) -> None:
+        """Keep states of the tokens from a position on, which replace those that were there."""
+        start, held = self._held.get(row, (position, None))
+        if held is None or position <= start:
+            self._held[row] = (position, states_TE)
+        else:
+            self._held[row] = (start, torch.cat((held[: position - start], states_TE)))
+
+    def pop(self, row: int) -> Tensor:
+        """All states of a row, (n, E)."""
+        return self._held.pop(row)[1]
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self._held.clear()

@@ -1,0 +1,85 @@
+"""Passes over several rows: long rows are split so that few tokens are pads, heads run in groups.
+
+Legend: B rows, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from moaspec.engine.local_verifier import PassRow
+
+MAX_PAD_RATIO = 1.5
+"""Limit of the tokens of a pass, with pads, over its tokens without; beyond it long rows are
+split."""
+
+MIN_SPLIT_TOKENS = 16
+"""Fewest tokens of a row that is split."""
+
+MAX_HEAD_NODES = 256
+"""Most nodes whose logits exist at a time (but at least one request's)."""
+
+
+def ragged_states(
+    rows: Sequence[PassRow], run: Callable[[Sequence[PassRow]], Tensor]
+) -> list[Tensor]:
+    """One pass over all rows: the final states of each one's tokens, (n, E).
+
+    Args:
+        rows: of the pass.
+        run: the pass, right-padded; returns (B, T, E).
+    """
+    width = _width(rows)
+    split = [_split(row, width) for row in rows]
+    hidden_BTE = run([part for parts in split for part in parts])
+    states: list[Tensor] = []
+    first = 0
+    for parts in split:
+        own = [hidden_BTE[first + i, : len(part.tokens)] for i, part in enumerate(parts)]
+        states.append(torch.cat(own) if len(own) > 1 else own[0])
+        first += len(parts)
+    return states
+
+
+def _split(row: PassRow, width: int) -> list[PassRow]:
+    """The row split into rows of `width` tokens; the last one may be shorter.
+
+    Each attends to the rows before it in the same pass, because a layer stores all keys before it
+    computes attention. Only the last has pads, since pads overwrite the slots behind a row.
+    """
+    if row.drafted:
+        return [row]
+    cuts = range(0, len(row.tokens), width)
+    parts = [row.tokens[cut : cut + width] for cut in cuts]
+    return [
+        replace(row, start=row.start + cut, tokens=part, num_new=len(part))
+        for cut, part in zip(cuts, parts, strict=True)
+    ]
+
+
+def _width(rows: Sequence[PassRow]) -> int:
+    """Tokens of each row of a pass: those of the longest, unless pads would cost too much."""
+    sizes = [len(row.tokens) for row in rows]
+    if len(sizes) * max(sizes) <= MAX_PAD_RATIO * sum(sizes):
+        return max(sizes)
+    return max([MIN_SPLIT_TOKENS, *(len(row.tokens) for row in rows if row.drafted)])
+
+
+def head_groups(rows: Sequence[PassRow]) -> Iterator[list[PassRow]]:
+    """Split rows into groups whose nodes fit into one call of the head."""
+    group: list[PassRow] = []
+    nodes = 0
+    for row in rows:
+        own = 1 + len(row.request.tree.tokens)
+        if group and nodes + own > MAX_HEAD_NODES:
+            yield group
+            group, nodes = [], 0
+        group.append(row)
+        nodes += own
+    yield group

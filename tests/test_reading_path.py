@@ -1,0 +1,68 @@
+"""ARCHITECTURE.md promises that a greedy round runs the files of the reading path and no other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import moaspec
+import tiny
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.engine.engine import Engine
+from moaspec.engine.local_verifier import LocalVerifier
+
+PACKAGE = Path(moaspec.__file__).parent
+PATH = {
+    "model/moa.py",
+    "model/layers.py",
+    "engine/engine.py",
+    "engine/request_state.py",
+    "drafting/tree_proposer.py",
+    "drafting/moa_proposer.py",
+    "drafting/draft_tree.py",
+    "engine/local_verifier.py",
+    "engine/accept.py",
+    "target/target.py",
+    "target/decoder_layers.py",
+    "drafting/kv_cache.py",
+}
+MAX_LINES = 2_700
+
+
+def files_of_a_round() -> set[str]:
+    """The package's files with functions that a greedy round by PyTorch calls."""
+    target = tiny.target()
+    proposer = MoAProposer(tiny.random_drafter(target), target)
+    verifier = LocalVerifier(target, proposer)
+    engine = Engine(verifier, proposer, target=target)
+    engine.add(tiny.PROMPTS[0], max_new_tokens=24, shape=Tree(4, 2, 7))
+    engine.step()
+    engine.step()
+    called: set[str] = set()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, _event, _argument: called.add(_file(frame)))
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(before)
+    return {
+        Path(name).relative_to(PACKAGE).as_posix()
+        for name in called
+        if Path(name).is_relative_to(PACKAGE)
+    }
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def test_a_greedy_round_runs_the_reading_path() -> None:
+    assert files_of_a_round() == PATH
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in PATH) <= MAX_LINES
+
+
+def test_the_architecture_names_each_file() -> None:
+    text = Path(__file__).parents[1].joinpath("ARCHITECTURE.md").read_text()
+    assert not [name for name in PATH if f"`{name}`" not in text]
