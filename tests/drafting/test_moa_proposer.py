@@ -233,7 +233,7 @@ def test_a_closed_row_is_forgotten_and_release_gives_memory_back() -> None:
     drafting.close(0)
     assert drafting.num_read == drafting.num_encoded == {}
     drafting.release()
-    assert drafting.text.num_bytes == drafting.memory.num_bytes == 0
+    assert drafting.text_cache.num_bytes == drafting.memory.num_bytes == 0
 
 
 def test_breadth_beyond_the_draft_vocabulary() -> None:

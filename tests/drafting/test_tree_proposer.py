@@ -64,7 +64,7 @@ def test_rows_together_keep_what_they_keep_alone(least: float) -> None:
 
 def test_dear_drafts_are_left_out() -> None:
     (tree,) = proposed(PricedTree(2, 2, 6, prices=(9.0,) * 6), PROMPTS[:1])
-    assert tree == DraftTree(levels=2, num_read=2)
+    assert tree == DraftTree(levels=2, num_expanded=2)
 
 
 def test_a_kept_draft_keeps_those_above_it() -> None:
@@ -73,10 +73,10 @@ def test_a_kept_draft_keeps_those_above_it() -> None:
         parents=[-1, -1, 1, 2],
         scores=[math.log(p) for p in (0.2, 0.7, 0.7, 0.6)],  # a sure child ties with its parent
         levels=3,
-        num_read=2,
+        num_expanded=2,
     )
     assert best_nodes(grown, Tree(3, 2, 3)) == DraftTree(
-        (6, 7, 8), (-1, 0, 1), levels=3, num_read=2
+        (6, 7, 8), (-1, 0, 1), levels=3, num_expanded=2
     )
     assert best_nodes(grown, Tree(3, 2, 4)).tokens == (5, 6, 7, 8)
     assert best_nodes(grown, Chain(1)).tokens == (6,)

@@ -162,7 +162,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> in
     by_levels = drafts(*args, **options)
     for got, expected in zip(in_one_call, by_levels, strict=True):
         assert paths(got) == paths(expected)
-        assert (got.levels, got.num_read) == (expected.levels, expected.num_read)
+        assert (got.levels, got.num_expanded) == (expected.levels, expected.num_expanded)
     return len(calls)
 
 

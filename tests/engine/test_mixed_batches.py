@@ -157,5 +157,5 @@ def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObj
     assert verifier.cache.num_bytes == 0
     if isinstance(drafting, MoAProposer):
         drafting.release()
-        assert drafting.text.num_bytes == drafting.memory.num_bytes == 0
+        assert drafting.text_cache.num_bytes == drafting.memory.num_bytes == 0
         assert drafting.num_read == drafting.num_encoded == {}

@@ -1,4 +1,4 @@
-"""Drafted trees, and the shape that one is grown in.
+"""Drafted trees (`DraftTree`), and the shapes that they are grown in (`Tree`).
 
 A tree lists its nodes parents first; parent -1 is the root, the newest token, which the target has
 already chosen.
@@ -25,7 +25,7 @@ _CAUSAL.flags.writeable = False
 
 @dataclass(frozen=True)
 class Tree:
-    """A dynamic tree: expand the best `breadth` leaves per level, keep the best nodes overall.
+    """A dynamic tree's shape: expand the best `breadth` leaves per level, keep the best nodes.
 
     Args:
         depth: levels of drafts, so at most `depth` drafts are accepted in a round.
@@ -56,7 +56,7 @@ class Tree:
 
     @property
     def least_log_p(self) -> float:
-        """Log-probability that a path must have for its last draft to be drafted on."""
+        """Least log-probability of a path whose last draft gets children; see `PricedTree`."""
         return -math.inf
 
     def kept(self, log_p: Sequence[float]) -> int:
@@ -100,14 +100,14 @@ class DraftTree:
         parents: by node, each before its children.
         num_copied: number of nodes at the end that come from n-gram branches, not from the drafter.
         levels: number of drafted levels, 0 if unknown; the deepest may have no node here.
-        num_read: number of drafted nodes that got children, here or not.
+        num_expanded: number of drafted nodes that got children, kept here or not.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     num_copied: int = 0
     levels: int = 0
-    num_read: int = 0
+    num_expanded: int = 0
 
     @cached_property
     def depths(self) -> list[int]:
@@ -135,7 +135,7 @@ def causal(size: int) -> npt.NDArray[np.bool_]:
 
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
-    above = np.array([*parents, -1])  # the last entry is where -1 points: the root is its own
+    above = np.array([*parents, -1])  # index -1 is the last entry: the root's parent is the root
     nodes = np.arange(len(parents))
     matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)
     level = nodes

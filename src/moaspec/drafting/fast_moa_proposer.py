@@ -37,7 +37,7 @@ class FastMoAProposer(MoAProposer):
         self, drafter: MoADrafter, target: Target, *, num_target_layers: int | None = None
     ) -> None:
         super().__init__(drafter, target, num_target_layers=num_target_layers)
-        self.text.attend = self.memory.attend = fast_attention
+        self.text_cache.attend = self.memory.attend = fast_attention
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         """Packed copies of the drafter and its head."""
@@ -61,7 +61,7 @@ class FastMoAProposer(MoAProposer):
             return super().grow(rows, shape)
         num_rows = max(row.cache_row for row in rows) + 1
         num_slots = max(roots) + 1 + (shape.depth - 1) * shape.breadth
-        self.text.reserve(num_rows, num_slots)
+        self.text_cache.reserve(num_rows, num_slots)
         if parts.last is not None:
             assert self.target_cache is not None, "share_target_cache() comes before N > 0"
             self.target_cache.reserve(num_rows, num_slots)
@@ -98,7 +98,7 @@ class FastMoAProposer(MoAProposer):
         # Reused layers also need the tokens without features.
         first = root if parts.last is None else max(start, min(num_encoded, root))
         stop = root + shape.depth
-        text = Slots(self.text.data, [row.cache_row], [start], root + 1)
+        text = Slots(self.text_cache.data, [row.cache_row], [start], root + 1)
         memory = Slots(self.memory.data, [row.cache_row], [0], num_encoded)
         drafts = draft_tree(
             row.token_ids[start:],
@@ -117,7 +117,7 @@ class FastMoAProposer(MoAProposer):
         )
         self.num_read[row.cache_row] = root + 1
         return CandidateNodes(
-            drafts.tokens, drafts.parents, drafts.scores, drafts.levels, drafts.num_read
+            drafts.tokens, drafts.parents, drafts.scores, drafts.levels, drafts.num_expanded
         )
 
     def _last(self, reused: LastLayers, row: RequestText, first: int, stop: int) -> TreePart:

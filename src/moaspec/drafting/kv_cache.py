@@ -3,7 +3,8 @@
 Each row has its own length. A pass may write slots that a later pass overwrites; rejected drafts
 are overwritten in this way.
 
-Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T tokens.
+Legend: L layers, N last layers, R rows, H or J KV heads, S slots, D head dim, K one layer's key and
+value; B rows of one pass, T tokens, U draft slots, S' slots that a pass reads (`visible`).
 """
 
 from __future__ import annotations

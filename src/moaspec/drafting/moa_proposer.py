@@ -1,10 +1,10 @@
 """Drafting with a Mixture-of-Attentions drafter, in plain PyTorch.
 
 SA is the drafter's self-attention over the text and the drafts. CA is its cross-attention over the
-encoder's output for verified tokens. N is the number of last target layers that drafts pass.
+encoder's output for verified tokens. "N > 0" is about the N last target layers, which drafts pass.
 
-Legend: B requests, T new tokens, W nodes of a level, S visible slots, E hidden size, C CA's KV
-heads.
+Legend: B requests, T new tokens, N verified tokens of all requests, L target layers, K one layer's
+key and value, W nodes of a level, S visible slots, E hidden size, C CA's KV heads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MoAProposer(TreeProposer):
         target_cache: keys and values of the target's last layers.
         memory: CA's keys and values.
         num_encoded: by cache row, tokens up to the last one that `memory` holds.
-        missing: by cache row, positions before that which `memory` does not hold.
+        missing: by cache row, positions among these that `memory` does not hold yet.
 
     Raises:
         InputError: an N that the target or the drafter cannot have, or a drafter of another dtype
@@ -98,7 +98,7 @@ class MoAProposer(TreeProposer):
         features: Features,
         last_layers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Store features of verified tokens, in any order; drafting does without missing ones.
+        """Store features of verified tokens, in any order; CA does not see those still missing.
 
         Args:
             row: of the caches.

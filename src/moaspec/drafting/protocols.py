@@ -4,7 +4,7 @@ A *proposer* drafts tokens, mostly with a drafter. A *verifier* holds the target
 it may run in this process or on a server. Besides token ids, only `features` pass between them: the
 output of the drafter's encoder for the target's activations, computed beside the target.
 
-Legend: B batch, T tokens, L target layers, K one layer's key and value.
+Legend: N tokens of all rows, L target layers, K one layer's key and value, E hidden size.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class VerifyRequest:
         tree: drafts below the last of them.
         sampling: how tokens are chosen; with a seed if they are sampled.
         prompt_length: how many of the text's tokens are its prompt.
-        encode: whether the drafter wants features now. If not, the features of all tokens that are
-            verified meanwhile come with a later request.
+        encode: whether the proposer wants features now. If not, the features of tokens verified
+            meanwhile come with a later request.
         text_length: tokens of the whole text, if `new_tokens` is a chunk of a long prompt that ends
             before it; else 0. Some rotary embeddings depend on it.
     """
@@ -61,7 +61,7 @@ class VerifyResult:
         accepted: nodes of the request's tree that are the target's own choices, in order.
         next_token: the target's choice after the last accepted node (or the last new token).
         features: of all tokens verified since the last features (usually this request's
-            `new_tokens` and accepted ones); None if the request wanted none.
+            `new_tokens` and accepted ones); None if `encode` was false.
         logprobs: if requested, log-probabilities of the accepted tokens and of `next_token` under
             the target's own, unprocessed distribution.
         top_logprobs: if requested, the most probable tokens at the position of each of these.

@@ -38,14 +38,14 @@ class CandidateNodes:
         parents: node, -1: the root.
         scores: score of the path to each node, see `Ranking`.
         levels: how many levels were drafted.
-        num_read: how many nodes got children.
+        num_expanded: how many nodes got children.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
     scores: Sequence[float]
     levels: int
-    num_read: int
+    num_expanded: int
 
 
 class TreeProposer(Proposer):
@@ -57,7 +57,8 @@ class TreeProposer(Proposer):
     Args:
         target: the target it drafts for.
         draft_token_ids: the trimmed vocabulary, None for the full one.
-        text: keys and values of the text, for each layer that processes it.
+        text_cache: keys and values of the text and its drafts, of each layer of the drafter that
+            processes tokens.
         head: of the target, for the tokens that can be drafted (see `Target.draft_head`).
 
     Attributes:
@@ -69,12 +70,12 @@ class TreeProposer(Proposer):
     """
 
     token_offset = 0
-    """1 for drafters that process a token together with the state of the token before it."""
+    """1 for drafters that process a token with the state of the token before it (EAGLE)."""
 
     def __init__(
-        self, target: Target, draft_token_ids: Tensor | None, text: KVCache, head: nn.Module
+        self, target: Target, draft_token_ids: Tensor | None, text_cache: KVCache, head: nn.Module
     ) -> None:
-        self.target, self.text = target, text
+        self.target, self.text_cache = target, text_cache
         self.device = target.device  # `device` of a module searches its parameters
         self.draft_head, self._draft_token_ids = head, draft_token_ids
         self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
@@ -106,12 +107,12 @@ class TreeProposer(Proposer):
         ranking = Ranking(rows, self.vocabulary_ids) if sampled else None
         children = _children(self.log_q(draft_round.read_root()), shape.breadth, ranking, 0)
         nodes, frontier_BW = _first_level(*children)
-        levels, num_read = 1, 0
+        levels, num_expanded = 1, 0
         while levels < shape.depth:
             frontier_BW = _likely_nodes(nodes, frontier_BW, shape)
             if not frontier_BW.shape[1]:
                 break
-            num_read += frontier_BW.shape[1]
+            num_expanded += frontier_BW.shape[1]
             token_ids_BN = self._token_ids(nodes.tokens)
             states_BWE = draft_round.read_nodes(token_ids_BN, nodes.parents, frontier_BW)
             children = _children(self.log_q(states_BWE), shape.breadth, ranking, levels)
@@ -123,7 +124,7 @@ class TreeProposer(Proposer):
             (ids_BN.double(), nodes.parents.double(), nodes.scores.double()), 1
         )
         return [
-            CandidateNodes([*map(int, ids)], [*map(int, parents)], scores, levels, num_read)
+            CandidateNodes([*map(int, ids)], [*map(int, parents)], scores, levels, num_expanded)
             for ids, parents, scores in columns_B3N.tolist()
         ]
 
@@ -145,7 +146,7 @@ class TreeProposer(Proposer):
 
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""
-        self.text.release()
+        self.text_cache.release()
 
 
 def _children(
@@ -171,7 +172,8 @@ def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
         places = {-1: -1} | {node: place for place, node in enumerate(kept)}
         tokens = [tokens[node] for node in kept]
         parents = [places[parents[node]] for node in kept]
-    return DraftTree(tuple(tokens), tuple(parents), levels=nodes.levels, num_read=nodes.num_read)
+    levels, num_expanded = nodes.levels, nodes.num_expanded
+    return DraftTree(tuple(tokens), tuple(parents), levels=levels, num_expanded=num_expanded)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class DraftRound(ABC):
         self.sees_BNU = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self.device)
         self._levels = 0
         self._frontier_BW, self._frontier_slot = torch.empty(0), 0
-        proposer.text.reserve(max(self.cache_rows) + 1, self.num_slots)
+        proposer.text_cache.reserve(max(self.cache_rows) + 1, self.num_slots)
 
     @abstractmethod
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
@@ -285,7 +287,7 @@ class DraftRound(ABC):
         ]
         causal_TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         visible = max(starts) + width
-        self.proposer.text.reserve(max(self.cache_rows) + 1, visible)
+        self.proposer.text_cache.reserve(max(self.cache_rows) + 1, visible)
         return TokenBatch(
             torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self.device),
             torch.tensor(positions, device=self.device),
@@ -325,7 +327,7 @@ class DraftRound(ABC):
     def _attentions(self, batch: TokenBatch) -> list[StoredAttention]:
         """Attention over the text cache for each of its layers in one pass."""
         width = batch.token_ids_BT.shape[1]
-        return self.proposer.text.attentions(self.cache_rows, batch.starts, width, batch.mask)
+        return self.proposer.text_cache.attentions(self.cache_rows, batch.starts, width, batch.mask)
 
 
 @dataclass

@@ -132,7 +132,7 @@ def merged(
         tuple(node for node, _ in nodes),
         added,
         levels=0 if base is None else base.levels,
-        num_read=0 if base is None else base.num_read,
+        num_expanded=0 if base is None else base.num_expanded,
     )
 
 
@@ -149,5 +149,5 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
         tuple(places[tree.parents[node]] for node in kept),
         sum(node >= own for node in kept),
         levels=tree.levels,
-        num_read=tree.num_read,
+        num_expanded=tree.num_expanded,
     )

@@ -135,7 +135,7 @@ def test_rows_of_like_length_share_their_costs() -> None:
 def test_wide_levels_and_large_trees_cost_what_the_table_says() -> None:
     costs = table(widths=(1, 8), step_s=(0.001, 0.008))
     found = RoundCosts(costs, 0.5, 64, 1)
-    narrow, wide = (found.drafted_s(3, num_read, 4) for num_read in (2, 8))
+    narrow, wide = (found.drafted_s(3, num_expanded, 4) for num_expanded in (2, 8))
     assert wide - narrow == pytest.approx(2 * (costs.step_s_of(4) - costs.step_s_of(1)))
     assert found.drafted_s(1, 0, 100) == pytest.approx(0.001 + float(costs.verify_s(101, 64)))
     tree = found.tree

@@ -175,14 +175,14 @@ class KernelTree:
         parents: node, -1: the root.
         scores: log-probability of each node's path; with a coupling, that the target chooses it.
         levels: how many were drafted.
-        num_read: how many nodes got children.
+        num_expanded: how many nodes got children.
     """
 
     tokens: list[int]
     parents: list[int]
     scores: list[float]
     levels: int
-    num_read: int
+    num_expanded: int
 
 
 def draft_tree(
@@ -260,4 +260,4 @@ def draft_tree(
     )
     count = growth.nodes
     found = tokens[:count], parents[:count], scores[:count]
-    return KernelTree(*found, levels=growth.levels, num_read=growth.leaves)
+    return KernelTree(*found, levels=growth.levels, num_expanded=growth.leaves)

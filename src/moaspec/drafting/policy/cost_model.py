@@ -259,23 +259,23 @@ class RoundCosts:
         least = max(self.tree.least, 1.0 / MAX_BREADTH)
         self._widest = int(1.0 / least)
 
-    def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:
+    def drafted_s(self, levels: int, num_expanded: int, num_drafts: int) -> float:
         """Seconds of drafting and verifying, without encoding.
 
         Args:
             levels: that were drafted.
-            num_read: nodes that were drafted on.
+            num_expanded: nodes that were drafted on.
             num_drafts: drafts that are verified.
         """
         further = levels - 1
-        width = min(max(1, -(-num_read // further)), MAX_BREADTH) if further else 1
+        width = min(max(1, -(-num_expanded // further)), MAX_BREADTH) if further else 1
         return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
 
     def risk_s(self, tree: PricedTree) -> float:
         """The most that a round loses if all its drafts are rejected, in seconds."""
         # Paths of a level exclude one another, so that few can be as probable as `least`.
-        num_read = (tree.depth - 1) * self._widest
-        drafted_s = self.drafted_s(tree.depth, num_read, tree.total_tokens)
+        num_expanded = (tree.depth - 1) * self._widest
+        drafted_s = self.drafted_s(tree.depth, num_expanded, tree.total_tokens)
         return drafted_s - self.plain_s + self.accept_s(1)
 
     def accept_s(self, num_tokens: int) -> float:

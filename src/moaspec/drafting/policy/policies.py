@@ -243,7 +243,7 @@ class AdaptivePolicy:
             self._unencoded = 0
         if self._drafting is not None:
             levels = tree.levels or max(tree.depths[:own], default=1)
-            round_s = costs.drafted_s(levels, tree.num_read, own)
+            round_s = costs.drafted_s(levels, tree.num_expanded, own)
             self.lost_s += round_s - costs.plain_s * emitted
             round_s += costs.accept_s(emitted)
             self._schedule(costs, emitted, round_s / costs.plain_s)
