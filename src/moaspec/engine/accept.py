@@ -1,6 +1,6 @@
 """Acceptance: follow each draft tree along the tokens that the target itself chooses.
 
-`accept_sampled.py` has it for requests whose tokens are not simply the target's best ones.
+`accept_sampled.py` does it for requests whose tokens are not simply the argmax of the logits.
 
 Legend: N nodes of all trees, each tree's root first.
 """

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Engine(RequestTable):
-    """Decodes many requests with one verifier and at most one drafter; see `RequestTable`."""
+    """Decodes many requests with one verifier and at most one proposer; see `RequestTable`."""
 
     def run(self) -> Generator[Event]:
         """Step until no request is left; closing the iterator early aborts the active ones."""
@@ -68,9 +68,9 @@ class Engine(RequestTable):
         started_s = time.perf_counter()
         trees = self._draft(requests)
         drafted_s = time.perf_counter()
-        drafts = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
-        verified = await self._verifier.verify(drafts)
-        events = self._emit(requests, drafts, verified)
+        asked = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
+        verified = await self._verifier.verify(asked)
+        events = self._emit(requests, asked, verified)
         verify_s = time.perf_counter() - drafted_s
         for request in requests:
             request.add_seconds(drafted_s - started_s, verify_s, verified)
@@ -80,7 +80,7 @@ class Engine(RequestTable):
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
         """A tree for each request; requests that want the same shape are drafted together."""
         trees = [DraftTree()] * len(requests)
-        if self._drafter is not None:
+        if self._proposer is not None:
             by_shape: dict[Tree, list[int]] = {}
             for i, request in enumerate(requests):
                 shape = self._shape(request, request.shape, len(requests))
@@ -91,7 +91,7 @@ class Engine(RequestTable):
                     RequestText(one.cache_row, one.token_ids, one.sampling)
                     for one in map(requests.__getitem__, indices)
                 ]
-                for i, tree in zip(indices, self._drafter.propose(texts, shape), strict=True):
+                for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
                     trees[i] = tree
         return [
             request.with_branches(tree, self._shape(request, request.branch_shape, len(requests)))
@@ -99,7 +99,7 @@ class Engine(RequestTable):
         ]
 
     def _shape(self, request: RequestState, shape: Shape, num_requests: int) -> Tree | None:
-        """The shape to draft: not past the last token, the context or a LongRoPE switch."""
+        """The shape, cut where the request, the context or the validity of cached keys ends."""
         length, end = len(request.token_ids), self._max_positions
         if shape is not None and not isinstance(shape, Tree):
             shape = shape.shape(length, num_requests)
@@ -111,17 +111,17 @@ class Engine(RequestTable):
         return shape.limited(min(end - length, request.num_remaining - 1))
 
     def _keeps_keys(self, request: RequestState) -> bool:
-        """Whether the keys of verified tokens are valid in the text as it is now."""
+        """Whether cached keys are still valid: some rotary embeddings change with the length."""
         return self._rules is None or self._rules.keeps_keys(
             request.num_verified, len(request.token_ids)
         )
 
     def _verify_request(self, request: RequestState, tree: DraftTree) -> VerifyRequest:
-        """The newest token and its drafts; the whole text, undrafted, after a LongRoPE switch."""
+        """The newest token and its drafts; the whole text without, if its keys became invalid."""
         if self._keeps_keys(request):
             return request.verify_request(request.token_ids[-1:], request.without_endings(tree))
-        if self._drafter is not None:
-            self._drafter.close(request.cache_row)
+        if self._proposer is not None:
+            self._proposer.close(request.cache_row)
         request.num_verified = 0  # the pass overwrites its keys, even if it is interrupted
         request.begin_policies(len(request.token_ids), self.num_active)
         return request.verify_request(request.token_ids, DraftTree())
@@ -130,15 +130,15 @@ class Engine(RequestTable):
     def _emit(
         self,
         requests: Sequence[RequestState],
-        verify_requests: Sequence[VerifyRequest],
+        asked: Sequence[VerifyRequest],
         verified: Sequence[VerifyResult],
     ) -> list[Event]:
         """Append the verified tokens to each request; end complete requests."""
         events: list[Event] = []
-        for request, asked, result in zip(requests, verify_requests, verified, strict=True):
-            if self._drafter is not None and result.features is not None:
-                self._drafter.append_features(request.cache_row, result.features)
-            event = request.append_verified(asked, result, self._max_positions)
+        for request, sent, result in zip(requests, asked, verified, strict=True):
+            if self._proposer is not None and result.features is not None:
+                self._proposer.append_features(request.cache_row, result.features)
+            event = request.append_verified(sent, result, self._max_positions)
             if event.stop_reason is not None:
                 self._finish(request, event.stop_reason)
             events.append(event)

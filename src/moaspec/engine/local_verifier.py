@@ -1,7 +1,7 @@
 """Verification with a target in this process, its KV cache, and the drafter's encoder.
 
-Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, E hidden size, N verified
-tokens or tree nodes of all requests, K keys and values of one layer.
+Legend: B rows of one pass, T tokens, S visible slots, L layers, E hidden size, N verified tokens or
+tree nodes of all requests, K one layer's key and value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PassRow:
 
     @property
     def positions(self) -> list[int]:
-        """The position of each token; a draft's is that of its depth below the root."""
+        """The position of each token; a draft's is the root's plus its depth."""
         last = self.start + self.num_new - 1
         depths = self.request.tree.depths if self.drafted else []
         return [*range(self.start, last + 1), *(last + depth for depth in depths)]
@@ -81,13 +81,13 @@ class LocalVerifier:
 
     Args:
         target: the frozen target.
-        drafter: whose encoder runs on verified tokens; None when nothing is drafted.
+        proposer: encodes the activations of verified tokens; None when nothing is drafted.
     """
 
-    def __init__(self, target: Target, drafter: Proposer | None = None) -> None:
+    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target
-        self._needs: frozenset[Need] = drafter.needs if drafter is not None else frozenset()
-        self._encode = drafter.encode if drafter is not None and self._needs else None
+        self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
+        self._encode = proposer.encode if proposer is not None and self._needs else None
         self._texts: dict[int, list[int]] = {}
         self._encoded: dict[int, int] = {}  # by row, tokens whose features were returned
         self._hidden = HiddenStates() if "hidden" in self._needs else None
@@ -150,7 +150,7 @@ class LocalVerifier:
         ]
 
     def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
-        """Process all but the last chunk of long prompts; a row per request for what is left."""
+        """Process all but the last chunk of long prompts; return a row for the rest of each."""
         rows: list[PassRow] = []
         for request in requests:
             start, tokens = request.num_verified, request.new_tokens

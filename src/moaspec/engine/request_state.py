@@ -16,7 +16,7 @@ from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.stop_strings import StopStrings
 
 Shape = Tree | DraftPolicy | None
-"""Of a request's drafts: fixed, chosen every round, or none."""
+"""What is drafted for a request: a fixed shape, one chosen every round, or nothing."""
 
 BRANCH_NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that n-gram branches look for, longest first. A single token predicts too
@@ -32,11 +32,12 @@ class RequestState:
         cache_row: row of the caches that holds its keys and values.
         token_ids: prompt and output.
         prompt_length: how many of them are the prompt.
-        shape: of the drafts.
-        branch_shape: of the n-gram branches that are verified beside the drafts.
+        shape: of the proposer's drafts.
+        branch_shape: of the n-gram branches ("free branches"), continuations copied from the text
+            and verified beside the drafts.
         keep: whether the cache row is kept when the request ends.
         prefilled: whether the target has processed the prompt.
-        num_verified: verified tokens whose keys and values the verifier holds.
+        num_verified: tokens whose keys and values the verifier holds; not yet the newest one.
     """
 
     handle: int
@@ -78,19 +79,19 @@ class RequestState:
 
     @property
     def policies(self) -> list[DraftPolicy]:
-        """Those that choose what is drafted: for drafts, for n-gram branches."""
+        """Those of `shape` and `branch_shape` that are policies."""
         shapes = (self.shape, self.branch_shape)
         return [one for one in shapes if one is not None and not isinstance(one, Tree)]
 
     @property
     def wants_features(self) -> bool:
-        """Whether the next round may draft, so that what this one verifies must be encoded."""
+        """Whether the next round may draft, so that tokens verified now must be encoded."""
         if self.shape is None or isinstance(self.shape, Tree):
             return self.shape is not None
         return self.shape.wants_features
 
     def begin_policies(self, num_unread: int, num_active: int) -> None:
-        """Tell them that a prompt is about to be read; see `DraftPolicy.begin`."""
+        """Tell the policies that a prompt is about to be read; see `DraftPolicy.begin`."""
         for policy in self.policies:
             policy.begin(num_unread, self.num_remaining, num_active)
 

@@ -24,7 +24,7 @@ class RequestTable:
 
     Args:
         verifier: holds the target.
-        drafter: proposes tokens; None is plain decoding.
+        proposer: drafts tokens; None is plain decoding.
         target: gives vocabulary size, context length, the lengths at which cached keys become
             invalid (rotary switches), and the tokenizer that stop strings need.
         max_positions: the longest text, where it is shorter than the target's context.
@@ -33,12 +33,12 @@ class RequestTable:
     def __init__(
         self,
         verifier: Verifier,
-        drafter: Proposer | None = None,
+        proposer: Proposer | None = None,
         *,
         target: TargetFacts,
         max_positions: int | None = None,
     ) -> None:
-        self._verifier, self._drafter = verifier, drafter
+        self._verifier, self._proposer = verifier, proposer
         rules = PositionRules.of(target, max_positions)
         self._max_positions = rules.max_positions
         self._rules = None if rules.are_plain else rules
@@ -135,8 +135,8 @@ class RequestTable:
             common = common_length(old.token_ids, request.token_ids[:-1])
             request.num_verified = min(common, old.num_verified)
         request.result.num_reused_tokens = request.num_verified
-        if self._drafter is not None:
-            self._drafter.rollback(request.cache_row, request.num_verified)
+        if self._proposer is not None:
+            self._proposer.rollback(request.cache_row, request.num_verified)
         del self._kept[old.handle]
 
     def forget(self, handle: int) -> None:
@@ -215,8 +215,8 @@ class RequestTable:
 
     def _close(self, request: RequestState) -> None:
         self._verifier.close(request.cache_row)
-        if self._drafter is not None:
-            self._drafter.close(request.cache_row)
+        if self._proposer is not None:
+            self._proposer.close(request.cache_row)
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
