@@ -4,7 +4,7 @@ Each replacement subclasses the module of `moaspec.model` that it stands for and
 methods. Where the CPU kernels cannot compute a module, the plain one stays.
 
 Legend: B batch, T tokens, H query heads, J KV heads, C CA's KV heads, D head dim, E hidden size, L
-target layers, K one layer's key and value, X heads.
+target layers, K one layer's key and value, M tokens of a batch, X heads.
 """
 
 from __future__ import annotations
@@ -310,9 +310,9 @@ class FastTargetEncoder(TargetEncoder):
         )
         return _halves(heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:]))
 
-    def layer_mean(self, x_NLK: Tensor) -> Tensor:
-        cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
-        return self.layer_self_attention.mean(x_NLK, cos_sin, fast_attention)
+    def layer_mean(self, x_MLK: Tensor) -> Tensor:
+        cos_sin = self.layer_rope.between(0, x_MLK.shape[1])
+        return self.layer_self_attention.mean(x_MLK, cos_sin, fast_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused is None:

@@ -13,7 +13,8 @@ from typing import Any
 from moaspec.errors import ShapeError
 
 MAX_LAYERS = 1024
-"""Of a model, and exits of a drafter. A damaged config is refused before layers are built."""
+"""Most layers of a model, and most exits of a drafter: a damaged config is refused before layers
+are built."""
 
 Rates = tuple[tuple[float, ...], ...]
 """Share of drafts that the target chose, given that it chose the path to them: by depth, then by
@@ -73,23 +74,22 @@ class DrafterConfig:
         hidden_size: E, the target's hidden size.
         kv_size: K = 2 * num_kv_heads * head_dim of the target.
         layer_self_attention: LSA, over the target's layers; width K.
-        self_attention: SA, over the drafted text; width E.
-        cross_attention: CA, from SA's output to the aggregated target states; width E.
+        self_attention: SA, over the text and its drafts; width E.
+        cross_attention: CA, from SA's output to the output of `aggregate`; width E.
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
-        max_position_embeddings: the target's context, which some scalings need.
+        max_position_embeddings: the target's context length, which some scalings need.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
             an exit: CA's output leaves the drafter there and enters the target's last N layers.
-        adapter: whether CA's output goes through an adapter although there is one N alone, as it
-            does where another N was trained for before. Each of several N always has one.
+        adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see
+            `TrainConfig.initial`). With several N each has one.
         target: the target it was trained for; None in published checkpoints.
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
             its place a self-attention over aggregates of verified tokens and states of drafts).
-        acceptance: of drafts of the first exit; decoding starts from it when it weighs what to
-            draft.
-        further_acceptance: of drafts of each further exit, in the order of `num_target_layers`;
-            with all of them, decoding weighs which exit to use. Empty where nobody measured them.
+        acceptance: rates of the first exit's drafts; `tree="auto"` starts from them.
+        further_acceptance: rates of each further exit, in the order of `num_target_layers`; with
+            all of them, `tree="auto"` chooses the exit. Empty where nobody measured them.
     """
 
     hidden_size: int
@@ -150,24 +150,24 @@ class DrafterConfig:
         return self.adapter or len(self.num_target_layers) > 1
 
     def acceptance_of(self, num_target_layers: int) -> Rates:
-        """Of drafts of the exit for this N; empty where nobody measured it."""
+        """Acceptance rates of the exit for this N; empty where nobody measured them."""
         by_exit = zip(
             self.num_target_layers, (self.acceptance, *self.further_acceptance), strict=False
         )
         return dict(by_exit).get(num_target_layers, ())
 
 
-def text_rope(context: Any) -> dict[str, Any]:
+def text_rope(config: Any) -> dict[str, Any]:
     """The `rope_parameters` that SA takes from a target's config.
 
     Where sliding and full layers have their own (Gemma 3), those of full attention: SA is causal
     over the whole text.
     """
-    parameters = context.rope_parameters
+    parameters = config.rope_parameters
     return dict(parameters.get("full_attention", parameters))
 
 
-def activation_name(context: Any) -> str:
+def activation_name(config: Any) -> str:
     """Name of a target's MLP activation, which configs call in one of two ways."""
-    name = getattr(context, "hidden_act", None) or context.hidden_activation
+    name = getattr(config, "hidden_act", None) or config.hidden_activation
     return str(name)

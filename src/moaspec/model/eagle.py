@@ -1,7 +1,7 @@
 """EAGLE's draft head, a baseline: one layer that predicts the target's next final state.
 
-It reads pairs: the target's final state of a token and the embedding of the token after it. Where
-the target's state does not exist yet, its own prediction stands in.
+It reads pairs: the target's final state of a token and the embedding of the token after it. For a
+token that the target has not processed yet, the head's own prediction replaces the state.
 
 Legend: B batch, T tokens, E hidden size.
 """

@@ -46,8 +46,8 @@ def masked_attention(
         query_BHTD: queries.
         key_BJSD: keys.
         value_BJSD: values.
-        mask: over (B, H, T, S); boolean (True: may attend) or added to the scores; may be folded
-            already by `fold_mask`.
+        mask: (B, 1, T or 1, S), the same for all heads; boolean (True: may attend) or added to the
+            scores; may be folded already by `fold_mask`.
         scale: of the scores; 1 / sqrt(D) by default.
         causal: instead of a mask, where queries and keys are the same tokens.
     """
@@ -71,7 +71,10 @@ def masked_attention(
 
 
 def fold_mask(mask: Tensor, num_tokens: int, groups: int) -> Tensor:
-    """The mask of folded queries, (B, J, groups * T, S); unchanged where queries are not folded."""
+    """The mask of folded queries, (B, 1, groups * T, S).
+
+    Unchanged if the queries are not folded, if it has one row, or if it is folded already.
+    """
     if num_tokens > MAX_FOLDED_TOKENS or mask.shape[2] != num_tokens or mask.shape[2] == 1:
         return mask
     return mask.repeat(1, 1, groups, 1)
@@ -113,7 +116,7 @@ class Rope(nn.Module):
         return cos[:, None], sin[:, None]
 
     def between(self, start: int, stop: int) -> CosSin:
-        """Those of positions start..stop - 1 of one text, (1, 1, stop - start, D) each."""
+        """Cosines and sines of positions start..stop - 1, (1, 1, stop - start, D) each."""
         cos, sin = self.along(start, stop)
         return cos[None, None], sin[None, None]
 

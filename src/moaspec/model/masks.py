@@ -1,5 +1,8 @@
 """Attention masks, True where a query may attend.
 
+s(i) is the last token whose target activations query i may read (`last_verified`): at inference the
+last verified token, in training the one before the query's block (T-step bound).
+
 Legend: B batch, T queries, S keys.
 """
 
@@ -19,7 +22,7 @@ def text_mask(attention_mask_BT: Tensor) -> Tensor:
 
 
 def staircase_mask(text_mask_B1TT: Tensor, last_verified_BT: Tensor) -> Tensor:
-    """`text_mask` cut down to each query's own block: keys after s(i), and itself."""
+    """`text_mask` restricted to the query's own block: keys after s(i), and the query itself."""
     index = torch.arange(last_verified_BT.shape[1], device=last_verified_BT.device)
     own_block = (index > last_verified_BT[..., None]) | (index[:, None] == index)
     return text_mask_B1TT & own_block[:, None]
@@ -42,7 +45,7 @@ def window_mask(mask_B1TS: Tensor, window: int) -> Tensor:
 def memory_mask(attention_mask_BS: Tensor, last_verified_BT: Tensor) -> Tensor:
     """T-step bounded mask of CA, (B, 1, T, S): query i sees the real keys j <= s(i).
 
-    Source: arXiv 2410.03804, section 4.2. At inference s(i) is the last verified position.
+    Source: arXiv 2410.03804, section 4.2.
     """
     index = torch.arange(attention_mask_BS.shape[1], device=attention_mask_BS.device)
     visible = index <= last_verified_BT[..., None]

@@ -7,17 +7,17 @@ verified token in each of its L layers, and its token embedding e:
     SA   self-attention             x_i = SA(e_1 ... e_i)                           all i
     CA   cross-attention            y_i = CA(query x_i; keys and values of a_1 ... a_s)
     N    target layer inference     z_i = the target's last N layers and final norm over y_i
-                                    (N = 0: z_i = y_i)
-         draft distribution         q_i = softmax(the target's LM head of z_i)
+                                    (N = 0: z_i = y_i); several N: `ExitAdapter` first
+         draft distribution         q_i = softmax(the target's LM head of z_i), of token i + 1
 
-LSA runs on the server beside the target (`TargetEncoder`), SA and CA run for every draft
-(`DraftDecoder`). In training every token i is drafted for some s(i) <= i, which CA's mask and
-the mask of the reused layers enforce (T-step bound, `training_pass.py`).
+LSA runs beside the target, once per verified token (`TargetEncoder`); SA and CA run for every draft
+(`DraftDecoder`). In training every query i has its own s = s(i), which CA's mask and the mask of
+the reused layers enforce (T-step bound, `training_pass.py`).
 
 Source: arXiv 2410.03804, section 4 and figure 2.
 
-Legend: B batch, T tokens, N tokens of a batch, L target layers, E hidden size, K one layer's key
-and value of all heads, C heads of CA's keys and values, D head dim.
+Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E hidden size, K one
+layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class TargetEncoder(nn.Module):
         return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """Summarise all target layers of each token.
+        """LSA, mean over layers and projection.
 
         Args:
-            kv_BTLK: (B, T, L, K) of verified tokens, as `LayerFeatures` lays them out.
+            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens.
 
         Returns:
             (B, T, E) in the encoder's dtype.
@@ -90,15 +90,15 @@ class TargetEncoder(nn.Module):
         """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
         if self.last_layer_only:
             kv_BTLK = kv_BTLK[:, :, -1:]
-        flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
-        means = [self.layer_mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
+        flat_MLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
+        means = [self.layer_mean(chunk) for chunk in flat_MLK.split(AGGREGATE_CHUNK_TOKENS)]
         joined = torch.cat(means) if len(means) > 1 else means[0]
         return joined.unflatten(0, kv_BTLK.shape[:2])
 
-    def layer_mean(self, x_NLK: Tensor) -> Tensor:
-        """`mean_over_layers` of N tokens, (N, K)."""
-        cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
-        return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
+    def layer_mean(self, x_MLK: Tensor) -> Tensor:
+        """`mean_over_layers` of M tokens, (M, K); the layers are what LSA attends over."""
+        cos_sin = self.layer_rope.between(0, x_MLK.shape[1])
+        return self.layer_self_attention.mean(x_MLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """CA's key (rotated) and value of each verified token, all that drafting needs of it.
@@ -108,7 +108,7 @@ class TargetEncoder(nn.Module):
             position_ids_BT: (B, T) int64, the tokens' own positions.
 
         Returns:
-            Two tensors (B, C, T, D of CA).
+            Two tensors (B, C, T, D).
         """
         # Under mixed precision the projection's output has fewer bits than the norm's weight.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
@@ -117,7 +117,7 @@ class TargetEncoder(nn.Module):
 
 
 class DraftDecoder(nn.Module):
-    """SA and the query side of CA, which write drafts.
+    """SA and the query side of CA, which run for every draft.
 
         x_i = SA(e_1 ... e_i),  y_i = CA(x_i; memory)
 
@@ -160,7 +160,7 @@ class DraftDecoder(nn.Module):
         return self.self_attention(embeddings_BTE, cos_sin, attend)
 
     def text_keys_values(self, embeddings_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """SA's keys and values alone, of tokens without drafts, (B, heads, T, D) each."""
+        """SA's keys and values alone, where its output is not needed, (B, heads, T, D) each."""
         return self.self_attention.keys_values(embeddings_BTE, cos_sin)
 
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
@@ -230,8 +230,7 @@ class MoADrafter(BlockTraining):
         """LSA, mean over layers and projection.
 
         Args:
-            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens; per
-                KV head, key and value joined along the head dim, then heads flattened.
+            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens.
 
         Returns:
             (B, T, E).
@@ -243,7 +242,7 @@ class MoADrafter(BlockTraining):
         return self.encoder.aggregate(kv_BTLK)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's key (after rotary embedding) and value, each (B, ca_kv_heads, T, D)."""
+        """CA's key (after rotary embedding) and value, each (B, C, T, D)."""
         return self.encoder.project_kv(states_BTE, position_ids_BT)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,8 @@ from moaspec.model.layers import Rope
 class LongRope(Rope):
     """LongRoPE: one set of frequencies for texts of up to `switch` tokens, one for longer texts.
 
-    A longer text has the other ones from its first token on. Whoever caches keys computes them
-    again when a text outgrows the switch, as the target's own keys are. A row's largest position
-    tells how long its text is.
+    All positions of a longer text use the second set, so a cache must compute its keys again when a
+    text grows past the switch. The largest position of a row tells the length of its text.
     """
 
     long_inv_freq: Tensor

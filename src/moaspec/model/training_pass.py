@@ -1,4 +1,4 @@
-"""The drafter beside its target over a whole batch, without caches: training, and tests of drafts.
+"""Passes of target and drafter over whole texts, without caches: training, and tests of drafts.
 
 Legend: B batch, T tokens, L target layers, H target KV heads, D head dim, E hidden size,
 K = 2 * H * D, V vocabulary.
@@ -20,12 +20,13 @@ from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, 
 
 @dataclass(frozen=True)
 class TargetPass:
-    """The result of one uncached pass of the frozen target.
+    """What a pass of the frozen target over whole texts computed.
 
     Attributes:
-        kv_BTLK: keys and values of all layers, as `LayerFeatures` lays them out.
+        kv_BTLK: keys and values of all layers, as `LayerFeatures` lays them out; of the last N
+            layers only, where `LayerMeanCache` read them.
         hidden_BTE: states after the final norm, the input of the LM head.
-        before: by N, the states that enter the last N layers, (B, T, E) each, where asked for.
+        before: for each N asked for, the states that enter the last N layers, (B, T, E).
     """
 
     kv_BTLK: Tensor
@@ -53,13 +54,13 @@ class BlockTraining(nn.Module):
         *,
         staircase_B: Tensor | None = None,
     ) -> Tensor:
-        """SA, then CA, of every token, where token i attends to aggregates up to s(i): (B, T, E).
+        """SA, then CA, of every token i; CA sees the aggregates of tokens up to s(i): (B, T, E).
 
         Args:
             embeddings_BTE: the target's token embeddings.
             aggregated_BTE: output of `aggregate` for the same tokens.
             attention_mask_BT: 1 for real tokens.
-            last_verified_BT: s(i), an index into T; the last verified token as query i sees it.
+            last_verified_BT: s(i), an index into T, see `moaspec.model.masks`.
             staircase_B: bool per sequence; True lets SA see only the query's own block.
         """
         position_ids_BT = positions(attention_mask_BT)
@@ -88,7 +89,7 @@ class BlockTraining(nn.Module):
     def forward(
         self,
         embeddings_BTE: Tensor,
-        read: Tensor,
+        kv_or_means: Tensor,
         attention_mask_BT: Tensor,
         last_verified_BT: Tensor,
         *,
@@ -98,8 +99,8 @@ class BlockTraining(nn.Module):
 
         Args:
             embeddings_BTE: the target's token embeddings.
-            read: keys and values of all layers, (B, T, L, K), or their means over layers from a
-                frozen LSA, (B, T, K).
+            kv_or_means: keys and values of all layers, (B, T, L, K), or the output of
+                `mean_over_layers` for them, (B, T, K), where LSA is frozen.
             attention_mask_BT: see `block_states`.
             last_verified_BT: see `block_states`.
             staircase_B: see `block_states`.
@@ -108,7 +109,8 @@ class BlockTraining(nn.Module):
             The aggregate of every token, then the output of each exit in the order of
             `config.num_target_layers`: (B, T, E) each.
         """
-        aggregated_BTE = self.aggregate(read) if read.ndim == 4 else self.encoder.projection(read)
+        aggregate = self.aggregate if kv_or_means.ndim == 4 else self.encoder.projection
+        aggregated_BTE = aggregate(kv_or_means)
         states_BTE = self.block_states(
             embeddings_BTE,
             aggregated_BTE,
@@ -121,7 +123,7 @@ class BlockTraining(nn.Module):
 
 
 def positions(attention_mask_BT: Tensor) -> Tensor:
-    """Positions of real tokens, pads before the first get 0: (B, T) int64."""
+    """Positions of real tokens; pads before the first have 0: (B, T) int64."""
     return (attention_mask_BT.long().cumsum(1) - 1).clamp(min=0)
 
 

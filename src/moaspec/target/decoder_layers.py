@@ -41,7 +41,7 @@ def cache_argument(module: nn.Module) -> str:
 
 
 class DecoderLayers:
-    """Runs the last layers, or all, and the final norm.
+    """The target's layers: runs the last of them, or all, and the final norm.
 
     `moaspec.backends.fast_target` has a faster one with the same methods.
 
