@@ -3,7 +3,7 @@
 Random numbers are drawn for the whole step and are the same in every process, so the number of
 processes does not change the training data.
 
-Legend: B batch, T tokens.
+Legend: B batch, T tokens, N blocks of a row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Blocks:
     """A partition of every response into blocks, per query.
 
     Attributes:
-        last_verified_BT: s(i), the last position whose activations query i may read. In a block
-            that begins at b it is b - 1, because the newest token has no activations when a round
-            starts. Tokens outside the responses are verified: s(i) = i.
+        last_verified_BT: s(i), the last position whose target activations query i may read. In a
+            block that begins at b it is b - 1: token b plays the newest token, which has no
+            activations when a round starts. Outside the responses s(i) = i.
         step_BT: index of the draft of query i in its round, from 0.
-        loss_BT: bool, queries with loss: response tokens that are followed by another one.
+        loss_BT: bool, queries with loss: response tokens that are followed by another of theirs.
     """
 
     last_verified_BT: Tensor

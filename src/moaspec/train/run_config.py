@@ -71,7 +71,7 @@ class TrainConfig:
 
     Attributes:
         target: alias, directory, GGUF file or hub id of the frozen target.
-        data: files of `prompt_ids` and `response_ids`, see `moaspec.train.dataset.examples`.
+        data: files, directories or hub data sets, in any format that `docs/data.md` lists.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
         held_out: examples set aside for measuring.
@@ -79,15 +79,18 @@ class TrainConfig:
         batch_tokens: if not 0, fill a step with examples of similar length up to this number of
             tokens, pads included, instead of `batch_size` examples.
         accumulation: minimum number of passes of a process in a step.
-        pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where less padding is worth
-            more than larger products, and no limit on a GPU. It changes rounding only.
+        pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where larger passes gain
+            nothing and need more padding, and no limit on a GPU. It changes rounding only.
         steps: optimiser steps.
-        learning_rate: peak, reached after `warmup_steps`; decays along a cosine to `final_lr`.
-        final_lr: fraction of the peak at the end.
+        learning_rate: peak, reached after `warmup_steps`; then a cosine decay.
+        final_lr: where the decay ends, as a fraction of the peak.
         decay_steps: steps of the decay; 0 takes the rest of the run. The rate is constant
-            afterwards, so the paper's recipe is a peak of 20 times its rate and `final_lr` 1/20.
-        shortest_block, longest_block: lengths of T-step bounded blocks.
-        staircase: start with SA restricted to its own block, fading out over half of training.
+            afterwards, so the paper's recipe is a peak of 20 times the paper's rate and `final_lr`
+            1/20.
+        clip: largest norm of the gradients.
+        shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
+        staircase: restrict SA to the query's own block: in all sequences at first, in ever fewer
+            until half of the run.
         warm_start: start from the target's own weights and states, see
             `moaspec.train.students.warm_start`.
         initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
@@ -105,8 +108,8 @@ class TrainConfig:
             model between the target's embeddings and its head).
         num_target_layers: N, the number of target layers that drafts reuse. Several values train
             one drafter with an exit for each; the first one is its default.
-        save_every: steps between checkpoints.
-        shard_mb: largest file of a checkpoint, in MB of 10^6 bytes; 0 for no limit.
+        save_every: steps between saved states.
+        shard_mb: largest file of a state or checkpoint, in MB of 10^6 bytes; 0 for no limit.
         seed: of initial weights, order and blocks.
         threads: torch threads; 0 leaves torch's default.
         device: "cpu" or "cuda"; each process takes a GPU of its own.

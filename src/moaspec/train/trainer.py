@@ -48,7 +48,7 @@ from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
 
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
-"""Settings that must be the same when a run is resumed, as the examples must."""
+"""Settings that a resumed run must share with the saved one; the examples must be the same, too."""
 
 MOMENT = "head_moment"
 """Name of the head's input moment among the tensors of a saved state."""

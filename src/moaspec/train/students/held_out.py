@@ -6,7 +6,7 @@ tokens, so the length of the agreeing prefix equals that of real decoding. **Sim
 mean of this length over complete blocks, plus 1 for the bonus token. EAGLE has none, because its
 chain reads its own predictions.
 
-Legend: M queries with loss, X blocks.
+Legend: M queries with loss, R ranks, X blocks, E hidden size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class HeldOutMetrics:
     """Metrics of one exit on held-out conversations.
 
     Attributes:
-        accuracy: by draft step, fraction of most likely drafts that are the target's choice after
-            the target's own tokens.
+        accuracy: by draft step, fraction of most likely drafts that are the target's choice; the
+            drafter reads the response's tokens before them.
         tau: simulated tau; None if no response fills a block.
         acceptance: by rank, fraction of drafts that are the target's choice, over all steps.
         moment_EE: second moment of the states before the head; None without queries.
@@ -85,7 +85,7 @@ def measure_held_out(
 def _sums(
     states: ExitStates, part: TrainBatch, draft_token_ids: Tensor | None, head: LogitsFunction
 ) -> Tensor:
-    """Hits and queries by step, hits by rank, agreeing drafts, blocks, products of states."""
+    """In one row: hits by step, queries by step, hits by rank, agreeing drafts, blocks, moments."""
     drafted, best = [], []
     for mine, target in zip(
         states.drafted_ME.split(MAX_CHUNK), states.target_ME.split(MAX_CHUNK), strict=True

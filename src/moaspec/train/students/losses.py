@@ -86,10 +86,10 @@ class ExitStates:
     """States of one exit for the queries with loss, and the target's states.
 
     Attributes:
-        drafted_ME: final states of the drafter, with gradients.
+        drafted_ME: the drafter's states before the LM head, with gradients.
         target_ME: final states of the target, after its final norm.
-        logits: the head of both.
-        inner: N > 0: drafted and target states before the last N layers, (M, E) each.
+        logits: the LM head, for both.
+        inner: for N > 0, drafted and target states before the last N layers, (M, E) each.
         relative: divide states by the target state's root mean square; set for exits with adapters.
     """
 
@@ -181,7 +181,8 @@ def exit_loss(
     Args:
         states: of the exit.
         weights: of the loss terms.
-        scale: factor of the summed loss: one over the queries of the whole step.
+        scale: factor of the summed loss, which makes the step's gradient that of a mean (over
+            queries and exits).
         chunk: number of queries whose logits are in memory at once.
 
     Returns:

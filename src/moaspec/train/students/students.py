@@ -59,7 +59,8 @@ class Student(ABC):
         module: the drafter.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
-        simulates_chain: whether a training pass drafts as a real chain does while it agrees.
+        simulates_chain: whether a training pass drafts what a real chain would, so that simulated
+            tau can be measured.
     """
 
     simulates_chain = True
@@ -80,7 +81,7 @@ class Student(ABC):
         self._head = DraftVocabularyHead(target, self.draft_token_ids)
 
     def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
-        """Initialise a new module from the target and these examples."""
+        """Initialise a new module from the target and the examples of these ids."""
 
     @abstractmethod
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
@@ -248,10 +249,10 @@ class MoAStudent(Student):
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Run all exits; while LSA is frozen its means are read from the cache."""
         batch, blocks, target = part.batch, part.blocks, self._target
-        read, result = self._read(part, step)
+        kv_or_means, result = self._encoder_input(part, step)
         aggregated_BTE, *outputs = model(
             target.embed(batch.input_ids_BT).float(),
-            read,
+            kv_or_means,
             batch.attention_mask_BT,
             blocks.last_verified_BT,
             staircase_B=part.staircase_B,
@@ -262,7 +263,8 @@ class MoAStudent(Student):
             (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
         )
 
-    def _read(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
+    def _encoder_input(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
+        """What `MoADrafter.forward` takes as `kv_or_means`, and the target's pass."""
         if not lsa_is_frozen(self._config, step):
             result = self._activations.passes(part.batch)
             return result.kv_BTLK, result

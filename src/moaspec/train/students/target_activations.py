@@ -163,8 +163,8 @@ class TargetActivations:
         examples: of all batches, in a fixed order.
         directory: of the cache; each list of examples and target has a subdirectory. None computes
             activations every time.
-        before: the N > 0; the states before the last N layers are returned too.
-        finals_only: for a baseline, which needs `final_states` alone: store nothing else.
+        before: each N > 0 for which the states before the last N layers are returned too.
+        finals_only: store final states alone, which are all that a baseline reads.
 
     Raises:
         TrainingError: too little disk space; the message says how much is needed.

@@ -15,7 +15,7 @@ query and a constant key score a sum of cosines and sines of the distance; `dist
 coefficients to the wanted function.
 
 Legend: N sampled tokens, T tokens, L target layers, E hidden size, K one layer's key and value,
-H heads, C KV heads, D head dim.
+H query heads, C KV heads, D head dim, X distances.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
 def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
     """Make LSA's heads prefer the last layers and pass on what predicts the final state.
 
-    Queries and keys of a head are constants (biases), so a layer's score depends on its distance
-    only. Each head's values are the directions of its average that matter most to the regression
-    of the final state on the averages of all kinds of heads.
+    Queries and keys of a head are constants (biases), so a score depends on the distance of two
+    layers only. Each head's values are the directions of its average that matter most to the
+    regression of the final state on the averages of all kinds of heads.
     """
     layer = encoder.layer_self_attention
     kinds = _init_layer_preferences(encoder, kv_NLK.shape[1])
@@ -221,12 +221,12 @@ def fit_exits(
     given: list[Tensor] = []
     wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
     for batch, result in sample:
-        newest_BT = positions(batch.attention_mask_BT)
+        all_verified_BT = positions(batch.attention_mask_BT)  # s(i) = i
         states_BTE = drafter.block_states(
             target.embed(batch.input_ids_BT).float(),
             drafter.aggregate(result.kv_BTLK.float()),
             batch.attention_mask_BT,
-            newest_BT,
+            all_verified_BT,
         )
         given.append(states_BTE[0])
         for n, states in wanted.items():
