@@ -5,7 +5,8 @@ part: no engine, no kernels, no trees. `docs/concepts.md` explains the terms.
 
     python examples/minimal.py "Why is the sky blue?"
 
-Legend: T tokens, L target layers, H heads, D head dim, E hidden size, K = 2 * num_kv_heads * D.
+Legend: B batch (1), T tokens, L target layers, H KV heads, D head dim, E hidden size,
+K = 2 * H * D, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class KeyValues:
             self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
 
     def attend(self, query: Tensor, *, causal: bool) -> Tensor:
-        """What the queries, the last tokens of the text, read."""
+        """Attention of the text's last tokens; causal, or over all keys."""
         assert self.key is not None
         assert self.value is not None
         num_queries, num_keys = query.shape[2], self.key.shape[2]
@@ -65,9 +66,9 @@ class DraftCache:
     memory: KeyValues = field(default_factory=KeyValues)
 
 
-def encode(drafter: MoADrafter, cache: DynamicCache, start: int, memory: KeyValues) -> None:
-    """LSA over the target's keys and values of the tokens from `start` on: CA's memory grows."""
-    layers = [torch.stack((layer.keys, layer.values), dim=3) for layer in cache.layers]
+def encode(drafter: MoADrafter, target_cache: DynamicCache, start: int, memory: KeyValues) -> None:
+    """Append to CA's memory what LSA makes of the target's keys and values from `start` on."""
+    layers = [torch.stack((layer.keys, layer.values), dim=3) for layer in target_cache.layers]
     kv_HTL2D = torch.stack([layer[0, :, start:] for layer in layers], dim=2)
     kv_BTLK = kv_HTL2D.permute(1, 2, 0, 3, 4).flatten(2)[None]
     positions_BT = torch.arange(start, start + kv_BTLK.shape[1])[None]
@@ -77,7 +78,7 @@ def encode(drafter: MoADrafter, cache: DynamicCache, start: int, memory: KeyValu
 def draft(
     drafter: MoADrafter, target: PreTrainedModel, text: list[int], cache: DraftCache
 ) -> list[int]:
-    """A chain of tokens that may follow the text. SA reads tokens; CA reads the target's memory."""
+    """A chain of tokens that may follow the text. SA reads tokens; CA reads the memory."""
     decoder = drafter.decoder
     drafts: list[int] = []
     unread = text[0 if cache.text.key is None else cache.text.key.shape[2] :]
@@ -96,7 +97,8 @@ def draft(
             decoder.cross_rope(positions_BT[:, -1:]),
             lambda query: cache.memory.attend(query, causal=False),
         )
-        logits_V = target.get_output_embeddings()(drafter.adapt(states_BTE, 0))[0, -1]
+        states_BTE = drafter.adapt(states_BTE, 0)  # N = 0: for the target's LM head
+        logits_V = target.get_output_embeddings()(states_BTE)[0, -1]
         if drafter.draft_token_ids is not None:  # the drafter knows only these tokens
             logits_V = logits_V[drafter.draft_token_ids]
         best = logits_V.argmax()
@@ -116,33 +118,35 @@ def generate(
         The generated ids, which are those that the target alone generates, and how many target
         passes they took.
     """
-    cache, drafter_cache = DynamicCache(), DraftCache()
-    logits = target(torch.tensor([prompt_ids]), past_key_values=cache).logits[0]
+    target_cache, draft_cache = DynamicCache(), DraftCache()
+    logits = target(torch.tensor([prompt_ids]), past_key_values=target_cache).logits[0]
     text, num_passes = [*prompt_ids, int(logits[-1].argmax())], 1
-    encode(drafter, cache, 0, drafter_cache.memory)
+    encode(drafter, target_cache, 0, draft_cache.memory)
     stops = set(torch.tensor(target.generation_config.eos_token_id).flatten().tolist())
     while len(text) < len(prompt_ids) + max_new_tokens and text[-1] not in stops:
-        verified = len(text) - 1  # tokens whose keys and values the target has
-        drafts = draft(drafter, target, text, drafter_cache)
+        num_verified = len(text) - 1  # the target has processed all tokens but the newest
+        drafts = draft(drafter, target, text, draft_cache)
         # One pass over the newest token and its drafts: what the target itself chooses after each.
-        logits = target(torch.tensor([[text[-1], *drafts]]), past_key_values=cache).logits[0]
+        new_ids = torch.tensor([[text[-1], *drafts]])
+        logits = target(new_ids, past_key_values=target_cache).logits[0]
         num_passes += 1
-        for token, chosen in zip([*drafts, None], logits.argmax(-1).tolist(), strict=True):
+        for drafted, chosen in zip([*drafts, None], logits.argmax(-1).tolist(), strict=True):
             text.append(chosen)
-            if chosen != token or chosen in stops:
+            if chosen != drafted or chosen in stops:
                 break
         # Drop the keys and values of rejected drafts; encode those of accepted ones.
-        num_rejected = verified + 1 + len(drafts) - (len(text) - 1)
+        num_rejected = num_verified + 1 + len(drafts) - (len(text) - 1)
         if num_rejected:
-            cache.crop(-num_rejected)
-        drafter_cache.text.crop(len(text) - 1)
-        encode(drafter, cache, verified, drafter_cache.memory)
+            target_cache.crop(-num_rejected)
+        draft_cache.text.crop(len(text) - 1)
+        encode(drafter, target_cache, num_verified, draft_cache.memory)
     return text[len(prompt_ids) :][:max_new_tokens], num_passes
 
 
 def main() -> None:
     """Answer a question, and compare the ids with those of moaspec's engine."""
     question = " ".join(sys.argv[1:]) or "Why is the sky blue?"
+    # packed=False: transformers' own layers, not moaspec's kernels.
     loaded = moaspec.load_target("smollm2-135m", dtype="float32", packed=False)
     drafter = moaspec.load_drafter("smollm2-135m", target=loaded)
     tokenizer = loaded.tokenizer
