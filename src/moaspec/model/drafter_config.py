@@ -13,7 +13,7 @@ from typing import Any
 from moaspec.errors import ShapeError
 
 MAX_LAYERS = 1024
-"""Most layers of a model, and most exits of a drafter: a damaged config is refused before layers
+"""Most layers of a model, and most exits of a drafter: a damaged config is rejected before layers
 are built."""
 
 Rates = tuple[tuple[float, ...], ...]
@@ -87,9 +87,9 @@ class DrafterConfig:
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
             its place a self-attention over aggregates of verified tokens and states of drafts).
-        acceptance: rates of the first exit's drafts; `tree="auto"` starts from them.
+        acceptance: rates of the first exit's drafts; adaptive drafting starts from them.
         further_acceptance: rates of each further exit, in the order of `num_target_layers`; with
-            all of them, `tree="auto"` chooses the exit. Empty where nobody measured them.
+            all of them, adaptive drafting chooses the exit. Empty where nobody measured them.
     """
 
     hidden_size: int
