@@ -24,7 +24,7 @@ from moaspec.cli.terminal.panes import Pane
 from moaspec.engine.engine import Engine
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
-from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, run_race
+from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding
 from moaspec.target.target import Target
 
 ESCAPE = "\x1b"
@@ -430,8 +430,7 @@ def test_a_race_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     reader.start()
     with os.fdopen(child, "w") as file:
         screen = terminal(file)
-        with panes.shown_live("Why?", plain, speculative, screen) as draw:
-            assert run_race(plain, speculative, watch=draw)
+        assert panes.show_race("Why?", plain, speculative, screen, stop=lambda: False, last=True)
         screen.print("the end")
         reader.join(timeout=60)
     text = b"".join(seen).decode()

@@ -219,7 +219,7 @@ def test_ctrl_c_while_the_libraries_load() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Loading smollm2-135m\n")
 
 
 def test_ctrl_c_while_the_command_line_loads() -> None:
