@@ -7,9 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import typer
+
+from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -200,6 +203,22 @@ def with_groups(command: Callable[..., T]) -> Callable[..., T]:
 
     vars(run)["__signature__"] = signature.replace(parameters=parameters)
     return run
+
+
+def read_lines(option: str, path: Path) -> list[str]:
+    """The lines of a text file that are not blank.
+
+    Raises:
+        InputError: it cannot be read, or has none; names the option.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option} {path} cannot be read: {error}.") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{option} {path} is empty.")
+    return lines
 
 
 def check_sampling(settings: Mapping[str, Any]) -> None:

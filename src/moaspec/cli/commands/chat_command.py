@@ -75,13 +75,7 @@ def _hold(chat_loop: ChatLoop) -> None:
 
 
 class LocalChat(ChatLoop):
-    """A conversation that a session in this process answers.
-
-    Args:
-        session: answers.
-        settings: of every answer.
-        system: the system prompt, or None.
-    """
+    """A conversation that a session in this process answers."""
 
     def __init__(
         self, session: Session, settings: GenerateOptions, system: str | None = None

@@ -168,13 +168,5 @@ def check_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """Keys are read from a file or the environment: command lines are seen by every user."""
-    text = os.environ.get("MOASPEC_API_KEY", "")
-    if path is not None:
-        try:
-            text += "\n" + path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {path} cannot be read: {error}.") from error
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if path is not None and not keys:
-        raise InputError(f"--api-key-file {path} holds no key.")
-    return keys
+    keys = os.environ.get("MOASPEC_API_KEY", "").split()
+    return (*keys, *(options.read_lines("--api-key-file", path) if path is not None else ()))

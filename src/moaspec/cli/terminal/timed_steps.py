@@ -13,14 +13,7 @@ from moaspec.cli.terminal.console import is_live
 
 
 class TimedSteps:
-    """Prints one line per slow step, with the time that it took.
-
-    Args:
-        screen: shows them; a spinner with a clock where it is a terminal.
-
-    Attributes:
-        seconds: of each step, by its words.
-    """
+    """Prints one line per slow step, with the time that it took; `seconds` has it by the words."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
