@@ -52,7 +52,7 @@ class DeviceOptions:
     num_target_layers: Annotated[
         int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
     ] = None
-    generation_config: options.GenerationConfig = options.AUTO
+    generation_config: options.GenerationConfig = "auto"
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Keep activations of prompts in this directory.")
     ] = None

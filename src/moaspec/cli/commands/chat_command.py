@@ -47,7 +47,7 @@ def chat(
     settings = decoding.settings(max_new_tokens)
     if url is not None and asked.quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
-    if url is not None and decoding.generation_config is not options.AUTO:
+    if url is not None and decoding.generation_config != "auto":
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
         _hold(ServerChat(url, settings, system))

@@ -36,7 +36,7 @@ def check(
     alone: Annotated[
         int, typer.Option(help="Prompts that are also decoded alone, outside the batch.")
     ] = 1,
-    generation_config: options.GenerationConfig = options.AUTO,
+    generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Check that texts are exactly right here.
@@ -74,7 +74,7 @@ def check(
                 model,
                 dtype=one,
                 quantize=asked.quantize,
-                generation_config=generation_config.setting,
+                generation_config=options.generation_defaults(generation_config),
             )
             target = load()
             plan = Check(

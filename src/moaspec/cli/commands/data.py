@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli.options import (
-    AUTO,
     MODEL,
     Device,
     Dtype,
@@ -21,6 +20,7 @@ from moaspec.cli.options import (
     Json,
     Model,
     Threads,
+    generation_defaults,
     read_lines,
     with_groups,
 )
@@ -82,7 +82,7 @@ class WritingOptions:
     ] = None
     batch_size: Annotated[int, typer.Option(help="Conversations decoded together.")] = 8
     group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
-    generation_config: GenerationConfig = AUTO
+    generation_config: GenerationConfig = "auto"
     dtype: Dtype = "auto"
     device: Device = "cpu"
     threads: Threads = None
@@ -111,7 +111,7 @@ class WritingOptions:
 
     def load(self) -> tuple[Target, Any]:
         """The target, and the drafter if one is named."""
-        auto = self.generation_config.setting
+        auto = generation_defaults(self.generation_config)
         target = _load(self.model, self.dtype, self.device, self.threads, auto)
         from moaspec.generation.drafters import load_any_drafter
 
