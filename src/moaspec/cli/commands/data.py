@@ -133,7 +133,7 @@ def synth_command(
 ) -> None:
     """Let the target imagine prompts.
 
-    No data set is needed. The same command continues after a stop.
+    No data set is needed. Run the command again to continue after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
@@ -185,7 +185,7 @@ def regenerate_command(
 ) -> None:
     """Let the target write responses.
 
-    The same command continues after a stop.
+    Run the command again to continue after a stop.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """

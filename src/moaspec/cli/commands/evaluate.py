@@ -88,9 +88,7 @@ def evaluate(
     ] = False,
     cut: Annotated[
         int | None,
-        typer.Option(
-            help="Remove the target after this many tokens; judge what drafters write alone."
-        ),
+        typer.Option(help="Remove the target after this many tokens; judge the drafters' texts."),
     ] = None,
     accuracy: Annotated[
         bool,
