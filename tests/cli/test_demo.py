@@ -232,7 +232,9 @@ def test_no_verdict_on_speed_where_the_machine_is_not_measured() -> None:
     assert race_verdict.verdict(races, busy) == (
         "Verdict: none on speed, this machine is not measured; same text (1 prompt, 60 tokens)."
     )
-    assert str(race_verdict.reason(races, busy)).startswith(f"Reason: {busy}. ")
+    assert str(race_verdict.reason(races, busy)).startswith(
+        f"Reason: it is not measured, because {busy}. "
+    )
     gained = Races([a_race(2.0, 1.0)])
     assert race_verdict.verdict(gained, busy) == race_verdict.verdict(gained)
     assert race_verdict.reason(gained, busy) is None
@@ -247,7 +249,7 @@ def test_a_busy_machine_is_the_reason_that_is_told(
     monkeypatch.setattr(race_verdict, "_gained", lambda _: False)
     output = cli("demo", "--max-new-tokens", "4", "--threads", "1")
     assert f"Not measured, because {busy}." in output.err
-    assert f"Reason: {busy}. " in output.words
+    assert f"because {busy}. Without its costs" in output.words
     assert "no gain" not in output.words
 
 

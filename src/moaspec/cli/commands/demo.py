@@ -171,7 +171,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"
     unmeasured = None
-    if any(one.costs is None for one in known_exits(target, drafter)):
+    if any(one.costs is None or one.costs.busy for one in known_exits(target, drafter)):
         expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
         with steps("Measuring what passes and drafts cost here", expected):
             _, unmeasured = measure_once(target, drafter)
