@@ -70,6 +70,7 @@ def test_help_has_an_example(command: str, cli: Cli) -> None:
     assert f"moaspec data {command}" in out
 
 
+@pytest.mark.slow
 def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None:
     """synth, regenerate, stats, train, generate: no data set anywhere."""
     prompts, responses = str(tmp_path / "p.jsonl"), str(tmp_path / "r.jsonl.gz")

@@ -81,6 +81,7 @@ def test_demo_as_json(cli: Cli) -> None:
     assert set(facts["steps_s"]) >= {"Loading PyTorch and transformers"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_details_measure_every_method(cli: Cli) -> None:
     output = cli("demo", "--max-new-tokens", "3", "--details")

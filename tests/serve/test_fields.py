@@ -73,6 +73,7 @@ def test_harmless_fields_are_ignored(http: httpx.Client, path: str) -> None:
     assert post(http, path, **given, store=False, unheard_of=1).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client, path: str) -> None:
     for name in NEUTRAL.keys() - ENDPOINTS[path][1].model_fields.keys():  # type: ignore[attr-defined]
@@ -129,6 +130,7 @@ FUNCTION = {
 }
 
 
+@pytest.mark.slow
 def test_functions_in_the_older_form(http: httpx.Client) -> None:
     path = "/v1/chat/completions"
     older = {"functions": [FUNCTION], "function_call": {"name": "time"}, "max_tokens": 200}

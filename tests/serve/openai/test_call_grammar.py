@@ -71,6 +71,7 @@ def form_of(name: str) -> CallForm:
     return ChatTemplate(serving.tokenizer(templates.TOOL_TEMPLATES[name])).form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm45", "llama4-python"])
 def test_arguments_without_json_follow_the_schema(name: str, seed: int) -> None:

@@ -155,6 +155,7 @@ def test_calls_and_their_results_in_messages(client: openai.OpenAI, parrot: Parr
     check_hidden(parrot.seen, *SECRETS, "4111111111111111", "Zo\u00eb", "Zo\\u00eb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_in_json_and_calls(*, stream: bool) -> None:
     """The values that a grammar allows are hidden in it and restored as JSON."""
