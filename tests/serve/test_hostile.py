@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.openai.answer_format.ConversationRequest.jobs", fail)
+            patch.setattr("moaspec.serve.openai.chat_input.ChatInput.jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 
