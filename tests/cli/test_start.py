@@ -155,7 +155,7 @@ def test_what_is_not_decoding_imports_no_library() -> None:
         """
 import sys
 import moaspec, moaspec.errors
-from moaspec.drafting.draft_tree import parse_shape
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.evaluate import read_prompts
 from moaspec.target import ALIASES, SUPPORTED_FAMILIES
