@@ -36,6 +36,12 @@ class Output:
 
 
 Cli = Callable[..., Output]
+DOING = ("Loading ", "Reading examples", "Checking prompts", "Comparing rows")
+
+
+def complaints(said: str) -> str:
+    """Standard error without the lines that say what is being done."""
+    return "\n".join(line for line in said.splitlines() if not line.startswith(DOING))
 
 
 def text_target(**changes: Any) -> Target:

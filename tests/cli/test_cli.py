@@ -123,6 +123,7 @@ def test_calibrate_without_a_drafter_promises_nothing(
     assert "speedups" not in json.loads(cli("calibrate", "--json").out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pass_s", "decision"), [(1e-9, "plainly"), (1.0, "as far as it pays")])
 def test_calibrate_tells_whether_drafts_pay(
     pass_s: float, decision: str, cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ def test_calibrate_tells_whether_drafts_pay(
     assert f"{exit_.best_chain[1]:.2f}x" in words.partition("auto will")[2]
 
 
+@pytest.mark.slow
 def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -742,6 +744,7 @@ def one_prompt(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
     output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "4")

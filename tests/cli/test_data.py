@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import chat_tokenizers
-from commands import interrupt_after
+from commands import complaints, interrupt_after
 from moaspec.cli.main import run
 from moaspec.engine.engine import Engine
 from moaspec.train.dataset.response_writer import ResponseWriter
@@ -25,7 +25,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs `moaspec`; returns exit code, output and errors, line breaks forgotten."""
+    """Runs `moaspec`; returns exit code, output and complaints, line breaks forgotten."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -35,7 +35,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             run()
         captured = capsys.readouterr()
         code = caught.value.code
-        out, err = (" ".join(text.split()) for text in captured)
+        out, err = (" ".join(text.split()) for text in (captured.out, complaints(captured.err)))
         return (code if isinstance(code, int) else 0), out, err
 
     return call
@@ -70,6 +70,7 @@ def test_help_has_an_example(command: str, cli: Cli) -> None:
     assert f"moaspec data {command}" in out
 
 
+@pytest.mark.slow
 def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None:
     """synth, regenerate, stats, train, generate: no data set anywhere."""
     prompts, responses = str(tmp_path / "p.jsonl"), str(tmp_path / "r.jsonl.gz")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import chat_tokenizers
+from commands import complaints
 from moaspec.cli.main import run
 from moaspec.data.conversations import read_conversations
 
@@ -184,7 +185,8 @@ def stats(
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
             run()
-        out, err = (" ".join(text.split()) for text in capsys.readouterr())
+        shown = capsys.readouterr()
+        out, err = (" ".join(text.split()) for text in (shown.out, complaints(shown.err)))
         return int(caught.value.code or 0), out, err
 
     return call

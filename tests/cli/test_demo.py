@@ -24,7 +24,7 @@ from moaspec.cli.terminal.panes import Pane
 from moaspec.engine.engine import Engine
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
-from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, run_race
+from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding
 from moaspec.target.target import Target
 
 ESCAPE = "\x1b"
@@ -81,6 +81,7 @@ def test_demo_as_json(cli: Cli) -> None:
     assert set(facts["steps_s"]) >= {"Loading PyTorch and transformers"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_details_measure_every_method(cli: Cli) -> None:
     output = cli("demo", "--max-new-tokens", "3", "--details")
@@ -232,7 +233,9 @@ def test_no_verdict_on_speed_where_the_machine_is_not_measured() -> None:
     assert race_verdict.verdict(races, busy) == (
         "Verdict: none on speed, this machine is not measured; same text (1 prompt, 60 tokens)."
     )
-    assert str(race_verdict.reason(races, busy)).startswith(f"Reason: {busy}. ")
+    assert str(race_verdict.reason(races, busy)).startswith(
+        f"Reason: it is not measured, because {busy}. "
+    )
     gained = Races([a_race(2.0, 1.0)])
     assert race_verdict.verdict(gained, busy) == race_verdict.verdict(gained)
     assert race_verdict.reason(gained, busy) is None
@@ -247,7 +250,7 @@ def test_a_busy_machine_is_the_reason_that_is_told(
     monkeypatch.setattr(race_verdict, "_gained", lambda _: False)
     output = cli("demo", "--max-new-tokens", "4", "--threads", "1")
     assert f"Not measured, because {busy}." in output.err
-    assert f"Reason: {busy}. " in output.words
+    assert f"because {busy}. Without its costs" in output.words
     assert "no gain" not in output.words
 
 
@@ -430,8 +433,7 @@ def test_a_race_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     reader.start()
     with os.fdopen(child, "w") as file:
         screen = terminal(file)
-        with panes.shown_live("Why?", plain, speculative, screen) as draw:
-            assert run_race(plain, speculative, watch=draw)
+        assert panes.show_race("Why?", plain, speculative, screen, stop=lambda: False, last=True)
         screen.print("the end")
         reader.join(timeout=60)
     text = b"".join(seen).decode()

@@ -25,6 +25,7 @@ def suite(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_eval(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "results" / "deep"
@@ -55,6 +56,7 @@ def test_wrong_methods_are_refused_before_a_target_is_loaded(
     assert why in output.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_results_as_make_has_them(cli: Cli, tmp_path: Path) -> None:
     """The commands of `make results`, on two prompts."""
@@ -126,6 +128,7 @@ def test_eval_refuses(options: tuple[str, ...], cli: Cli) -> None:
     assert output.error
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_a_verifier_that_accepts_too_much_is_called_lossy(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -149,6 +152,7 @@ def test_a_verifier_that_accepts_too_much_is_called_lossy(
     assert all(part["median_speedup"] is None for part in facts["suites"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_eval_resumes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (
@@ -301,6 +305,7 @@ def test_accuracy_under_a_cut(cli: Cli, tmp_path: Path) -> None:
     assert plain["methods"]["target"]["accuracy"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_compare(cli: Cli, tmp_path: Path) -> None:
     before, after = str(tmp_path / "a"), str(tmp_path / "b")

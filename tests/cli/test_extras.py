@@ -101,6 +101,7 @@ def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str
     assert message.endswith(f"pip install 'moaspec[{NEEDING[command]}]'.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", NOT_NEEDING)
 def test_other_commands_need_none(command: str, found: dict[str, tuple[int, str]]) -> None:
     code, error = found[command]

@@ -105,6 +105,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "target")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
     "command",

@@ -56,6 +56,7 @@ def _commands(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]
             yield from _commands(each, *names, name)
 
 
+@pytest.mark.slow
 def test_help_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, nothing is cut off, and the list of commands has whole sentences."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -208,12 +208,12 @@ def test_a_server_that_is_not_there(
         (("--server", "example.org"), "HOST:PORT"),
         (("--server", "http://example.org:50051"), "HOST:PORT"),
         (("--server", "example.org:99999"), "HOST:PORT"),
-        (("--bundle", "/dev/null/bundle"), "export-device"),
+        (("--bundle", "/nowhere/bundle"), "export-device"),
         (("--model", "somebody/else"), "export-device"),
         (("--codec", "int3"), "codec must be one of"),
         (("--certificate", "device.pem"), "comes with its key"),
         (("--token-file", "/dev/null/token"), "cannot be read"),
-        (("--token-file", "/dev/null"), "holds no token"),
+        (("--token-file", "/dev/null"), "is empty"),
     ],
 )
 def test_bad_options_of_devices(

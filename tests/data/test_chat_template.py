@@ -30,8 +30,8 @@ from moaspec.data.templates.call_forms import (
 )
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import InputError
+from moaspec.serve.openai.chat_input import ChatInput, normal_tools
 from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.redaction import ChatInput
 from moaspec.serve.server_context import ServerContext, ServeSettings
 
 Row = dict[str, Any]
@@ -268,8 +268,7 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
     body = {"model": "x", "messages": messages, "tools": tools}
     asked = ChatRequest.model_validate_json(json.dumps(body))
     given = desk(name).normal(asked.conversation())
-    functions = [one.tool().given for one in asked.tools or ()]
-    return desk(name).prompt(ChatInput(messages=given, tools=functions))
+    return desk(name).prompt(ChatInput(messages=given, tools=normal_tools(asked.tools)))
 
 
 @pytest.mark.parametrize("name", templates.TOOL_TEMPLATES)

@@ -18,7 +18,7 @@ from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.row_sources import Record
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.data.templates.control_tokens import GUARD, ControlTokens
-from moaspec.serve.openai.redaction import ChatInput
+from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.server_context import ServerContext, ServeSettings
 
 MARKS = (

@@ -60,6 +60,7 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(tmp_path: Path, decodings: list[str]) -> None:
     first = measured(tmp_path).as_json()
     assert len(decodings) == 6 * (3 * SETTINGS.repeats + 1)
@@ -68,6 +69,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, decodings: list[str]) ->
     assert decodings == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path, decodings: list[str]) -> None:
     whole = measured(None)
     measured(tmp_path, PROMPTS[:1])
@@ -80,6 +82,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, decodings: list[str]) -> None:
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_changed_prompt_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
     measured(tmp_path)
     decodings.clear()
@@ -87,6 +90,7 @@ def test_a_changed_prompt_is_measured_anew(tmp_path: Path, decodings: list[str])
     assert decodings.count("plain") == SETTINGS.repeats
 
 
+@pytest.mark.slow
 def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
     measured(tmp_path)
     decodings.clear()

@@ -157,6 +157,7 @@ def test_no_speedup_over_a_lossy_baseline() -> None:
     assert all((found.gap or 0) <= (found.limit or 0) for found in ties)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sampled_texts_are_the_targets_own(batch: int) -> None:
     """All methods write the text of the seed; a wrong token of it is noticed."""

@@ -115,6 +115,7 @@ def drafted_tree(text: Sequence[int], at: int) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(parents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None:
     """Each is cut to its owner's share, in passes with those of others, and decided as without."""

@@ -8,9 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import Completion
 from openai.types import completion_create_params as completions
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat
+from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses import response_create_params as responses
+from pydantic import TypeAdapter
 
 import serving
 import templates
@@ -73,6 +77,7 @@ def test_harmless_fields_are_ignored(http: httpx.Client, path: str) -> None:
     assert post(http, path, **given, store=False, unheard_of=1).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client, path: str) -> None:
     for name in NEUTRAL.keys() - ENDPOINTS[path][1].model_fields.keys():  # type: ignore[attr-defined]
@@ -129,6 +134,7 @@ FUNCTION = {
 }
 
 
+@pytest.mark.slow
 def test_functions_in_the_older_form(http: httpx.Client) -> None:
     path = "/v1/chat/completions"
     older = {"functions": [FUNCTION], "function_call": {"name": "time"}, "max_tokens": 200}
@@ -178,3 +184,29 @@ def test_what_an_assistant_refused_or_thought_is_kept(http: httpx.Client) -> Non
     asked = ChatRequest.model_validate({"model": MODEL, "messages": [told]})
     (message,) = asked.conversation()
     assert message == {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
+
+
+def without_usage(value: dict[str, Any]) -> dict[str, Any]:
+    """A response or one of its events; new versions of the client require new counts of usage."""
+    inner = {"response": without_usage(value["response"])} if "response" in value else {}
+    return {**value, **inner, "usage": None} if "usage" in value else {**value, **inner}
+
+
+@pytest.mark.parametrize(
+    ("path", "whole", "event"),
+    [
+        ("/v1/chat/completions", ChatCompletion, ChatCompletionChunk),
+        ("/v1/completions", Completion, None),
+        ("/v1/responses", Response, ResponseStreamEvent),
+    ],
+)
+def test_answers_have_all_that_the_clients_types_require(
+    http: httpx.Client, path: str, whole: Any, event: Any
+) -> None:
+    only_responses = without_usage if path == "/v1/responses" else dict
+    TypeAdapter(whole).validate_python(only_responses(post(http, path).json()))
+    lines = post(http, path, stream=True).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events
+    for one in events if event else ():
+        TypeAdapter(event).validate_python(only_responses(one))

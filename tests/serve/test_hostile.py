@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.openai.answer_format.ConversationRequest.jobs", fail)
+            patch.setattr("moaspec.serve.openai.chat_input.ChatInput.jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 
@@ -190,6 +190,7 @@ def test_messages_say_what_to_do(http: httpx.Client) -> None:
     assert "Content-Type: application/json" in error(untyped, 400)["message"]
 
 
+@pytest.mark.slow
 def test_huge_limits_are_cut_to_the_context(http: httpx.Client) -> None:
     answer = http.post(CHAT, json={**GOOD, "max_tokens": 10**30, "stop": ["e", "a", "o", "x"]})
     assert answer.status_code == 200

@@ -88,6 +88,7 @@ def test_every_answer_is_valid(found: list[dict[str, Any]]) -> None:
         assert allowed(SCHEMAS[number % len(SCHEMAS)], value), value
 
 
+@pytest.mark.slow
 def test_equal_without_speculation(served: Served, found: list[dict[str, Any]]) -> None:
     plain = asyncio.run(answers(served, speculation=False))
     assert [content(one) for one in plain] == [content(one) for one in found]

@@ -608,6 +608,7 @@ def test_every_divergence_falls(kind: Divergence, tmp_path: Path) -> None:
     assert seen[-1].kl < 0.95 * seen[0].kl
 
 
+@pytest.mark.slow
 def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
     """The engine's own drafter, started at every whole block of the held-out responses."""
     run = trainer(
@@ -690,6 +691,7 @@ def test_the_card_tells_what_was_done(tmp_path: Path) -> None:
     assert card.count("\n| 3 |") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle", "independent"])
 def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
     run = trainer(

@@ -52,7 +52,7 @@ class DeviceOptions:
     num_target_layers: Annotated[
         int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
     ] = None
-    generation_config: options.GenerationConfig = options.AUTO
+    generation_config: options.GenerationConfig = "auto"
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Keep activations of prompts in this directory.")
     ] = None
@@ -138,13 +138,7 @@ def _token(path: Path | None) -> str | None:
     """From a file or the environment: command lines are seen by every user."""
     if path is None:
         return os.environ.get("MOASPEC_TOKEN") or None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--token-file {path} cannot be read: {error}.") from error
-    if not token:
-        raise InputError(f"--token-file {path} holds no token.")
-    return token
+    return "\n".join(options.read_lines("--token-file", path))
 
 
 def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:

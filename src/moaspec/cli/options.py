@@ -6,16 +6,20 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import typer
+
+from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
     from moaspec.generation.options import GenerateOptions
 
 T = TypeVar("T")
+FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
+"""The Python values of --free-branches."""
 MODEL = "smollm2-135m"
 
 Prompt = Annotated[
@@ -33,22 +37,8 @@ Shape = Annotated[
 ]
 
 
-class FreeBranchesOption(StrEnum):
-    """The values of the option --free-branches."""
-
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-    @property
-    def setting(self) -> Setting:
-        """The value of the Python option."""
-        settings: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
-        return settings[self.value]
-
-
 FreeBranches = Annotated[
-    FreeBranchesOption,
+    Literal["auto", "on", "off"],
     typer.Option(help="Also draft continuations that occur earlier in the text."),
 ]
 Temperature = Annotated[
@@ -78,25 +68,12 @@ RepetitionPenalty = Annotated[
 ]
 
 
-class GenerationConfigOption(StrEnum):
-    """The values of the option --generation-config."""
-
-    auto = "auto"
-    none = "none"
-
-    @property
-    def setting(self) -> Literal["auto"] | None:
-        """The value of the Python option."""
-        return None if self is GenerationConfigOption.none else "auto"
-
-
 GenerationConfig = Annotated[
-    GenerationConfigOption,
+    Literal["auto", "none"],
     typer.Option(
         help="auto: the model's generation_config.json gives the defaults; none: it is not used."
     ),
 ]
-AUTO = GenerationConfigOption.auto
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling; random by default.")]
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
@@ -135,14 +112,14 @@ class DecodingOptions:
     """How texts are drafted and sampled."""
 
     tree: Shape = "auto"
-    free_branches: FreeBranches = FreeBranchesOption.auto
+    free_branches: FreeBranches = "auto"
     temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
     repetition_penalty: RepetitionPenalty = None
     seed: Seed = None
-    generation_config: GenerationConfig = AUTO
+    generation_config: GenerationConfig = "auto"
     speculation: Speculation = True
 
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
@@ -161,8 +138,8 @@ class DecodingOptions:
             **_sampling(vars(self)),
             "max_new_tokens": max_new_tokens,
             "tree": self.tree,
-            "free_branches": self.free_branches.setting,
-            "generation_config": self.generation_config.setting,
+            "free_branches": FREE_BRANCHES[self.free_branches],
+            "generation_config": generation_defaults(self.generation_config),
             "stop": stop_strings(stop),
         }
         check_sampling(settings)
@@ -200,6 +177,27 @@ def with_groups(command: Callable[..., T]) -> Callable[..., T]:
 
     vars(run)["__signature__"] = signature.replace(parameters=parameters)
     return run
+
+
+def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | None:
+    """The Python value of --generation-config."""
+    return "auto" if option == "auto" else None
+
+
+def read_lines(option: str, path: Path) -> list[str]:
+    """The lines of a text file that are not blank.
+
+    Raises:
+        InputError: it cannot be read, or has none; names the option.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option} {path} cannot be read: {error}.") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{option} {path} is empty.")
+    return lines
 
 
 def check_sampling(settings: Mapping[str, Any]) -> None:

@@ -40,11 +40,7 @@ def _standard_input(stdin: TextIO | None) -> str:
 def chat_ids(
     target: Target, prompt: str, *, system: str | None = None, raw: bool = False
 ) -> list[int]:
-    """Token ids of a user's prompt, in the target's chat template where it has one.
-
-    Raises:
-        InputError: the target has no tokenizer, or a template that refuses a system prompt.
-    """
+    """Token ids of a user's prompt; see `message_ids`."""
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -55,6 +51,8 @@ def message_ids(
     target: Target, messages: Sequence[Mapping[str, str]], *, raw: bool = False
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
+
+    They follow the target's chat template where it has one, unless `raw`.
 
     Raises:
         InputError: the target has no tokenizer, or a conversation that its template refuses.

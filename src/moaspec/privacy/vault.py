@@ -142,11 +142,7 @@ def beginning(text: str) -> int:
 
 
 class Restorer:
-    """Restores text that arrives in pieces; a piece may end within a placeholder.
-
-    Args:
-        vault: holds the texts of placeholders.
-    """
+    """Restores text that arrives in pieces; a piece may end within a placeholder."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault, self._pending = vault, ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import moaspec
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.schema import About, CutRequest, Health, Model, ModelList
+from moaspec.serve.openai.schema import About, CutRequest
 from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import LinkState
 
@@ -18,21 +20,22 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(responses=http_errors.responses())
 
     @routes.get("/v1/models")
-    async def list_models() -> ModelList:
+    async def list_models() -> dict[str, Any]:
         """List the model under all its names."""
         names = [name for name in context.settings.names if name != "*"]
-        return ModelList(data=[_model(context, name) for name in (context.facts.name, *names)])
+        models = [_model(context, name) for name in (context.facts.name, *names)]
+        return {"object": "list", "data": models}
 
     @routes.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Model:
+    async def get_model(name: str) -> dict[str, Any]:
         """Describe the model of a name."""
         context.check_model(name)
         return _model(context, name)
 
     @routes.get("/health")
-    async def health() -> Health:
+    async def health() -> dict[str, str]:
         """Report that the server works. At the edge, the link's state does not matter."""
-        return Health()
+        return {"status": "ok"}
 
     @routes.get(
         "/metrics",
@@ -52,7 +55,7 @@ def router(context: ServerContext) -> APIRouter:
             model=facts.name,
             mode=facts.mode,
             speculation=facts.speculates,
-            context=facts.max_positions,
+            context=facts.target.max_positions,
             active=load.active,
             waiting=load.waiting,
             link=context.source.link,
@@ -69,5 +72,5 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-def _model(context: ServerContext, name: str) -> Model:
-    return Model(id=name, created=context.created, owned_by="moaspec")
+def _model(context: ServerContext, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": context.created, "owned_by": "moaspec"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
@@ -21,13 +22,6 @@ from moaspec.serve.guard import HttpGuard
 from moaspec.serve.openai import chat_endpoint, completions_endpoint, responses_endpoint
 from moaspec.serve.server_context import ServerContext, ServeSettings
 from moaspec.serve.sources.source import TextSource
-
-EVENT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
-    "required": ["data"],
-}
-"""Schema of a server-sent event in the OpenAPI document."""
 
 PAGE_POLICY = "; ".join(
     (
@@ -44,33 +38,25 @@ PAGE_POLICY = "; ".join(
         "trusted-types dompurify",
     )
 )
-PAGE_HEADERS = (
-    (b"content-security-policy", PAGE_POLICY.encode()),
-    (b"cache-control", b"no-cache"),
-)
+PAGE_HEADERS = {"content-security-policy": PAGE_POLICY, "cache-control": "no-cache"}
 """Headers of the page. It may load nothing from other origins. Browsers revalidate each file, so an
 update never mixes old scripts with new ones."""
 
-HEADERS = (
-    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
-    (b"cache-control", b"no-store"),
-)
+HEADERS = {
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-store",
+}
 """Default headers of all responses, errors included."""
 
 
 def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASGIApp:
-    """Create the application for an ASGI server such as uvicorn.
-
-    Args:
-        source: decodes the requests; started and closed with the application.
-        settings: see `ServeSettings`.
-    """
+    """Create the application for an ASGI server; it starts and closes the source."""
     settings = settings or ServeSettings()
     context = ServerContext(source, settings)
 
@@ -110,16 +96,15 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
     return with_headers(guarded_app, HEADERS)
 
 
-def with_headers(app: ASGIApp, headers: Sequence[tuple[bytes, bytes]]) -> ASGIApp:
+def with_headers(app: ASGIApp, headers: Mapping[str, str]) -> ASGIApp:
     """Wrap an application: add these headers to responses that lack them."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = list(message.get("headers", ()))
-                names = {name.lower() for name, _ in given}
-                missing = [(name, value) for name, value in headers if name not in names]
-                message = {**message, "headers": [*given, *missing]}
+                sent = MutableHeaders(scope=message)
+                for name, value in headers.items():
+                    sent.setdefault(name, value)
             await send(message)
 
         await app(scope, receive, send_with_headers)
@@ -133,12 +118,7 @@ def page_directory() -> Path:
 
 
 class _Page:
-    """The page's static files, for requests that no endpoint answers.
-
-    Args:
-        directory: directory of the files.
-        endpoints: routes of the endpoints.
-    """
+    """The page's static files, for requests that no endpoint answers."""
 
     def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
         self._files = with_headers(StaticFiles(directory=directory, html=True), PAGE_HEADERS)
@@ -159,7 +139,7 @@ class _Page:
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:
-    """Correct the OpenAPI document: 400 for bad requests, API keys, streams."""
+    """Correct the OpenAPI document: 400 for bad requests, API keys."""
     make = app.openapi
 
     def describe() -> dict[str, Any]:
@@ -170,17 +150,9 @@ def _describe(app: FastAPI, *, keys: bool) -> None:
                     operation["responses"].pop("422", None)
                     if keys and path != "/health":
                         operation["security"] = [{"key": []}]
-                    _allow_streams(operation)
             if keys:
                 scheme = {"type": "http", "scheme": "bearer"}
                 document["components"]["securitySchemes"] = {"key": scheme}
         return app.openapi_schema or {}
 
     app.openapi = describe  # type: ignore[method-assign]  # the documented way to change it
-
-
-def _allow_streams(operation: dict[str, Any]) -> None:
-    """Describe the event streams of endpoints that take `stream`."""
-    if operation["operationId"].startswith("create_"):
-        content = operation["responses"]["200"]["content"]
-        content["text/event-stream"] = {"schema": EVENT}

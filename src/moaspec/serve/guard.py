@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moaspec.serve import http_errors
+from moaspec.serve.http_errors import RequestError
 from moaspec.support import limits
 from moaspec.support.refusal_delay import RefusalDelay
 
@@ -45,21 +45,8 @@ class GuardSettings:
     hosts: tuple[str, ...] = ()
 
 
-class _RefusedError(Exception):
-    """A body is too large or too slow."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class HttpGuard:
-    """An ASGI middleware that refuses invalid requests.
-
-    Args:
-        app: the guarded application.
-        settings: see `GuardSettings`.
-    """
+    """An ASGI middleware that refuses invalid requests."""
 
     def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
         self._app, self._settings = app, settings
@@ -71,22 +58,19 @@ class HttpGuard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            if refusal[0] == 401:
+        try:
+            self._check(scope["path"], headers)
+            # Read the whole body before the application sees the request.
+            received = await self._body(receive)
+        except RequestError as error:
+            if error.status == 401:
                 await self._slow_down.wait()
-            await _refuse(send, *refusal)
+            await _refusal(error)(scope, receive, send)
             return
         name = tenant(_key(headers))
         # Without required keys, a client could use any number of them.
         client = name if len(self._settings.api_keys) > 1 else ""
         scope.setdefault("state", {}).update(tenant=name, client=client)
-        try:
-            # Read the whole body before the application sees the request.
-            received = await self._body(receive)
-        except _RefusedError as error:
-            await _refuse(send, error.status, str(error))
-            return
         await self._call_app(scope, _replayed(received, receive), send)
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,16 +93,22 @@ class HttpGuard:
             if not complete:
                 raise
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+    def _check(self, path: str, headers: Headers) -> None:
         hosts = self._settings.hosts
         if hosts and _host(headers.get("host", "")) not in hosts:
-            return 400, "This server is not known under the name in the Host header."
+            raise RequestError("This server is not known under the name in the Host header.")
         if _is_protected(path) and not self._accepts(_key(headers)):
-            return 401, "Incorrect API key. Send one of this server's as a bearer token."
+            text = "Incorrect API key. Send one of this server's as a bearer token."
+            raise RequestError(text, status=401)
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
-            return 413, self._too_large()
-        return None
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
+
+    def _check_size(self, size: int) -> None:
+        limit = self._settings.max_body_bytes
+        if size > limit:
+            text = f"The body is larger than this server takes ({limit} bytes)."
+            raise RequestError(text, status=413)
 
     def _accepts(self, key: str) -> bool:
         keys = self._settings.api_keys
@@ -134,20 +124,14 @@ class HttpGuard:
                 while not messages or messages[-1].get("more_body", False):
                     messages.append(await receive())
                     size += len(messages[-1].get("body", b""))
-                    if size > self._settings.max_body_bytes:
-                        raise _RefusedError(413, self._too_large())
+                    self._check_size(size)
         except TimeoutError:
-            raise _RefusedError(
-                408, f"The body did not arrive within {self._settings.body_timeout_s:g} s."
-            ) from None
+            text = f"The body did not arrive within {self._settings.body_timeout_s:g} s."
+            raise RequestError(text, status=408) from None
         if too_many_json_values(b"".join(one.get("body", b"") for one in messages)):
-            raise _RefusedError(
-                413, f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
-            )
+            text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
+            raise RequestError(text, status=413)
         return messages
-
-    def _too_large(self) -> str:
-        return f"The body is larger than this server takes ({self._settings.max_body_bytes} bytes)."
 
 
 def _is_protected(path: str) -> bool:
@@ -201,11 +185,8 @@ def _replayed(messages: Sequence[Message], receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    content = json.dumps(http_errors.error_body(status, message)).encode()
-    headers: list[Any] = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers.append((b"content-length", str(len(content)).encode()))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+def _refusal(error: RequestError) -> JSONResponse:
+    headers = {"connection": "close"}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(http_errors.error_body(error.status, str(error)), error.status, headers)

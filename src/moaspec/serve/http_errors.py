@@ -56,28 +56,26 @@ def error_body(
 
 def error_response(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for an error. Internal errors are logged and not described."""
+    if isinstance(error, RequestValidationError):
+        error = _readable(error)
     if isinstance(error, RequestError):
-        return error.status, error_body(
-            error.status, str(error), param=error.param, code=error.code
-        )
+        status, code = error.status, error.code
+        return status, error_body(status, str(error), param=error.param, code=code)
+    if isinstance(error, HTTPException):
+        return error.status_code, error_body(error.status_code, str(error.detail))
     if isinstance(error, ContextError):
         return 400, error_body(400, str(error), code="context_length_exceeded")
-    if isinstance(error, InputError):
-        return 400, error_body(400, str(error))
-    if isinstance(error, BusyError):
-        return 429, error_body(429, str(error))
-    if isinstance(error, MoaSpecError):
-        return 503, error_body(503, str(error))
+    for kind, status in ((InputError, 400), (BusyError, 429), (MoaSpecError, 503)):
+        if isinstance(error, kind):
+            return status, error_body(status, str(error))
     LOG.error("A request failed.", exc_info=error)
     return 500, error_body(500, "The server failed; its log says why.")
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers for all errors of an application."""
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(MoaSpecError, _ours)
-    app.add_exception_handler(Exception, _ours)
+    """Register a handler for all errors of an application."""
+    for kind in (RequestValidationError, HTTPException, MoaSpecError, Exception):
+        app.add_exception_handler(kind, _respond)
 
 
 def responses() -> dict[int | str, dict[str, Any]]:
@@ -85,34 +83,25 @@ def responses() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse} for status in STATUSES}
 
 
-async def _ours(_: Request, error: Exception) -> JSONResponse:
+async def _respond(_: Request, error: Exception) -> JSONResponse:
     status, content = error_response(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(content, status, headers)
+    return JSONResponse(content, status, getattr(error, "headers", headers))
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException), "registered for this type"
-    headers: Mapping[str, str] | None = error.headers
-    return JSONResponse(
-        error_body(error.status_code, str(error.detail)), error.status_code, headers
-    )
-
-
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError), "registered for this type"
+def _readable(error: RequestValidationError) -> RequestError:
     # A field may have several types. Report the error of the type that matched furthest.
     first: Mapping[str, Any] = max(
         error.errors(),
         key=lambda each: (len(each["loc"]), each["type"] in ("too_long", "too_short")),
     )
     if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
-        text = "The body is no JSON object; send one, with Content-Type: application/json."
-        return JSONResponse(error_body(400, text), 400)
+        return RequestError(
+            "The body is no JSON object; send one, with Content-Type: application/json."
+        )
     param = _field(error.body, first)
     where = f" at {param}" if param else ""
-    message = f"The request is invalid{where}: {first['msg']}."
-    return JSONResponse(error_body(400, message, param=param), 400)
+    return RequestError(f"The request is invalid{where}: {first['msg']}.", param=param)
 
 
 def _field(given: Any, error: Mapping[str, Any]) -> str | None:

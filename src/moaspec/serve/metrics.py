@@ -15,11 +15,7 @@ _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """Metrics of one application.
-
-    Args:
-        source: its load and link are reported.
-    """
+    """Metrics of one application and its source."""
 
     def __init__(self, source: TextSource) -> None:
         self.registry = CollectorRegistry()

@@ -14,7 +14,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from moaspec.errors import BusyError
-from moaspec.serve.openai.request_texts import unless_disconnected
+from moaspec.serve.openai.event_stream import unless_disconnected
 from moaspec.support import limits
 
 T = TypeVar("T")

@@ -18,9 +18,10 @@ from moaspec.sampling.params import SamplingParams
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.metrics import Metrics
-from moaspec.serve.openai.redaction import ChatInput, MakeVault, RequestRedactor
-from moaspec.serve.openai.request_texts import RequestTexts
+from moaspec.serve.openai.chat_input import ChatInput
+from moaspec.serve.openai.redaction import MakeVault, RequestRedactor
 from moaspec.serve.openai.schema import GenerationRequest
+from moaspec.serve.openai.unsupported_fields import refuse_unsupported
 from moaspec.serve.preparation import PreparationPool
 from moaspec.serve.sources.source import Job, SourceFacts, TextSource
 
@@ -33,7 +34,7 @@ class ServeSettings:
         names: further names of the model; "*" accepts any name.
         default_max_tokens: limit of chats and responses that set none.
         cors_origins: origins of web pages that may call the endpoints; "*" accepts all.
-        guarded: see `GuardSettings`.
+        guarded: checks of requests.
         send_timeout_s: maximum time that a client may leave its connection full.
         make_vault: makes the vault of a request's private text; None if text stays on this machine.
     """
@@ -49,13 +50,7 @@ class ServeSettings:
 class ServerContext:
     """State that all endpoints share.
 
-    Args:
-        source: decodes the jobs.
-        settings: see `ServeSettings`.
-
     Attributes:
-        metrics: counts of the server.
-        template: chat template of the model.
         created: start time, seconds since 1970.
         preparation: threads that tokenise prompts and compile grammars.
     """
@@ -72,6 +67,11 @@ class ServerContext:
         """Properties of the model."""
         return self.source.facts
 
+    def check(self, body: GenerationRequest) -> None:
+        """Refuse other models, and unsupported fields that would change the answer."""
+        self.check_model(body.model)
+        refuse_unsupported(body)
+
     def check_model(self, name: str) -> None:
         """Refuse the names of other models."""
         names = (self.facts.name, *self.settings.names)
@@ -86,14 +86,10 @@ class ServerContext:
     def variables(
         self, given: Mapping[str, Any] | None, reasoning_effort: str | None
     ) -> dict[str, Any]:
-        """Variables of the chat template.
-
-        Args:
-            given: variables that the client set.
-            reasoning_effort: OpenAI's field, which some templates read.
+        """Variables of the chat template: those of the client, and the effort if it is read.
 
         Raises:
-            RequestError: this template does not read it.
+            RequestError: this template reads no effort.
         """
         if reasoning_effort is None:
             return dict(given or {})
@@ -108,7 +104,7 @@ class ServerContext:
     @property
     def max_characters(self) -> int:
         """Upper bound of the characters that fit into the context."""
-        return self.facts.max_positions * self.facts.longest_token
+        return self.facts.target.max_positions * self.facts.longest_token
 
     def redactor(self) -> RequestRedactor:
         """A new redactor for the private text of one request."""
@@ -121,16 +117,8 @@ class ServerContext:
         except MalformedError as error:
             raise RequestError(f"The conversation cannot be read: {error}") from error
 
-    def prompt(
-        self, chat: ChatInput, *, with_tools: bool = True, **template_options: bool
-    ) -> list[int]:
-        """Token ids of a conversation.
-
-        Args:
-            chat: the conversation, tools and variables of the template.
-            with_tools: whether the prompt describes the tools.
-            **template_options: see `ChatTemplate.rendered`.
-        """
+    def prompt(self, chat: ChatInput) -> list[int]:
+        """Token ids of a conversation."""
         template, variables = self.template, chat.variables or {}
         if not template.exists:
             raise InputError(
@@ -141,8 +129,8 @@ class ServerContext:
             template.check_variables(variables)
         except InputError as error:
             raise RequestError(str(error), param="chat_template_kwargs") from error
-        tools = chat.tools if with_tools else ()
-        text = template.rendered(chat.messages, tools, variables, **template_options)
+        tools = () if chat.choice == "none" else chat.tools
+        text = template.rendered(chat.messages, tools, variables, **chat.template_options)
         return self.tokens(text, template.tokenize)
 
     def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
@@ -152,9 +140,10 @@ class ServerContext:
             ContextError: the prompt is too long.
         """
         if len(text) > self.max_characters:
+            positions = self.facts.target.max_positions
             raise ContextError(
-                f"The prompt has {len(text)} characters, which no {self.facts.max_positions} "
-                "tokens of this model hold. Shorten the prompt."
+                f"The prompt has {len(text)} characters, which no {positions} tokens of this model "
+                "hold. Shorten the prompt."
             )
         return tokenize(text)
 
@@ -165,7 +154,6 @@ class ServerContext:
         prompts: Iterable[Sequence[int]],
         *,
         max_tokens: int,
-        n: int = 1,
         logprobs: int | None = None,
         grammar: str | None = None,
         stop: tuple[str, ...] = (),
@@ -174,10 +162,9 @@ class ServerContext:
 
         Args:
             request: identifies the client.
-            body: sampling parameters.
+            body: sampling parameters, and the number of choices.
             prompts: token ids of each prompt.
-            max_tokens: maximum number of generated tokens of each choice.
-            n: choices per prompt.
+            max_tokens: limit of each choice, besides the rest of the context.
             logprobs: number of alternatives to report; None reports no log-probabilities.
             grammar: see `Job`.
             stop: stop strings.
@@ -186,7 +173,10 @@ class ServerContext:
         return [
             Job(
                 prompt_ids=tuple(prompt),
-                max_new_tokens=self._room(len(prompt), max_tokens),
+                # Longer prompts are refused later.
+                max_new_tokens=max(
+                    min(max_tokens, self.facts.target.max_positions - len(prompt)), 0
+                ),
                 stop=stop,
                 sampling=replace(sampling, choice=choice),
                 grammar=grammar,
@@ -196,16 +186,8 @@ class ServerContext:
                 client=request.state.client,
             )
             for prompt in prompts
-            for choice in range(n)
+            for choice in range(body.num_choices)
         ]
-
-    def decode(self, jobs: Sequence[Job], endpoint: str) -> RequestTexts:
-        """Start decoding jobs of an endpoint."""
-        return RequestTexts(self.source, jobs, endpoint=endpoint, metrics=self.metrics)
-
-    def _room(self, prompt_length: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to the rest of the context. `check_prompt` refuses longer prompts."""
-        return max(min(max_tokens, self.facts.max_positions - prompt_length), 0)
 
     def _sampling(self, body: GenerationRequest, logprobs: int | None) -> SamplingParams:
         """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
             f"{source!r} names no data set; write {HUB}OWNER/NAME, {HUB}OWNER/NAME@SPLIT or "
             f"{HUB}OWNER/NAME:CONFIGURATION@SPLIT."
         )
-    load = _load_dataset()
+    require_datasets()
+    load = importlib.import_module("datasets").load_dataset
     try:
         rows = load(name, configuration or None, split=named_split or split, streaming=True)
         for row in rows:
@@ -72,8 +73,3 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
 def require_datasets() -> None:
     """Raise InputError where the extra `hub` is not installed."""
     require("A data set of the hub", "hub")
-
-
-def _load_dataset() -> Callable[..., Any]:
-    require_datasets()
-    return importlib.import_module("datasets").load_dataset

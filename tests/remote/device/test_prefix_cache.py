@@ -105,6 +105,7 @@ def test_a_full_disk_costs_nothing_but_the_cache(
         store(tmp_path / "file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_target_layers", [0, 1])
 def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -> None:
     """And drafts as well as the first, from the very same numbers."""

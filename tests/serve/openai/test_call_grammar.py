@@ -9,13 +9,13 @@ import pytest
 
 import serving
 import templates
-from moaspec.data.messages import normal_messages
+from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.templates.call_forms import CallForm
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.serve.openai.call_grammar import Tool, call_grammar
+from moaspec.serve.openai.call_grammar import call_grammar
 from serving import say
 
-TOOL = Tool.of({"name": "time", "description": "Tells the time."})
+TOOL = normal_tool({"name": "time", "description": "Tells the time."})
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
 
 
@@ -71,6 +71,7 @@ def form_of(name: str) -> CallForm:
     return ChatTemplate(serving.tokenizer(templates.TOOL_TEMPLATES[name])).form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm45", "llama4-python"])
 def test_arguments_without_json_follow_the_schema(name: str, seed: int) -> None:
@@ -101,7 +102,9 @@ def test_arguments_without_json_follow_the_schema(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm45", "llama4-python"])
 def test_grammars_of_calls_without_json(name: str, forced: bool, special: dict[str, int]) -> None:
     """A text of no length limit, alone and among others."""
-    tools = [Tool.of({"name": "go", "parameters": one}) for one in (FREE, SCHEMA, {})]
+    tools = [
+        normal_tool({"name": "go", "parameters": one})["function"] for one in (FREE, SCHEMA, {})
+    ]
     grammars = serving.source().facts.grammars
     special = {} if name == "llama4-python" else special
     text = call_grammar(form_of(name), tools, forced=forced, parallel=True, special=special)
@@ -130,10 +133,10 @@ TOOLS_TEMPLATE = (
 )
 
 
-def rendered(template: str, messages: list[dict[str, Any]], *tools: Tool) -> str:
+def rendered(template: str, messages: list[dict[str, Any]], *tools: Any) -> str:
     facts = serving.source(template=template).facts
     renderer = ChatTemplate(facts.tokenizer)
-    text = renderer.rendered(normal_messages(messages), [tool.given for tool in tools])
+    text = renderer.rendered(normal_messages(messages), tools)
     ids = renderer.tokenize(text)
     return str(facts.tokenizer.decode(ids))
 
@@ -157,7 +160,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 def test_templates_that_know_tools_get_them() -> None:
     text = rendered(TOOLS_TEMPLATE, CONVERSATION, TOOL)
-    assert text.startswith(json.dumps([TOOL.given])[:20])
+    assert text.startswith(json.dumps([TOOL])[:20])
     assert "assistant:time Rome|tool:noon|" in text
 
 

@@ -17,7 +17,8 @@ import serving
 from moaspec.data.templates.call_reader import Call
 from moaspec.privacy.vault import Vault
 from moaspec.remote.protocol.transport import Connection
-from moaspec.serve.openai.redaction import AnswerRestorer, ChatInput, RequestRedactor
+from moaspec.serve.openai.chat_input import ChatInput
+from moaspec.serve.openai.redaction import AnswerRestorer, RequestRedactor
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import Cancel, Job, LinkState, Load, Report, Update
 from moaspec.serve.sources.text_writer import Piece
@@ -155,6 +156,7 @@ def test_calls_and_their_results_in_messages(client: openai.OpenAI, parrot: Parr
     check_hidden(parrot.seen, *SECRETS, "4111111111111111", "Zo\u00eb", "Zo\\u00eb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_in_json_and_calls(*, stream: bool) -> None:
     """The values that a grammar allows are hidden in it and restored as JSON."""
@@ -315,7 +317,6 @@ def test_pieces_restore_as_the_whole(cuts: list[int], as_json: bool) -> None:
     )
     text = f"to {asked.messages[0]['content']}, [PRIVATE_9 [[PRIVATE_1]] [PRIVATE_1][PRIVATE_1 [X"
     restorer = hiding.restorer(as_json=as_json)
-    assert restorer is not None
     found, place = list[Piece](), 0
     for size in [*cuts, len(text)]:
         last = size == len(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,11 +205,11 @@ def test_a_forgotten_grammar_is_compiled_beside_the_loop() -> None:
         grammars: Any = SimpleNamespace(
             processor=lambda *_: compiled_in.append(threading.current_thread())
         )
-        source.facts = replace(source.facts, grammars=grammars)
+        vars(source.facts)["grammars"] = grammars  # in place of the lazily made one
         job = Job(
             prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), grammar="any", tenant=""
         )
-        await source._processors(job)
+        await source._row_options(job)
         assert compiled_in[0] is not threading.current_thread()
 
     asyncio.run(run())

@@ -151,18 +151,14 @@ def _show_promises(exits: Sequence[Exit]) -> None:
         console.print_wrapped(f"{_named(one, exits)}{_promise(one)}", "dim")
     chosen = chosen_exit(exits)
     with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
-    console.print_wrapped(_decision(chosen, with_n), "dim")
-
-
-def _decision(chosen: Exit, with_n: str) -> str:
-    """What --tree auto will do by these costs."""
     _, speedup = chosen.best_chain or (0, 0.0)
-    if speedup > 1:
-        return f"auto will draft{with_n} as far as it pays: about {speedup:.2f}x is expected."
-    return (
+    decision = (
         f"auto will decode plainly: drafts{with_n} do not pay here ({speedup:.2f}x), unless a text "
         "accepts more of them than expected."
     )
+    if speedup > 1:
+        decision = f"auto will draft{with_n} as far as it pays: about {speedup:.2f}x is expected."
+    console.print_wrapped(decision, "dim")
 
 
 def _named(one: Exit, exits: Sequence[Exit]) -> str:

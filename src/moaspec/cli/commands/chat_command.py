@@ -47,7 +47,7 @@ def chat(
     settings = decoding.settings(max_new_tokens)
     if url is not None and asked.quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
-    if url is not None and decoding.generation_config is not options.AUTO:
+    if url is not None and decoding.generation_config != "auto":
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
         _hold(ServerChat(url, settings, system))
@@ -75,13 +75,7 @@ def _hold(chat_loop: ChatLoop) -> None:
 
 
 class LocalChat(ChatLoop):
-    """A conversation that a session in this process answers.
-
-    Args:
-        session: answers.
-        settings: of every answer.
-        system: the system prompt, or None.
-    """
+    """A conversation that a session in this process answers."""
 
     def __init__(
         self, session: Session, settings: GenerateOptions, system: str | None = None

@@ -23,12 +23,7 @@ TAKEN_BACK = " ⟲ "
 
 
 class ServerChat(ChatLoop):
-    """A conversation that a server answers.
-
-    Args:
-        url: of the server.
-        settings: of every answer.
-        system: the system prompt, or None.
+    """A conversation that the server of this URL answers.
 
     Raises:
         InputError: the packages of the extra are missing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +36,7 @@ def check(
     alone: Annotated[
         int, typer.Option(help="Prompts that are also decoded alone, outside the batch.")
     ] = 1,
-    generation_config: options.GenerationConfig = options.AUTO,
+    generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Check that texts are exactly right here.
@@ -74,7 +74,7 @@ def check(
                 model,
                 dtype=one,
                 quantize=asked.quantize,
-                generation_config=generation_config.setting,
+                generation_config=options.generation_defaults(generation_config),
             )
             target = load()
             plan = Check(
@@ -140,15 +140,17 @@ def _as_json(model: str, checked: Mapping[str, Sequence[CheckedText]]) -> dict[s
 
 def _table(title: str, findings: Sequence[CheckedText]) -> Table:
     """A row per setting and method."""
-    groups: dict[tuple[str, str], list[CheckedText]] = {}
-    for finding in sorted(findings, key=_setting_order(findings)):
-        groups.setdefault((finding.setting, finding.method), []).append(finding)
+    groups: dict[str, dict[str, list[CheckedText]]] = {}
+    for finding in findings:
+        methods = groups.setdefault(finding.setting, {})
+        methods.setdefault(finding.method, []).append(finding)
     rows = []
-    for names, group in groups.items():
-        kinds = [finding.kind for finding in group]
-        counts = [kinds.count(kind) for kind in ("identical", "near_tie", "different")]
-        tokens = sum(finding.num_tokens for finding in group)
-        rows.append((*names, *map(str, (len(group), tokens, *counts))))
+    for setting, methods in groups.items():
+        for method, group in methods.items():
+            kinds = [finding.kind for finding in group]
+            counts = [kinds.count(kind) for kind in ("identical", "near_tie", "different")]
+            tokens = sum(finding.num_tokens for finding in group)
+            rows.append((setting, method, *map(str, (len(group), tokens, *counts))))
     headings = ("setting", "method", "texts", "tokens", "as plain", "ties", "faults")
     return Table(headings, rows, title, grouped=True)
 
@@ -165,12 +167,6 @@ def _show(title: str, findings: Sequence[CheckedText]) -> None:
         )
     else:
         console.print_wrapped("Wrong: rounding does not explain the faults above.", "bold red")
-
-
-def _setting_order(findings: Sequence[CheckedText]) -> Callable[[CheckedText], int]:
-    """A sort key: settings in the order of their first occurrence."""
-    names = list(dict.fromkeys(finding.setting for finding in findings))
-    return lambda finding: names.index(finding.setting)
 
 
 def _line(finding: CheckedText) -> str:

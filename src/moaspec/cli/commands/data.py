@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli.options import (
-    AUTO,
     MODEL,
     Device,
     Dtype,
@@ -21,6 +20,8 @@ from moaspec.cli.options import (
     Json,
     Model,
     Threads,
+    generation_defaults,
+    read_lines,
     with_groups,
 )
 from moaspec.cli.terminal import console
@@ -81,7 +82,7 @@ class WritingOptions:
     ] = None
     batch_size: Annotated[int, typer.Option(help="Conversations decoded together.")] = 8
     group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
-    generation_config: GenerationConfig = AUTO
+    generation_config: GenerationConfig = "auto"
     dtype: Dtype = "auto"
     device: Device = "cpu"
     threads: Threads = None
@@ -103,9 +104,14 @@ class WritingOptions:
         options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
         return options, seconds
 
+    def systems(self) -> list[str]:
+        """The system prompts."""
+        path = self.system_prompts
+        return [] if path is None else read_lines("--system-prompts", path)
+
     def load(self) -> tuple[Target, Any]:
         """The target, and the drafter if one is named."""
-        auto = self.generation_config.setting
+        auto = generation_defaults(self.generation_config)
         target = _load(self.model, self.dtype, self.device, self.threads, auto)
         from moaspec.generation.drafters import load_any_drafter
 
@@ -127,7 +133,7 @@ def synth_command(
 ) -> None:
     """Let the target imagine prompts.
 
-    No data set is needed. The same command continues after a stop.
+    No data set is needed. Run the command again to continue after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
@@ -136,7 +142,7 @@ def synth_command(
     writing, seconds = options.checked(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
-    systems = _lines(options.system_prompts)
+    systems = options.systems()
     target, module = options.load()
 
     from moaspec.train.dataset.response_writer import ResponseWriter
@@ -179,7 +185,7 @@ def regenerate_command(
 ) -> None:
     """Let the target write responses.
 
-    The same command continues after a stop.
+    Run the command again to continue after a stop.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
@@ -188,7 +194,7 @@ def regenerate_command(
     writing, seconds = options.checked(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
-    systems = _lines(options.system_prompts)
+    systems = options.systems()
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     report = ReadReport()
@@ -373,17 +379,6 @@ def _load(
         from moaspec.backends.load import load_target
 
         return load_target(model, dtype=dtype, device=device, generation_config=generation_config)
-
-
-def _lines(path: Path | None) -> list[str]:
-    """The lines of a text file that are not blank."""
-    if path is None:
-        return []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"Cannot read --system-prompts {path}: {error}") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:

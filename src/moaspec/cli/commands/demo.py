@@ -171,7 +171,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"
     unmeasured = None
-    if any(one.costs is None for one in known_exits(target, drafter)):
+    if any(one.costs is None or one.costs.busy for one in known_exits(target, drafter)):
         expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
         with steps("Measuring what passes and drafts cost here", expected):
             _, unmeasured = measure_once(target, drafter)
@@ -216,71 +216,33 @@ def _races(
     stop: Callable[[], bool],
 ) -> Races:
     """Decode prompt after prompt. A prompt that Ctrl-C interrupts is shown but not counted."""
-    from moaspec.evaluate.race import Races
+    from moaspec.evaluate.race import Race, Races, TimedDecoding, compare_texts
 
-    live = panes.can_redraw(screen)
     screen.print(FAIRNESS)
-    if live:
+    if panes.can_redraw(screen):
         screen.print(panes.legend(screen))
     races: list[Race] = []
     for number, prompt in enumerate(prompts, 1):
-        race = _race(setting, prompt, tokens, Stage(screen, live, number, len(prompts)), stop)
-        if race is None:
+        heading = f"Prompt {number} of {len(prompts)}: {prompt.turns[0]}"
+        ids = chat_ids(setting.target, prompt.turns[0])
+        plain = TimedDecoding(setting.target, None, ids, tokens)
+        speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
+        last = number == len(prompts)
+        if not panes.show_race(heading, plain, speculative, screen, stop=stop, last=last):
             break
+        equality = compare_texts(
+            plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted
+        )
+        race = Race(
+            name=prompt.category or prompt.question_id,
+            prompt=prompt.turns[0],
+            plain=plain.stats,
+            speculative=speculative.stats,
+            equality=equality,
+        )
         races.append(race)
         screen.print(panes.result_line(number, race))
     return Races(races)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Where a race is shown.
-
-    Attributes:
-        screen: shows it.
-        live: whether panes are redrawn on it.
-        number: of the prompt.
-        last: prompt.
-    """
-
-    screen: Console
-    live: bool
-    number: int
-    last: int
-
-
-def _race(
-    setting: Setting, prompt: Prompt, tokens: int, stage: Stage, stop: Callable[[], bool]
-) -> Race | None:
-    """Decode a prompt both ways; None where it was stopped."""
-    from moaspec.evaluate.race import Race, TimedDecoding, compare_texts, run_race
-
-    text, screen = prompt.turns[0], stage.screen
-    heading = f"Prompt {stage.number} of {stage.last}: {text}"
-    ids = chat_ids(setting.target, text)
-    plain = TimedDecoding(setting.target, None, ids, tokens)
-    speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
-    if stage.live:
-        with panes.shown_live(heading, plain, speculative, screen) as draw:
-            whole = run_race(plain, speculative, watch=draw, stop=stop)
-        if not whole or stage.number == stage.last:
-            screen.print(panes.frame(heading, panes.panes_of(plain, speculative), screen))
-    else:
-        whole = run_race(plain, speculative, stop=stop)
-        panes.show_lines(heading, plain, speculative, screen)
-    if not whole:
-        return None
-    equality = compare_texts(
-        plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted
-    )
-    name = prompt.category or prompt.question_id
-    return Race(
-        name=name,
-        prompt=text,
-        plain=plain.stats,
-        speculative=speculative.stats,
-        equality=equality,
-    )
 
 
 def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:

@@ -53,7 +53,7 @@ def edge(
     with bind(http.host, port) as listener:
         loaded = device_options.load_bundle(device.bundle, device.model)
         loaded.drafting(device.num_target_layers)  # a bad N is told now, not to every client
-        auto = device.generation_config is options.AUTO
+        auto = device.generation_config == "auto"
         defaults = loaded.target.generation_defaults if auto else NO_DEFAULTS
         check_defaults(loaded.target, defaults)
         device.vault().hide("")  # unknown regions are told now, not to every client

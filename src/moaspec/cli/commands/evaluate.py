@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from moaspec.cli.loading import print_defaults
-from moaspec.cli.options import AUTO, Device, GenerationConfig, Json, LoadOptions, with_groups
+from moaspec.cli.options import (
+    Device,
+    GenerationConfig,
+    Json,
+    LoadOptions,
+    generation_defaults,
+    with_groups,
+)
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, status
@@ -73,7 +80,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."),
     ] = None,
-    generation_config: GenerationConfig = AUTO,
+    generation_config: GenerationConfig = "auto",
     device: Device = "cpu",
     cost: Annotated[
         bool,
@@ -81,9 +88,7 @@ def evaluate(
     ] = False,
     cut: Annotated[
         int | None,
-        typer.Option(
-            help="Remove the target after this many tokens; judge what drafters write alone."
-        ),
+        typer.Option(help="Remove the target after this many tokens; judge the drafters' texts."),
     ] = None,
     accuracy: Annotated[
         bool,
@@ -156,7 +161,7 @@ def evaluate(
             read_checkpoints(checkpoint or []),
             device,
             asked.quantize,
-            generation_config.setting,
+            generation_defaults(generation_config),
         )
         around = {**sources.as_facts(), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}

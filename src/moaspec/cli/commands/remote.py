@@ -72,7 +72,7 @@ def remote(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
-        "generation_config": device.generation_config.setting,
+        "generation_config": options.generation_defaults(device.generation_config),
     }
     settings = with_model_defaults(settings, loaded.target)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=device.server))

@@ -111,9 +111,9 @@ def serve(
     http: HttpOptions,
     port: Port = 8000,
     tree: options.Shape = "auto",
-    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
+    free_branches: options.FreeBranches = "auto",
     speculation: options.Speculation = True,
-    generation_config: options.GenerationConfig = options.AUTO,
+    generation_config: options.GenerationConfig = "auto",
     max_active: Active = 64,
     max_waiting: Waiting = 256,
     cache_gib: Annotated[float, typer.Option(help="GiB for keys and values.")] = 4.0,
@@ -140,7 +140,9 @@ def serve(
 
             prepare_process()
             target, module = load_pair(
-                asked, generation_config=generation_config.setting, speculation=speculation
+                asked,
+                generation_config=options.generation_defaults(generation_config),
+                speculation=speculation,
             )
         check_defaults(target, target.generation_defaults)
         if tree == "auto":
@@ -148,7 +150,9 @@ def serve(
         source = LocalSource(
             target,
             module,
-            shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
+            shaping=shaping_for(
+                target, module, tree=tree, free_branches=options.FREE_BRANCHES[free_branches]
+            ),
             limits=WorkerLimits(
                 active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)
             ),
@@ -168,13 +172,5 @@ def check_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """Keys are read from a file or the environment: command lines are seen by every user."""
-    text = os.environ.get("MOASPEC_API_KEY", "")
-    if path is not None:
-        try:
-            text += "\n" + path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {path} cannot be read: {error}.") from error
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if path is not None and not keys:
-        raise InputError(f"--api-key-file {path} holds no key.")
-    return keys
+    keys = os.environ.get("MOASPEC_API_KEY", "").split()
+    return (*keys, *(options.read_lines("--api-key-file", path) if path is not None else ()))

@@ -34,7 +34,7 @@ def train(
 ) -> None:
     """Train a drafter, or resume its training.
 
-    The same command resumes exactly where the run stopped. Ctrl-C saves the last step before
+    Run the command again to resume exactly where it stopped. Ctrl-C saves the last step before
     leaving. Exit code 75: the time of --for is over, and there is
     more to do. Several processes: torchrun -m moaspec train ...
 

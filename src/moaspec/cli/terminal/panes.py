@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,35 +105,57 @@ def frame(
     return Group(_heading(prompt, width), beside)
 
 
-@contextmanager
-def shown_live(
-    prompt: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
-) -> Iterator[Callable[[], None]]:
-    """Redraw two decodings in place.
+def show_race(
+    heading: str,
+    plain: TimedDecoding,
+    speculative: TimedDecoding,
+    screen: Console,
+    *,
+    stop: Callable[[], bool],
+    last: bool,
+) -> bool:
+    """Run two decodings in turns, and show them: redrawn in place, or as lines at the end.
 
-    Yields:
-        A function that draws them as they are now, unless they were drawn a moment ago. It draws
-        in the caller's thread: a thread of its own would compete with what is being timed.
+    Args:
+        heading: names the prompt.
+        plain: one decoding.
+        speculative: the other one.
+        screen: shows them.
+        stop: whether to end early.
+        last: whether the panes stay, instead of making room for the next ones.
+
+    Returns:
+        Whether both came to their end.
     """
+    from moaspec.evaluate.race import run_race
+
+    if not can_redraw(screen):
+        whole = run_race(plain, speculative, stop=stop)
+        _show_lines(heading, plain, speculative, screen)
+        return whole
     drawn_at = 0.0
     with Live(console=screen, auto_refresh=False, transient=True) as live:
 
         def draw() -> None:
+            """Draw in this thread: another one would compete with what is being timed."""
             nonlocal drawn_at
             if time.monotonic() - drawn_at >= FRAME_S:
                 panes, rows = panes_of(plain, speculative), _text_rows(screen)
-                live.update(frame(prompt, panes, screen, text_rows=rows), refresh=True)
+                live.update(frame(heading, panes, screen, text_rows=rows), refresh=True)
                 drawn_at = time.monotonic()
 
-        yield draw
+        whole = run_race(plain, speculative, watch=draw, stop=stop)
+    if last or not whole:
+        screen.print(frame(heading, panes_of(plain, speculative), screen))
+    return whole
 
 
-def show_lines(
-    prompt: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
+def _show_lines(
+    heading: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
 ) -> None:
     """Print text and counters of both panes as lines; one text where both are equal."""
     panes = panes_of(plain, speculative)
-    screen.print(Text(prompt, style="bold"))
+    screen.print(Text(heading, style="bold"))
     same = plain.token_ids == speculative.token_ids
     for pane in panes[1:] if same else panes:
         screen.print(_styled(pane.pieces))

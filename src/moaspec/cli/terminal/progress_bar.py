@@ -58,14 +58,8 @@ class TimeLeft(ProgressColumn):
 class ProgressBar:
     """A bar of finished units with the remaining time, as a context manager.
 
-    Where no bar can be drawn, one line says how long the rest takes once a unit is done.
-
-    Args:
-        name: stands before the bar.
-        total: number of units; None until `begin` gives it.
-        screen: shows it; by default standard error.
-        transient: whether the bar is removed at the end.
-        clock: returns seconds.
+    Where no bar can be drawn, one line says how long the rest takes once a unit is done. `total` is
+    None until `begin` gives it; `screen` is standard error by default.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class ProgressBar:
             TimeLeft(),
         )
         self.screen = screen or console.err
-        # Where no bar is drawn, none is left at the end either.
+        self._stays = not transient
         self._progress = Progress(
             *columns,
             console=self.screen,
@@ -101,6 +95,10 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.live.stop()  # `Progress.stop` prints an empty line where it drew no bar
+        if self._stays and not self.screen.is_terminal:
+            task = self.task
+            done = f"{task.description} {task.completed:.0f}/{task.total:.0f}"
+            self.screen.print(f"{done} {task.fields['text']}".rstrip())
 
     @property
     def renderable(self) -> RenderableType:

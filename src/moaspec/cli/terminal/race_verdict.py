@@ -79,8 +79,8 @@ def reason(races: Races, unmeasured: str | None = None) -> str | None:
         return None
     if unmeasured is not None:
         return (
-            f"Reason: {unmeasured}. Without measured costs only what is sure to pay is drafted, "
-            "which is little. Run the demo again when the machine is idle."
+            f"Reason: it is not measured, because {unmeasured}. Without its costs only drafts that "
+            "surely pay are made. Run the demo again when the machine is idle."
         )
     plain, speculative = races.plain, races.speculative
     if speculative.passes == plain.passes:

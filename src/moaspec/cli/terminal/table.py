@@ -83,20 +83,16 @@ def _parts(table: Table, width: int) -> Iterator[RenderableType]:
     """The first column with as many others as fit, then again with the next ones."""
     first, *others = table.columns
     while others:
-        fitting = [n for n in range(1, len(others) + 1) if _fits([first, *others[:n]], width)]
-        if not fitting:
+        counts = range(len(others), 0, -1)
+        tries = ((n, _widths([first, *others[:n]], width, CELL_LINES[-1])) for n in counts)
+        count, widths = next((one for one in tries if one[1]), (0, None))
+        if widths is None:
             yield from (Text(line) for row in table.rows for line in _block(table, row, width))
             return
-        count = fitting[-1]
         headings, *rows = zip(first, *others[:count], strict=True)
-        part = Table(headings, rows, grouped=table.grouped)
-        yield _grid(part, _widths(part.columns, width, CELL_LINES[-1]) or [])
+        yield _grid(Table(headings, rows, grouped=table.grouped), widths)
         others = others[count:]
         yield from [Text()] if others else []
-
-
-def _fits(columns: Sequence[Sequence[str]], width: int) -> bool:
-    return _widths(columns, width, CELL_LINES[-1]) is not None
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int, lines: int) -> list[int] | None:
@@ -120,17 +116,8 @@ def _least_width(column: Sequence[str], lines: int) -> int:
 
 def _width_for(text: str, lines: int) -> int:
     least = max(map(cell_len, text.split()), default=0)
-    sizes = range(least, cell_len(text) + 1)
-    return next((width for width in sizes if _num_lines(text, width) <= lines), least)
-
-
-def _num_lines(text: str, width: int) -> int:
-    lines, used = 1, 0
-    for size in map(cell_len, text.split()):
-        fits = not used or used + 1 + size <= width
-        lines += not fits
-        used = used + bool(used) + size if fits else size
-    return lines
+    sizes = range(max(1, least), cell_len(text) + 1)
+    return next((width for width in sizes if len(_wrapped(text, width)) <= lines), least)
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:

@@ -13,14 +13,7 @@ from moaspec.cli.terminal.console import is_live
 
 
 class TimedSteps:
-    """Prints one line per slow step, with the time that it took.
-
-    Args:
-        screen: shows them; a spinner with a clock where it is a terminal.
-
-    Attributes:
-        seconds: of each step, by its words.
-    """
+    """Prints one line per slow step, with the time that it took; `seconds` has it by the words."""
 
     def __init__(self, screen: Console) -> None:
         self._screen = screen
@@ -28,27 +21,15 @@ class TimedSteps:
 
     @contextmanager
     def __call__(self, words: str, expected: str = "") -> Iterator[Callable[[], None]]:
-        """Run a step inside this context.
-
-        Args:
-            words: the name of the step.
-            expected: the expected time, if it is long.
+        """Run a step inside this context; `expected` is its time, if it is long.
 
         Yields:
             A function that leaves the terminal clean, for a process that ends within the step.
         """
         announced = f"{words} ({expected})" if expected else words
         started = time.perf_counter()
-        with self._announced(announced) as hide:
-            yield hide
-        self.seconds[words] = time.perf_counter() - started
-        before = f"{announced} ... " if is_live(self._screen) else ""
-        self._screen.print(f"{before}{self.seconds[words]:.1f} s")
-
-    @contextmanager
-    def _announced(self, words: str) -> Iterator[Callable[[], None]]:
         if is_live(self._screen):
-            columns = (SpinnerColumn("line"), TextColumn(words), TimeElapsedColumn())
+            columns = (SpinnerColumn("line"), TextColumn(announced), TimeElapsedColumn())
             # Few redraws: they take time from what may be being measured.
             with Progress(
                 *columns, console=self._screen, transient=True, refresh_per_second=4
@@ -56,10 +37,13 @@ class TimedSteps:
                 shown.add_task("")
                 shown.refresh()  # by itself it waits for its thread's first turn
                 yield shown.stop
-            return
-        self._screen.print(f"{words} ... ", end="")
-        try:
-            yield self._screen.print
-        except BaseException:
-            self._screen.print()
-            raise
+            self._screen.print(f"{announced} ... ", end="")
+        else:
+            self._screen.print(f"{announced} ... ", end="")
+            try:
+                yield self._screen.print
+            except BaseException:
+                self._screen.print()
+                raise
+        self.seconds[words] = time.perf_counter() - started
+        self._screen.print(f"{self.seconds[words]:.1f} s")

@@ -19,13 +19,7 @@ class _TimeUpError(Exception):
 
 
 class WritingProgress(ProgressBar):
-    """A progress bar with tokens per second of this run.
-
-    Args:
-        name: stands before the bar.
-        total: rows to write.
-        stop: ends the run when its time is up.
-    """
+    """A progress bar of rows with tokens per second; ends the run when its time is up."""
 
     def __init__(self, name: str, total: int, stop: StopCondition) -> None:
         super().__init__(name, total, transient=False)

@@ -328,13 +328,13 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
     """
     require_dtype(dtype)
     directory = Path(directory)
+    info = read_bundle_info(directory)
     reason = why_not_trusted(directory, directory)
     if reason is not None:
         raise CheckpointError(
             f"The bundle at {directory} is not loaded: {reason}. Texts are read by its tokenizer, "
             "so only this user may be able to write it; a copy of it (cp -r) will do."
         )
-    info = read_bundle_info(directory)
     tensors = read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     parts = grouped(tensors)

@@ -1,58 +1,70 @@
-"""The answer to a request: its choices, sent whole or as server-sent events."""
+"""The answer to a request: its choices, sent whole or as server-sent events.
+
+Answers are plain objects of OpenAI's format. Tests check them against the types of its client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any, ClassVar
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 
-from moaspec.serve.openai.answer_format import AnswerFormat
-from moaspec.serve.openai.choice import Choice
+from moaspec.serve.openai.chat_input import ChatInput
+from moaspec.serve.openai.choice import Choice, Delta
+from moaspec.serve.openai.event_stream import EventStream, unless_disconnected
 from moaspec.serve.openai.redaction import RequestRedactor
-from moaspec.serve.openai.request_texts import EventStream, RequestTexts, unless_disconnected
-from moaspec.serve.openai.schema import (
-    CompletionDetails,
-    GenerationRequest,
-    PromptDetails,
-    Speculation,
-    StreamOptions,
-    Usage,
-)
+from moaspec.serve.openai.schema import ChoicesRequest, GenerationRequest
+from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.server_context import ServerContext, created_now, fresh_id
+from moaspec.serve.sources.source import Job, Update
+
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "OpenAI's object, see its API reference; with `stream`, its events",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": EVENT},
+        },
+    }
+}
+"""Description of answers in the OpenAPI document."""
+
+Body = TypeVar("Body", bound=GenerationRequest)
+ChoicesBody = TypeVar("ChoicesBody", bound=ChoicesRequest)
 
 
-class Answer:
-    """Base of the answers of all endpoints.
+class Answer(Generic[Body]):
+    """Base of the answers of all endpoints. Decodes the jobs of a request, all or none.
 
-    Args:
-        context: state of the server.
-        body: the request.
-        texts: its texts, in decoding.
-        redactor: redactor of the request.
-        answer_format: format of the texts.
-        begins_turn: see `Choice`.
-        n: choices per prompt.
+    Raises:
+        InputError, BusyError: see `TextSource.submit`.
     """
 
+    endpoint: ClassVar[str]
+    """Name in the metrics."""
     id_prefix: ClassVar[str]
-    chunk_object: ClassVar[str]
-    """Field `object` of chunks."""
     named_events: ClassVar[bool] = False
 
     def __init__(
         self,
         context: ServerContext,
-        body: GenerationRequest,
-        texts: RequestTexts,
+        body: Body,
+        jobs: Sequence[Job],
         redactor: RequestRedactor,
-        answer_format: AnswerFormat | None = None,
-        *,
-        begins_turn: bool = False,
-        n: int = 1,
+        chat: ChatInput,
     ) -> None:
-        self._context, self._texts, self._n = context, texts, n
-        self._extension = body.moaspec
+        self._context, self._body, self._jobs = context, body, jobs
+        self._unfinished, self._outcome = set(range(len(jobs))), "cancelled"
+        self._news: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
+        self._cancel = context.source.submit(jobs, lambda *news: self._news.put_nowait(news))
         self._head: dict[str, Any] = {
             "id": fresh_id(self.id_prefix),
             "created": created_now(),
@@ -60,84 +72,136 @@ class Answer:
             "system_fingerprint": context.facts.fingerprint,
         }
         self._choices = [
-            Choice(
-                index,
-                context,
-                job,
-                counts,
-                extension=body.extension,
-                redactor=redactor,
-                answer_format=answer_format or AnswerFormat(),
-                begins_turn=begins_turn,
-            )
-            for index, (job, counts) in enumerate(zip(texts.jobs, texts.counts, strict=True))
+            Choice(index, context, body, job=job, redactor=redactor, chat=chat)
+            for index, job in enumerate(jobs)
         ]
 
-    async def respond(self, request: Request, *, stream: bool | None) -> Any:
+    async def respond(self, request: Request) -> Response:
         """Send the answer. The texts are cancelled when the client disconnects."""
-        if stream:
+        if self._body.stream:
             return EventStream(
-                self._texts,
                 self._events(),
+                self._close,
                 named=self.named_events,
                 send_timeout_s=self._context.settings.send_timeout_s,
             )
         try:
-            return await unless_disconnected(request.receive, self._whole())
+            whole = await unless_disconnected(request.receive, self._whole())
+            return JSONResponse(without_nulls(whole))
         finally:
-            await self._texts.close()
+            await self._close()
 
-    async def _whole(self) -> Any:
-        async for index, update in self._texts.updates():
-            self._choices[index].take(update)
+    async def _whole(self) -> dict[str, Any]:
+        async for _ in self._deltas():
+            pass
         return self._result()
 
-    def _result(self) -> Any:
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        """Yield what each update adds, until all texts have ended."""
+        while self._unfinished:
+            index, news = await self._news.get()
+            if isinstance(news, Exception):
+                self._outcome = "failed"
+                raise news
+            delta = self._choices[index].take(news)
+            if delta.finish_reason is not None:
+                self._unfinished.discard(index)
+                self._count(index, "done")
+            yield delta
+
+    async def _close(self) -> None:
+        """Cancel unfinished texts. May be called more than once."""
+        await self._cancel()
+        for index in self._unfinished:
+            self._count(index, self._outcome)
+        self._unfinished.clear()
+
+    def _count(self, index: int, outcome: str) -> None:
+        counts, prompt_tokens = self._choices[index].counts, len(self._jobs[index].prompt_ids)
+        self._context.metrics.count(self.endpoint, outcome, prompt_tokens, counts)
+
+    def _result(self) -> dict[str, Any]:
         """The complete answer, after the last update."""
         raise NotImplementedError
 
-    def _events(self) -> AsyncGenerator[dict[str, Any]]:
+    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
         """Bodies of the server-sent events."""
+        for event in self._first_events():
+            yield event
+        async for delta in self._deltas():
+            for event in self._delta_events(delta):
+                yield event
+        for event in self._last_events():
+            yield event
+
+    def _first_events(self) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
-    def _chunk(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object, "choices": choices, **fields}
+    def _delta_events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
 
-    def _usage_chunks(self, options: StreamOptions | None) -> list[dict[str, Any]]:
-        """The last chunk of a stream, if the request asks for its usage."""
-        if options is None or not options.include_usage:
-            return []
-        return [self._chunk([], usage=self._usage().model_dump())]
+    def _last_events(self) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
 
     def _extension_object(self) -> dict[str, Any] | None:
         """The field `moaspec` of a complete answer."""
-        if self._extension is None:
+        if self._body.moaspec is None:
             return None
         return {"choices": [choice.extension() for choice in self._choices]}
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> dict[str, Any]:
         """Token usage of the request. A prompt with several choices counts one time."""
-        counts, n = self._texts.counts, self._n
-        prompt = sum(len(job.prompt_ids) for job in self._texts.jobs[::n])
-        tokens, rounds = sum(each.tokens for each in counts), sum(each.rounds for each in counts)
-        accepted = sum(each.accepted for each in counts)
-        drafted = sum(each.drafted for each in counts)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=tokens,
-            total_tokens=prompt + tokens,
-            prompt_tokens_details=PromptDetails(
-                cached_tokens=sum(each.reused for each in counts[::n])
-            ),
-            completion_tokens_details=CompletionDetails(
-                accepted_prediction_tokens=accepted,
-                rejected_prediction_tokens=max(drafted - accepted, 0),
-            ),
-            speculation=Speculation(
-                rounds=rounds,
-                tau=sum(each.emitted for each in counts) / rounds if rounds else None,
-                drafted=drafted,
-                accepted=accepted,
-                copied=sum(each.copied for each in counts),
-            ),
-        )
+        counts, n = [choice.counts for choice in self._choices], self._body.num_choices
+        prompt = sum(len(job.prompt_ids) for job in self._jobs[::n])
+        total = TokenCounts.total(counts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": total.tokens,
+            "total_tokens": prompt + total.tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(each.reused for each in counts[::n])},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": total.accepted,
+                "rejected_prediction_tokens": max(total.drafted - total.accepted, 0),
+            },
+            "speculation": total.speculation(),
+        }
+
+
+class ChoicesAnswer(Answer[ChoicesBody]):
+    """Base of the answers with `choices`: chats and completions."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    """Field `object` of complete answers and of chunks."""
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        """A choice of a complete answer."""
+        raise NotImplementedError
+
+    def _result(self) -> dict[str, Any]:
+        usage = self._usage()
+        usage["speculation"] = without_nulls(usage["speculation"])
+        return {
+            **self._head,
+            "object": self.whole_object,
+            "choices": [without_nulls(self._choice(choice)) for choice in self._choices],
+            "usage": usage,
+            "moaspec": self._extension_object(),
+        }
+
+    def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        if delta is not None and delta.moaspec is not None:
+            chunk["moaspec"] = delta.moaspec
+        return chunk
+
+    def _last_events(self) -> Iterator[dict[str, Any]]:
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._chunk(), "usage": self._usage()}
+
+
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are set: whole answers leave out the others."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.messages import normal_tool
 from moaspec.data.templates.argument_types import as_text, properties_of, types_of
 from moaspec.data.templates.call_forms import CALL_ID_LENGTH, CallForm
 from moaspec.errors import InputError
@@ -21,36 +19,13 @@ EMPTY_OBJECT_KEYWORDS = frozenset(
 """Keywords that a schema of an object without arguments may have."""
 
 
-@dataclass(frozen=True)
-class Tool:
-    """A function that the model may call.
-
-    Attributes:
-        given: the normalised description.
-    """
-
-    given: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, function: Mapping[str, Any]) -> Tool:
-        """Make a tool from a function's `name`, `description` and `parameters`."""
-        return cls(normal_tool(function))
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return str(self.given["function"]["name"])
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
-        found: Mapping[str, Any] = self.given["function"]["parameters"]
-        return found
+Function = Mapping[str, Any]
+"""A function that the model may call: `name`, `description` and `parameters`, normalised."""
 
 
 def call_grammar(
     form: CallForm,
-    tools: Sequence[Tool],
+    tools: Sequence[Function],
     *,
     forced: bool,
     parallel: bool,
@@ -89,39 +64,46 @@ def call_grammar(
     return "%llguidance {}\n" + "\n".join(lines) + "\n"
 
 
-def _call_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
+def _call_rules(form: CallForm, tool: Function, rule: str, special: Mapping[str, int]) -> list[str]:
     """Rules of one tool's calls. The first rule has the name `rule`."""
     if form.tags or form.python:
         return _argument_rules(form, tool, rule, special)
-    schema = {**tool.parameters, "x-guidance": COMPACT}
+    schema = {**tool["parameters"], "x-guidance": COMPACT}
     return [
         f"{rule}: {_one_call(form, tool, f'{rule}_args', special)}",
         f"{rule}_args: %json {json.dumps(schema)}",
     ]
 
 
-def _argument_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
+def _argument_rules(
+    form: CallForm, tool: Function, rule: str, special: Mapping[str, int]
+) -> list[str]:
     """Rules of arguments that are written one by one, in the schema's order."""
     if not lists_arguments(tool):
         raise InputError(
-            f"This model writes arguments one by one, so the parameters of the tool {tool.name!r} "
-            "must be an object with `properties` that have all that is `required`."
+            "This model writes arguments one by one, so the parameters of the tool "
+            f"{tool['name']!r} must be an object with `properties` that have all that is "
+            "`required`."
         )
-    required = tool.parameters.get("required", ())
+    required, call = tool["parameters"].get("required", ()), f"{tool['name']}("
     rules: list[str] = []
     parts: list[tuple[str, bool]] = []
-    for i, key in enumerate(properties_of(tool.parameters)):
+    for i, key in enumerate(properties_of(tool["parameters"])):
         name = f"{rule}_arg_{i}"
         rules += _value_rules(form, tool, key, name, special)
         parts.append((name, key in required))
     if form.tags:
         body = " ".join(name if needed else f"{name}?" for name, needed in parts)
-        opening = _marked(form.before + form.tags.opening(tool.name), special)
+        opening = _marked(form.before + form.tags.opening(tool["name"]), special)
         return [
             f"{rule}: {opening} {body} {_marked(form.tags.close + form.after, special)}",
             *rules,
         ]
-    return [f'{rule}: {_quoted(f"{tool.name}(")} {rule}_first_0 ")"', *_commas(rule, parts), *rules]
+    return [
+        f'{rule}: {_quoted(call)} {rule}_first_0 ")"',
+        *_commas(rule, parts),
+        *rules,
+    ]
 
 
 def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:
@@ -135,19 +117,19 @@ def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:
     return lines
 
 
-def lists_arguments(tool: Tool) -> bool:
+def lists_arguments(tool: Function) -> bool:
     """Whether the schema names every argument."""
-    schema, listed = tool.parameters, properties_of(tool.parameters)
+    schema, listed = tool["parameters"], properties_of(tool["parameters"])
     open_ended = not listed and schema.keys() - EMPTY_OBJECT_KEYWORDS
     is_object = schema.get("type", "object") == "object"
     return is_object and not open_ended and set(schema.get("required", ())) <= set(listed)
 
 
 def _value_rules(
-    form: CallForm, tool: Tool, key: str, name: str, special: Mapping[str, int]
+    form: CallForm, tool: Function, key: str, name: str, special: Mapping[str, int]
 ) -> list[str]:
     """Rules of a single argument."""
-    schema, root = properties_of(tool.parameters)[key], tool.parameters
+    schema, root = properties_of(tool["parameters"])[key], tool["parameters"]
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     as_json = f"{name}_json: %json {json.dumps({**definitions, **schema, 'x-guidance': COMPACT})}"
     if not form.tags:
@@ -163,12 +145,12 @@ def _value_rules(
     return [f"{name}: {before} {name}_text", f"{name}_text{lazy}: TEXT {after}"]
 
 
-def _one_call(form: CallForm, tool: Tool, arguments: str, special: Mapping[str, int]) -> str:
+def _one_call(form: CallForm, tool: Function, arguments: str, special: Mapping[str, int]) -> str:
     """Right side of the rule of one call."""
     if form.named:
         identifier = f"{_mark(form.identified, special)} ID" if form.identified else ""
-        return f"{_quoted(tool.name)} {identifier} {_mark(form.named, special)} {arguments}"
-    opening = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
+        return f"{_quoted(tool['name'])} {identifier} {_mark(form.named, special)} {arguments}"
+    opening = f'{{"name": {json.dumps(tool["name"])}, "{form.arguments}": '
     before, after = ("", "") if form.listed else (form.before, form.after)
     return f"{_quoted(before + opening)} {arguments} {_quoted('}' + after)}"
 

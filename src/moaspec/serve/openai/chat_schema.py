@@ -1,28 +1,17 @@
-"""Request and response bodies of /v1/chat/completions."""
+"""Request body of /v1/chat/completions."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    StringConstraints,
-    model_serializer,
-)
+from pydantic import ConfigDict, Field, StringConstraints
 
-from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.schema import (
-    FinishReason,
-    GenerationRequest,
+    ChoicesRequest,
     JsonObject,
     ReasoningEffort,
     RequestModel,
     ResponseFormat,
-    StreamOptions,
-    Usage,
     Variables,
 )
 from moaspec.support import limits
@@ -40,14 +29,8 @@ class TextPart(RequestModel):
 Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
-class SystemMessage(RequestModel):
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(RequestModel):
-    role: Literal["user"]
+class GivenMessage(RequestModel):
+    role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
@@ -92,8 +75,7 @@ class FunctionMessage(RequestModel):
 
 
 ChatMessage = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
-    Field(discriminator="role"),
+    GivenMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")
 ]
 
 
@@ -107,20 +89,12 @@ class Function(RequestModel):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
-        """Convert to the server's type."""
-        return Tool.of(self.model_dump(exclude_none=True))
-
 
 class FunctionTool(RequestModel):
     """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
-
-    def tool(self) -> Tool:
-        """Convert to the server's type."""
-        return self.function.tool()
 
 
 class FunctionName(RequestModel):
@@ -134,13 +108,11 @@ class NamedChoice(RequestModel):
     function: FunctionName
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ChoicesRequest):
     """Request body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -154,14 +126,13 @@ class ChatRequest(GenerationRequest):
     ) = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: ReasoningEffort | None = None
-    stream_options: StreamOptions | None = None
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @property
     def begins_turn(self) -> bool:
-        """Whether the answer starts a turn and does not continue the prompt's text."""
+        """Whether the answer starts a turn."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
@@ -181,36 +152,3 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if refusal and not fields["content"]:
         fields["content"] = refusal
     return fields if reasoning is None else {"reasoning_content": reasoning, **fields}
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: FunctionCall | None = None
-
-    @model_serializer(mode="wrap")
-    def _with_content(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keep `content` when it is null: clients read it without a check."""
-        return {"content": None, **serialize(self)}
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: dict[str, Any] | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatCompletion(BaseModel):
-    """Response body of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    moaspec: dict[str, Any] | None = None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moaspec.data.templates.call_reader import Call
-from moaspec.serve.openai.answer_format import AnswerFormat
+from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.extension import ExtensionWriter
-from moaspec.serve.openai.redaction import AnswerRestorer, RequestRedactor
-from moaspec.serve.openai.schema import Extension, FinishReason
+from moaspec.serve.openai.redaction import RequestRedactor
+from moaspec.serve.openai.schema import GenerationRequest
 from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import Job, SourceFacts, Update
@@ -25,6 +25,8 @@ class Delta:
     """The part that one update adds to a choice.
 
     Attributes:
+        index: index of the choice.
+        start: number of characters before the part.
         pieces: tokens with their text.
         text: text without calls.
         calls: index and content of each completed call.
@@ -32,10 +34,12 @@ class Delta:
         moaspec: the extension's object.
     """
 
+    index: int
+    start: int
     pieces: list[Piece]
     text: str
     calls: list[tuple[int, Call]]
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     moaspec: dict[str, Any] | None
 
     def matters(self, *, logprobs: bool) -> bool:
@@ -44,19 +48,10 @@ class Delta:
 
 
 class Choice:
-    """One choice of an answer.
-
-    Args:
-        index: index of the choice.
-        context: state of the server.
-        job: the job in decoding.
-        counts: token counts of the job.
-        extension: requested parts of the extension.
-        redactor: redactor of the request.
-        answer_format: format of the text.
-        begins_turn: whether the text starts a turn and does not continue another text.
+    """One choice of an answer, whose job is in decoding.
 
     Attributes:
+        counts: token counts.
         pieces, text, calls: the answer so far.
         finish_reason: set at the end.
     """
@@ -65,49 +60,47 @@ class Choice:
         self,
         index: int,
         context: ServerContext,
-        job: Job,
-        counts: TokenCounts,
+        body: GenerationRequest,
         *,
-        extension: Extension,
+        job: Job,
         redactor: RequestRedactor,
-        answer_format: AnswerFormat,
-        begins_turn: bool,
+        chat: ChatInput,
     ) -> None:
-        facts, reader = context.facts, answer_format.reader(context)
+        facts, reader = context.facts, chat.reader(context)
         specials = reader is not None and bool(context.template.special_marks)
         special_ids = frozenset() if specials else facts.token_bytes.special_ids
-        self.index, self._source, self._counts = index, context.source, counts
+        self.index, self._source, self.counts = index, context.source, TokenCounts()
         self._reader = reader
         self._writer = TextWriter(
             facts.tokenizer,
             job.stop,
             after=job.prompt_ids,
             specials=specials,
-            hidden=facts.stop_token_ids | special_ids,
+            hidden=facts.target.stop_token_ids | special_ids,
         )
-        self._token_bytes, self._begins_turn = facts.token_bytes, begins_turn
-        as_json = answer_format.schema is not None
+        self._token_bytes, self._begins_turn = facts.token_bytes, body.begins_turn
+        as_json = chat.schema is not None
         self._piece_restorer = redactor.restorer(as_json=as_json)
         self._text_restorer = redactor.restorer(as_json=as_json)
-        self._extension = ExtensionWriter(index, extension, facts)
+        self._extension = ExtensionWriter(index, body.extension, facts)
         self.pieces: list[Piece] = []
         self.text = ""
         self.calls: list[Call] = []
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: str | None = None
 
     def take(self, update: Update) -> Delta:
         """Add an update and return the delta."""
+        self.counts.add(update)
         ended = update.stop_reason is not None
         written = self._without_leading_space(self._writer.take(update))
-        pieces = _restored(self._piece_restorer, written, last=ended)
+        pieces = self._piece_restorer.take(written, last=ended)
         text, calls = _text_of(pieces), list[Call]()
         if self._reader is not None:
             # Calls are parsed before private text is restored, which may contain quotation marks.
             text, calls = self._reader.feed(_text_of(written), last=ended)
-            text = _text_of(_restored(self._text_restorer, [Piece(text, 0, "target")], last=ended))
-            if self._piece_restorer is not None:
-                calls = [self._piece_restorer.restore_call(call) for call in calls]
-        numbered = list(enumerate(calls, start=len(self.calls)))
+            text = self._text_restorer.restore_text(text, last=ended)
+            calls = [self._text_restorer.restore_call(call) for call in calls]
+        numbered, start = list(enumerate(calls, start=len(self.calls))), len(self.text)
         self.pieces += pieces
         self.text += text
         self.calls += calls
@@ -115,16 +108,18 @@ class Choice:
             self.finish_reason = self._finish_reason(str(update.stop_reason))
         link = self._source.link
         return Delta(
+            index=self.index,
+            start=start,
             pieces=pieces,
             text=text,
             calls=numbered,
             finish_reason=self.finish_reason,
-            moaspec=self._extension.chunk(update, pieces, self._counts, link),
+            moaspec=self._extension.chunk(update, pieces, self.counts, link),
         )
 
     def extension(self) -> dict[str, Any]:
         """The extension's object of the finished text."""
-        return self._extension.whole(self.pieces, self._counts)
+        return self._extension.whole(self.pieces, self.counts)
 
     def _without_leading_space(self, pieces: list[Piece]) -> list[Piece]:
         """Remove the space that SentencePiece puts before the first word of a turn."""
@@ -135,7 +130,7 @@ class Choice:
             pieces[place] = replace(piece, text=piece.text[loses:], begins_turn=True)
         return pieces
 
-    def _finish_reason(self, stop_reason: str) -> FinishReason:
+    def _finish_reason(self, stop_reason: str) -> str:
         if stop_reason in ("max_new_tokens", "context"):
             return "length"
         return "tool_calls" if self.calls else "stop"
@@ -145,21 +140,12 @@ def _text_of(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _restored(restorer: AnswerRestorer | None, pieces: list[Piece], *, last: bool) -> list[Piece]:
-    return pieces if restorer is None else restorer.take(pieces, last=last)
-
-
 def token_logprob(
     facts: SourceFacts, token_id: int, logprob: float, *, begins_turn: bool = False
 ) -> dict[str, Any]:
     """A token's log-probability in the format of chats.
 
-    Args:
-        facts: properties of the model.
-        token_id: the token.
-        logprob: its log-probability.
-        begins_turn: whether the token starts a turn. Its bytes then lack the leading space that
-            the text lacks too.
+    The bytes of a token that begins a turn lack the leading space that the text lacks too.
     """
     own = facts.token_bytes(token_id)
     return {

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from moaspec.data.templates.chat_template import require_characters
 from moaspec.sampling.incremental_text import UNKNOWN
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.answer import Answer
+from moaspec.serve.openai.answer import STREAMED, ChoicesAnswer
+from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.choice import MIN_LOGPROB, Choice, Delta
 from moaspec.serve.openai.redaction import RequestRedactor
-from moaspec.serve.openai.request_texts import RequestTexts
-from moaspec.serve.openai.schema import Completion, CompletionChoice, CompletionRequest
-from moaspec.serve.openai.unsupported_fields import refuse_unsupported
+from moaspec.serve.openai.schema import CompletionRequest
 from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import SourceFacts
 from moaspec.serve.sources.text_writer import Piece
@@ -29,11 +28,10 @@ def router(context: ServerContext) -> APIRouter:
     """Create the router of the endpoint."""
     routes = APIRouter(prefix="/v1", responses=http_errors.responses())
 
-    @routes.post("/completions", response_model=Completion, response_model_exclude_none=True)
-    async def create_completion(body: CompletionRequest, request: Request) -> Any:
+    @routes.post("/completions", responses=STREAMED)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
-        context.check_model(body.model)
-        refuse_unsupported(body)
+        context.check(body)
         _check(body)
         redactor = context.redactor()
         prompts, stop = await context.preparation.run(
@@ -44,13 +42,11 @@ def router(context: ServerContext) -> APIRouter:
             body,
             prompts,
             max_tokens=DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
-            n=body.n or 1,
             logprobs=body.logprobs,
             stop=stop,
         )
-        texts = context.decode(jobs, "completions")
-        answer = _CompletionAnswer(context, body, texts, redactor)
-        return await answer.respond(request, stream=body.stream)
+        answer = _CompletionAnswer(context, body, jobs, redactor, ChatInput(messages=()))
+        return await answer.respond(request)
 
     return routes
 
@@ -93,81 +89,48 @@ def _prompts(
     return ids, stop
 
 
-class _CompletionAnswer(Answer):
-    id_prefix, chunk_object = "cmpl", "text_completion"
+class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
+    endpoint, id_prefix = "completions", "cmpl"
+    whole_object = chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        context: ServerContext,
-        body: CompletionRequest,
-        texts: RequestTexts,
-        redactor: RequestRedactor,
-    ) -> None:
-        super().__init__(context, body, texts, redactor, n=body.n or 1)
-        self._facts, self._body = context.facts, body
-
-    def _result(self) -> Completion:
-        return Completion(
-            **self._head,
-            choices=[self._choice(choice) for choice in self._choices],
-            usage=self._usage(),
-            moaspec=self._extension_object(),
-        )
-
-    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
+    def _first_events(self) -> Iterator[dict[str, Any]]:
         for choice in self._choices if self._body.echo else ():
-            yield self._text_chunk(choice.index, self._prompt(choice.index), None)
-        async for index, update in self._texts.updates():
-            choice = self._choices[index]
-            start = len(choice.text)
-            delta = choice.take(update)
-            matters = delta.matters(logprobs=self._body.logprobs is not None)
-            if matters or delta.finish_reason is not None:
-                yield self._text_chunk(index, delta.text, delta, start)
-        for chunk in self._usage_chunks(self._body.stream_options):
-            yield chunk
+            yield self._chunk(self._part(choice.index, self._prompt(choice.index), [], 0, None))
 
-    def _text_chunk(
-        self, index: int, text: str, delta: Delta | None, start: int = 0
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-        choice["finish_reason"] = None if delta is None else delta.finish_reason
-        if delta is not None and self._body.logprobs is not None:
-            choice["logprobs"] = logprobs_of(self._facts, delta.pieces, start)
-        chunk = self._chunk([choice])
-        if delta is not None and delta.moaspec is not None:
-            chunk["moaspec"] = delta.moaspec
-        return chunk
+    def _delta_events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        matters = delta.matters(logprobs=self._body.logprobs is not None)
+        if matters or delta.finish_reason is not None:
+            part = self._part(
+                delta.index, delta.text, delta.pieces, delta.start, delta.finish_reason
+            )
+            yield self._chunk(part, delta=delta)
 
-    def _choice(self, choice: Choice) -> CompletionChoice:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         text = (self._prompt(choice.index) if self._body.echo else "") + choice.text
+        return self._part(choice.index, text, choice.pieces, 0, choice.finish_reason)
+
+    def _part(
+        self, index: int, text: str, pieces: Sequence[Piece], start: int, finish: str | None
+    ) -> dict[str, Any]:
+        """A choice, or a part of it whose text begins at `start`."""
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = logprobs_of(self._facts, choice.pieces, 0)
-        assert choice.finish_reason in (None, "stop", "length"), "completions have no tools"
-        return CompletionChoice(
-            index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason
-        )
+            logprobs = logprobs_of(self._context.facts, pieces, start)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _prompt(self, index: int) -> str:
         """The prompt's text; for token ids, their text up to the last whole character."""
         prompts: Any = self._body.prompt
-        own = prompts if isinstance(prompts, str) else prompts[index // self._n]
+        own = prompts if isinstance(prompts, str) else prompts[index // self._body.num_choices]
         if isinstance(own, str):
             return own
-        prompt_ids = list(self._texts.jobs[index].prompt_ids)
-        text = str(self._facts.tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        prompt_ids = list(self._jobs[index].prompt_ids)
+        text = str(self._context.facts.tokenizer.decode(prompt_ids, skip_special_tokens=True))
         return text.rstrip(UNKNOWN)
 
 
 def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece], start: int) -> dict[str, Any]:
-    """Log-probabilities in the format of completions.
-
-    Args:
-        facts: properties of the model.
-        pieces: the tokens.
-        start: offset of the first of them in the text.
-    """
+    """Log-probabilities in the format of completions, of tokens whose text begins at `start`."""
     pieces = [piece for piece in pieces if not piece.hidden]
     offsets, tokens = [], facts.token_bytes
     for piece in pieces:

@@ -14,13 +14,7 @@ LINK_FIELDS = ("state", "round_trip_s", "bytes_sent", "bytes_received")
 
 
 class ExtensionWriter:
-    """Writes the extension of one choice.
-
-    Args:
-        index: index of the choice.
-        requested: requested parts of the extension.
-        facts: properties of the model.
-    """
+    """Writes the requested parts of the extension of one choice."""
 
     def __init__(self, index: int, requested: Extension, facts: SourceFacts) -> None:
         self._index, self._requested, self._tokens = index, requested, facts.token_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from moaspec.data.messages import Message
@@ -16,26 +17,10 @@ from moaspec.data.templates.call_reader import Call
 from moaspec.errors import ContextError
 from moaspec.privacy.vault import PLACEHOLDER, Vault, beginning
 from moaspec.serve.http_errors import RequestError
+from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.sources.text_writer import Piece
 
 MakeVault = Callable[[], Vault]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatInput:
-    """The parts of a request that the server sees.
-
-    Attributes:
-        messages: normalised messages.
-        tools, schema, variables: JSON. Only its descriptive texts may be redacted.
-        stop: stop strings.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    schema: Mapping[str, Any] | None = None
-    variables: Mapping[str, Any] | None = None
-    stop: tuple[str, ...] = ()
 
 
 class RequestRedactor:
@@ -121,39 +106,64 @@ class RequestRedactor:
                         param="stop",
                     )
 
-    def restorer(self, *, as_json: bool = False) -> AnswerRestorer | None:
-        """Restores private text in an answer; None if the request has no placeholders.
+    def restorer(self, *, as_json: bool = False) -> AnswerRestorer:
+        """Restores private text in an answer.
 
         Args:
             as_json: whether the answer is JSON with placeholders in its strings.
         """
-        if self._vault is None or not self.hides:
-            return None
-        return AnswerRestorer(self._vault, _within_json if as_json else str)
+        vault = self._vault if self.hides else None
+        return AnswerRestorer(vault, _within_json if as_json else str)
 
 
 class AnswerRestorer:
     """Restores an answer that arrives in pieces. A placeholder may span several pieces.
 
     Args:
-        vault: maps placeholders to private texts.
+        vault: maps placeholders to private texts; None restores nothing.
         write: formats a private text for the answer.
     """
 
-    def __init__(self, vault: Vault, write: Callable[[str], str]) -> None:
+    def __init__(self, vault: Vault | None, write: Callable[[str], str]) -> None:
         self._vault, self._write = vault, write
         self._held: list[Piece] = []
 
     def take(self, pieces: list[Piece], *, last: bool) -> list[Piece]:
-        """Restore the pieces before a possible incomplete placeholder, which waits."""
-        self._held += pieces
-        text = "".join(piece.text for piece in self._held)
-        done = self._whole(text, len(text) if last else beginning(text))
-        ready, self._held = self._held[:done], self._held[done:]
-        return self._restored(ready)
+        """Restore the pieces before a possible incomplete placeholder, which waits.
+
+        A private text is in the piece where its placeholder begins.
+        """
+        if self._vault is None:
+            return pieces
+        held = [*self._held, *pieces]
+        text = "".join(piece.text for piece in held)
+        certain = len(text) if last else beginning(text)
+        stops = list(accumulate(len(piece.text) for piece in held))
+        # Placeholders become one long character and empty ones, so that places stay the same.
+        chars, whole = list(text), set(range(len(text) + 1))
+        for found in PLACEHOLDER.finditer(text):
+            whole -= set(range(found.start() + 1, found.end()))
+            value = self._vault.restore(found[0])
+            if value != found[0]:
+                empty = [""] * (len(found[0]) - 1)
+                chars[slice(*found.span())] = [self._write(value), *empty]
+        ends = [i for i, stop in enumerate(stops, 1) if stop <= certain and stop in whole]
+        done = max(ends, default=0)
+        self._held = held[done:]
+        starts = [0, *stops]
+        return [
+            replace(piece, text="".join(chars[start:stop]))
+            for piece, start, stop in zip(held[:done], starts, stops, strict=False)
+        ]
+
+    def restore_text(self, text: str, *, last: bool) -> str:
+        """Restore text that arrives without its tokens."""
+        return "".join(piece.text for piece in self.take([Piece(text, 0, "target")], last=last))
 
     def restore_call(self, call: Call) -> Call:
         """Restore the arguments of a call."""
+        if self._vault is None:
+            return call
         try:
             value = json.loads(call.arguments)
         except ValueError:
@@ -163,39 +173,6 @@ class AnswerRestorer:
             return call
         return replace(call, arguments=json.dumps(restored, ensure_ascii=False))
 
-    def _whole(self, text: str, certain: int) -> int:
-        """Number of pieces that end before `certain` and outside of placeholders."""
-        inside = [found.span() for found in PLACEHOLDER.finditer(text)]
-        place = done = 0
-        for count, piece in enumerate(self._held, start=1):
-            place += len(piece.text)
-            if place > certain:
-                break
-            if not any(start < place < stop for start, stop in inside):
-                done = count
-        return done
-
-    def _restored(self, pieces: list[Piece]) -> list[Piece]:
-        """Restore pieces, each private text in the piece where its placeholder began."""
-        text, found = "".join(piece.text for piece in pieces), list[Piece]()
-        start = 0
-        for piece in pieces:
-            found.append(replace(piece, text=self._part(text, start, start + len(piece.text))))
-            start += len(piece.text)
-        return found
-
-    def _part(self, text: str, start: int, stop: int) -> str:
-        """Restore the characters from `start` to `stop - 1`."""
-        parts, place = list[str](), start
-        for found in PLACEHOLDER.finditer(text):
-            value = self._vault.restore(found[0])
-            if value == found[0] or found.end() <= start or found.start() >= stop:
-                continue
-            parts.append(text[place : found.start()])
-            parts.append(self._write(value) if found.start() >= start else "")
-            place = found.end()
-        return "".join([*parts, text[place:stop]])
-
 
 def _within_json(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)[1:-1]
@@ -203,7 +180,8 @@ def _within_json(value: str) -> str:
 
 def _map_texts(chat: ChatInput, new: Callable[[str], str]) -> ChatInput:
     """Apply a function to all texts of a request."""
-    return ChatInput(
+    return replace(
+        chat,
         messages=[_message(message, new) for message in chat.messages],
         tools=_replaced(chat.tools, new),
         schema=_replaced(chat.schema, new),
@@ -214,13 +192,11 @@ def _map_texts(chat: ChatInput, new: Callable[[str], str]) -> ChatInput:
 
 def _message(message: Message, new: Callable[[str], str]) -> Message:
     """Apply a function to the texts of a message, except its role and field names."""
-    fixed = ("role", "tool_calls")
-    fields = {
-        key: value if key in fixed else _replaced(value, new) for key, value in message.items()
-    }
-    if "tool_calls" not in message:
-        return fields
-    return {**fields, "tool_calls": [_call(call, new) for call in message["tool_calls"]]}
+    fields = {key: _replaced(value, new) for key, value in message.items() if key != "tool_calls"}
+    fields["role"] = message["role"]
+    if "tool_calls" in message:
+        fields["tool_calls"] = [_call(call, new) for call in message["tool_calls"]]
+    return fields
 
 
 def _call(call: Mapping[str, Any], new: Callable[[str], str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.responses_schema import ResponseObject
 from moaspec.serve.sources.source import entry_to_evict
 from moaspec.support import limits
 
@@ -37,12 +36,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses. Tenants see only their own.
-
-    Args:
-        max_responses: maximum number of responses.
-        max_bytes: maximum total size.
-    """
+    """The latest responses, up to a number and a total size. Tenants see only their own."""
 
     def __init__(
         self,
@@ -52,11 +46,11 @@ class ResponseStore:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._stored: dict[tuple[str, str], StoredResponse] = {}
 
-    def add(self, tenant: str, response: ResponseObject, messages: Messages) -> None:
+    def add(self, tenant: str, response: dict[str, Any], messages: Messages) -> None:
         """Store a response. Beyond the limits, evict the oldest of the largest tenant."""
-        content = response.model_dump_json(exclude_none=True).encode()
-        stored = StoredResponse(tenant, response.id, content, json.dumps(messages).encode())
-        self._stored[tenant, response.id] = stored
+        content = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+        stored = StoredResponse(tenant, response["id"], content, json.dumps(messages).encode())
+        self._stored[tenant, stored.id] = stored
         if len(self._stored) > self._max_responses:
             self._evict(lambda _: 1)
         while sum(each.size for each in self._stored.values()) > self._max_bytes:

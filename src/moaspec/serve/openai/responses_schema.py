@@ -1,12 +1,11 @@
-"""Request and response bodies of /v1/responses."""
+"""Request body of /v1/responses."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
     GenerationRequest,
@@ -15,6 +14,7 @@ from moaspec.serve.openai.schema import (
     ObjectFormat,
     ReasoningEffort,
     RequestModel,
+    SchemaFormat,
     TextFormat,
     Variables,
 )
@@ -59,10 +59,6 @@ class ResponseTool(RequestModel):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
-        """Convert to the server's type."""
-        return Tool.of(self.model_dump(exclude_none=True, exclude={"type"}))
-
 
 class ResponseToolChoice(RequestModel):
     """A tool choice that requires one function."""
@@ -71,12 +67,9 @@ class ResponseToolChoice(RequestModel):
     name: ToolName
 
 
-class ResponseSchemaFormat(RequestModel):
+class ResponseSchemaFormat(SchemaFormat):
     type: Literal["json_schema"]
     name: Name
-    description: str | None = None
-    schema_: Annotated[JsonObject, Field(alias="schema")]
-    strict: bool | None = None
 
 
 class Reasoning(RequestModel):
@@ -153,83 +146,3 @@ def call_json(item: InputCall) -> dict[str, Any]:
 
 def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.model_dump() for part in content]
-
-
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] = []
-
-
-class OutputMessage(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-
-
-class OutputCall(BaseModel):
-    id: str
-    type: Literal["function_call"] = "function_call"
-    status: Literal["in_progress", "completed", "incomplete"] = "completed"
-    call_id: str
-    name: str
-    arguments: str
-
-
-class InputDetails(BaseModel):
-    cached_tokens: int
-
-
-class OutputDetails(BaseModel):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(BaseModel):
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-    speculation: dict[str, Any]
-
-
-class IncompleteDetails(BaseModel):
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseObject(BaseModel):
-    """Response body of /v1/responses."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
-    error: None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] = {}
-    model: str
-    output: list[OutputMessage | OutputCall]
-    parallel_tool_calls: bool
-    previous_response_id: str | None = None
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    moaspec: dict[str, Any] | None = None
-
-
-class Deleted(BaseModel):
-    """Response body of a deletion."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True

@@ -1,4 +1,4 @@
-"""Request and response bodies of all endpoints.
+"""Request bodies of all endpoints, and bodies that only this server has.
 
 Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadata`, `service_tier`,
 ...), are ignored. `unsupported_fields` lists the refused ones.
@@ -74,7 +74,6 @@ class Extension(RequestModel):
     speculation: bool = True
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
@@ -120,8 +119,31 @@ class GenerationRequest(RequestModel):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return 1
 
-class CompletionRequest(GenerationRequest):
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the answer starts a turn and does not continue the prompt's text."""
+        return True
+
+
+class ChoicesRequest(GenerationRequest):
+    """Request fields of endpoints that answer with `choices`."""
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+
+class CompletionRequest(ChoicesRequest):
     """Request body of /v1/completions."""
 
     prompt: (
@@ -130,13 +152,15 @@ class CompletionRequest(GenerationRequest):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    stream_options: StreamOptions | None = None
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the answer starts a turn: a completion continues its prompt."""
+        return False
 
 
 class SchemaFormat(RequestModel):
@@ -164,53 +188,6 @@ ResponseFormat = Annotated[
 ]
 
 
-class Speculation(BaseModel):
-    rounds: int
-    tau: float | None = None
-    drafted: int
-    accepted: int
-    copied: int
-
-
-class PromptDetails(BaseModel):
-    cached_tokens: int
-
-
-class CompletionDetails(BaseModel):
-    reasoning_tokens: int = 0
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-    speculation: Speculation
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None = None
-    finish_reason: Literal["stop", "length"] | None = None
-
-
-class Completion(BaseModel):
-    """Response body of /v1/completions."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    moaspec: dict[str, Any] | None = None
-
-
 class ErrorBody(BaseModel):
     message: str
     type: str
@@ -222,26 +199,6 @@ class ErrorResponse(BaseModel):
     """OpenAI's format of errors."""
 
     error: ErrorBody
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    """Response body of /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class Health(BaseModel):
-    """Response body of /health."""
-
-    status: Literal["ok"] = "ok"
 
 
 class About(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +50,11 @@ class TokenCounts:
         self.accepted += update.sources.count("draft")
         self.copied += update.sources.count("copy")
 
-    @property
-    def tau(self) -> float | None:
-        """Tokens per round; None before the first round."""
-        return self.emitted / self.rounds if self.rounds else None
+    @classmethod
+    def total(cls, counts: Sequence[TokenCounts]) -> TokenCounts:
+        """The sum of the counts of several texts."""
+        names = ("tokens", "rounds", "emitted", "drafted", "accepted", "copied")
+        return cls(**{name: sum(getattr(each, name) for each in counts) for name in names})
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -61,15 +63,21 @@ class TokenCounts:
             return None
         return (self.tokens - 1) / (self.latest_s - self.first_s)
 
+    def speculation(self) -> dict[str, Any]:
+        """Object `speculation` of `usage`."""
+        return {
+            "rounds": self.rounds,
+            "tau": self.emitted / self.rounds if self.rounds else None,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "copied": self.copied,
+        }
+
     def stats(self) -> dict[str, Any]:
         """Object `stats` of the extension."""
         return {
             "tokens": self.tokens,
-            "rounds": self.rounds,
-            "tau": self.tau,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "copied": self.copied,
+            **self.speculation(),
             "tokens_per_second": self.tokens_per_second,
             "elapsed_s": time.perf_counter() - self.started_s,
         }

@@ -9,31 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.errors import BusyError, InputError
+from moaspec.generation.options import GenerateOptions
+from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.server.server_only import RemoteText
-from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.token_ids import common_length
-from moaspec.serve.sources.edge_reader import EventReader, link_state, row_options
 from moaspec.serve.sources.source import (
     Cancel,
     Job,
     LinkState,
     Load,
+    Places,
     Report,
     Round,
     SourceFacts,
+    SourceLimits,
+    TextSource,
+    TokenSource,
     Update,
-    check_num_texts,
     client_share,
     end_tasks,
     entry_to_evict,
@@ -45,18 +47,11 @@ CUT_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeLimits:
-    """Limits of a device.
-
-    Attributes:
-        active: maximum number of texts decoded together, each in its own session.
-        waiting: maximum number of texts that wait; further texts are refused.
-        share: fraction of `active`, and of all places, that one key may use.
-    """
+class EdgeLimits(SourceLimits):
+    """Limits of a device. Each text that is decoded has its own session."""
 
     active: int = 8
     waiting: int = 64
-    share: float = 0.5
 
 
 class Cuttable(Protocol):
@@ -84,17 +79,60 @@ class _PooledSession:
 
 
 _last_used = attrgetter("used")
+News = Callable[[Update | Exception], None]
+"""Receives the updates of a job, or the error that ended it."""
 
 
-@dataclass(frozen=True)
-class _Running:
-    """An accepted job: its client, and the callback for its news."""
+@dataclass
+class _EventReader:
+    """Turns a session's events, which replace the end of a text, into updates, which extend it.
 
-    client: str
-    report: Callable[[Update | Exception], None]
+    Attributes:
+        job: the job in decoding.
+        keep: whether provisional tokens become final without verification after a cut.
+        token_ids, sources: the text so far, including provisional tokens.
+        num_final: number of tokens that will not change any more.
+    """
+
+    job: Job
+    keep: bool
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[TokenSource] = field(default_factory=list)
+    num_final: int = 0
+
+    def update(self, event: RemoteEvent, session: RemoteSession) -> Update:
+        """The update for an event."""
+        shown, first = len(self.token_ids), self.num_final
+        self.token_ids[event.start :] = event.token_ids
+        self.sources[event.start :] = event.sources
+        if event.start <= first:
+            self.num_final = max(first, event.start + len(event.token_ids) - event.num_provisional)
+        sources = self.sources[first : self.num_final]
+        if self.keep:
+            kept = max(min(shown, self.num_final) - first, 0)
+            sources[:kept] = ["device"] * kept
+        provisional = self.token_ids[self.num_final :] if self.job.provisional else []
+        verified = event.verified
+        return Update(
+            token_ids=tuple(self.token_ids[first : self.num_final]),
+            sources=tuple(sources),
+            logprobs=() if verified is None else verified.logprobs[: self.num_final - first],
+            round=_round_of(event) if first else None,
+            provisional=tuple(provisional),
+            stop_reason=event.stop_reason,
+            num_reused_tokens=session.result.num_reused_tokens,
+            seed=session.result.seed,
+        )
 
 
-class EdgeSource:
+def _round_of(event: RemoteEvent) -> Round | None:
+    verified = event.verified
+    if verified is None:
+        return None
+    return Round(verified.tree, verified.accepted, len(verified.token_ids))
+
+
+class EdgeSource(TextSource):
     """A `TextSource` whose target is on a server.
 
     Args:
@@ -124,27 +162,20 @@ class EdgeSource:
         self._device, self._transport = device, transport
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
+        self._places = Places("device", self._limits)
         self._server_only = server_only
         self._sessions: list[_PooledSession] = []
         self._closed_bytes = (0, 0)  # sent and received by closed sessions
-        self._running: dict[asyncio.Task[None], _Running] = {}
+        self._running: dict[asyncio.Task[None], News] = {}
         self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
         self._by_client: dict[str, asyncio.Semaphore] = {}
         self.facts = SourceFacts(
             name=name,
             mode="edge",
-            tokenizer=device.target.tokenizer,
-            vocab_size=device.target.vocab_size,
-            max_positions=device.target.max_positions,
-            stop_token_ids=device.target.stop_token_ids,
+            target=device.target,
             defaults=device.target.generation_defaults if defaults is None else defaults,
             speculates=True,
-            grammars=Grammars(
-                device.target.tokenizer,
-                vocab_size=device.target.vocab_size,
-                stop_token_ids=device.target.stop_token_ids,
-            ),
             fingerprint=f"fp_{(device.target.identity.tokenizer_hash or 'edge')[:12]}",
         )
 
@@ -156,7 +187,7 @@ class EdgeSource:
         """End all jobs and close all sessions."""
         tasks = tuple(self._running)
         for task in tasks:
-            self._running[task].report(BusyError("The server is shutting down."))
+            self._running[task](BusyError("The server is shutting down."))
         await end_tasks(*tasks)
         for pooled in tuple(self._sessions):
             await self._close_session(pooled)
@@ -164,35 +195,27 @@ class EdgeSource:
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
-            check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
-            check_bias(job.sampling, self.facts.vocab_size)
+            self.facts.check(job)
             if job.sampling.top_logprobs:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
-        places, client = self._limits.active + self._limits.waiting, jobs[0].client
-        share = client_share(places, self._limits.share, client)
-        check_num_texts(len(jobs), share)
-        own = sum(running.client == client for running in self._running.values())
-        if own + len(jobs) > share:
-            raise BusyError(
-                f"This key has {own} requests here, and may have {share}. Try again later."
-            )
-        if len(self._running) + len(jobs) > places:
-            raise BusyError(
-                f"The device has {len(self._running)} requests, and takes {places}. Try again "
-                "later."
-            )
+        self._places.take(jobs[0].client, len(jobs))
         tasks = [self._start(job, partial(report, index)) for index, job in enumerate(jobs)]
         return partial(end_tasks, *tasks)
 
-    def _start(self, job: Job, report: Callable[[Update | Exception], None]) -> asyncio.Task[None]:
+    def _start(self, job: Job, report: News) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(job, report))
-        self._running[task] = _Running(job.client, report)
-        task.add_done_callback(self._running.pop)  # also if it never began
+        self._running[task] = report
+
+        def ended(_: object) -> None:  # also if it never began
+            del self._running[task]
+            self._places.free(job.client)
+
+        task.add_done_callback(ended)
         return task
 
-    async def _run(self, job: Job, report: Callable[[Update | Exception], None]) -> None:
+    async def _run(self, job: Job, report: News) -> None:
         try:
             async for update in self._decode(job):
                 report(update)
@@ -210,7 +233,7 @@ class EdgeSource:
         stats = [pooled.session.stats for pooled in self._sessions]
         latest = max(self._sessions, key=_last_used, default=None)
         return LinkState(
-            state="up" if latest is None else link_state(latest.session),
+            state="up" if latest is None else _link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
             bytes_sent=self._closed_bytes[0] + sum(each.bytes_up for each in stats),
             bytes_received=self._closed_bytes[1] + sum(each.bytes_down for each in stats),
@@ -247,8 +270,8 @@ class EdgeSource:
 
     async def _draft(self, job: Job) -> AsyncGenerator[Update]:
         """Draft on the device and verify on the server."""
-        options = row_options(job, await self._processors(job))
-        reader = EventReader(job, keep=self._options.on_cut == "keep")
+        options = await self._row_options(job)
+        reader = _EventReader(job, keep=self._options.on_cut == "keep")
         pooled, evicted = self._take_session(job)
         session = pooled.session
         try:
@@ -268,7 +291,7 @@ class EdgeSource:
     async def _decode_on_server(self, job: Job) -> AsyncGenerator[Update]:
         """Decode by the server alone. While an emulated link is cut, updates are held back."""
         assert self._server_only is not None, "_decode() has checked"
-        options = row_options(job, await self._processors(job))
+        options = await self._row_options(job)
         events: Any = self._server_only.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
@@ -284,12 +307,17 @@ class EdgeSource:
                 )
                 first = False
 
-    async def _processors(self, job: Job) -> tuple[GrammarProcessor, ...]:
-        """The job's grammar as a logits processor; compiles it again if it was evicted."""
-        if job.grammar is None:
-            return ()
-        length, compiled = len(job.prompt_ids), self.facts.grammars.processor
-        return (await asyncio.to_thread(compiled, job.grammar, length),)
+    async def _row_options(self, job: Job) -> GenerateOptions:
+        """Keyword arguments of a session for a job."""
+        sampling = vars(job.sampling)
+        options = {
+            **{name: sampling[name] for name in sampling.keys() & GenerateOptions.__annotations__},
+            "max_new_tokens": job.max_new_tokens,
+            "stop": job.stop,
+            "generation_config": None,
+            "logits_processors": await asyncio.to_thread(self.facts.processors, job),
+        }
+        return cast("GenerateOptions", options)
 
     def _take_session(self, job: Job) -> tuple[_PooledSession, _PooledSession | None]:
         """A session for the job, and another tenant's session that must be closed for it.
@@ -324,3 +352,10 @@ class EdgeSource:
         sent, received = self._closed_bytes
         stats = pooled.session.stats
         self._closed_bytes = (sent + stats.bytes_up, received + stats.bytes_down)
+
+
+def _link_state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
+    """State of the session's link as docs/serve.md names it."""
+    if session.stats.state == "up":
+        return "syncing" if session.provisional else "up"
+    return "down" if session.stats.state == "down" else "syncing"

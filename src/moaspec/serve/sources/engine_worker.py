@@ -22,9 +22,10 @@ from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Job,
     Load,
+    Places,
     Round,
+    SourceLimits,
     Update,
-    check_num_texts,
     client_share,
     entry_to_evict,
 )
@@ -37,15 +38,12 @@ MIN_REUSED_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLimits:
+class WorkerLimits(SourceLimits):
     """Limits of an engine.
 
     Attributes:
-        active: maximum number of rows decoded together.
-        waiting: maximum number of jobs that wait; further jobs are refused.
         cache_bytes: maximum size of the keys and values in use. The cache grows by half its size,
             so it may allocate half as much again.
-        share: fraction of `active`, and of all places, that one key may use.
         parked: number of ended rows whose keys and values are kept for a conversation's next turn.
         parked_s: seconds without a request after which all kept rows and caches are freed.
     """
@@ -53,7 +51,6 @@ class WorkerLimits:
     active: int = 64
     waiting: int = 256
     cache_bytes: int = 4 * 2**30
-    share: float = 0.5
     parked: int = 4
     parked_s: float = 120.0
 
@@ -120,8 +117,7 @@ class EngineWorker:
         self._active: dict[int, QueuedJob] = {}
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
-        self._lock = threading.Lock()
-        self._accepted: Counter[str] = Counter()  # by client
+        self._places = Places("server", limits)
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -137,7 +133,7 @@ class EngineWorker:
     def load(self) -> Load:
         """Load after the latest step."""
         active = len(self._active)
-        return Load(active, max(self._accepted.total() - active, 0))
+        return Load(active, max(self._places.taken - active, 0))
 
     def submit(self, batch: Sequence[QueuedJob]) -> None:
         """Accept all of these jobs or none.
@@ -153,22 +149,8 @@ class EngineWorker:
                     f"{queued.job.max_new_tokens} more does not fit this server's cache; ask for "
                     "fewer."
                 )
-        limits, (client,) = self._limits, {queued.job.client for queued in batch}
-        places = limits.active + limits.waiting
-        share = client_share(places, limits.share, client)
-        check_num_texts(len(batch), share)
-        with self._lock:
-            if self._accepted.total() + len(batch) > places:
-                raise BusyError(
-                    f"The server has {self._accepted.total()} requests, and takes {places}. Try "
-                    "again later."
-                )
-            if self._accepted[client] + len(batch) > share:
-                raise BusyError(
-                    f"This key has {self._accepted[client]} requests here, and may have {share}. "
-                    "Try again later."
-                )
-            self._accepted[client] += len(batch)
+        (client,) = {queued.job.client for queued in batch}
+        self._places.take(client, len(batch))
         self._inbox.put(lambda: self._waiting.extend(batch))
 
     def cancel(self, queued: QueuedJob) -> None:
@@ -342,6 +324,4 @@ class EngineWorker:
     def _release(self, queued: QueuedJob) -> None:
         if queued.handle is not None:
             self._active.pop(queued.handle, None)
-        with self._lock:
-            self._accepted[queued.job.client] -= 1
-            self._accepted += Counter()  # drops clients without jobs
+        self._places.free(queued.job.client)

@@ -12,10 +12,8 @@ from functools import partial
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
-from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.grammar import Grammars
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec.serve.sources.source import (
     Cancel,
@@ -23,12 +21,13 @@ from moaspec.serve.sources.source import (
     Load,
     Report,
     SourceFacts,
+    TextSource,
     Update,
 )
 from moaspec.target.target import Target
 
 
-class LocalSource:
+class LocalSource(TextSource):
     """A `TextSource` whose target and drafter are in this process.
 
     Args:
@@ -71,17 +70,9 @@ class LocalSource:
         self.facts = SourceFacts(
             name=name or target.name,
             mode="local",
-            tokenizer=target.tokenizer,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            stop_token_ids=target.stop_token_ids,
+            target=target,
             defaults=target.generation_defaults,
             speculates=drafter is not None,
-            grammars=Grammars(
-                target.tokenizer,
-                vocab_size=target.vocab_size,
-                stop_token_ids=target.stop_token_ids,
-            ),
             fingerprint=_fingerprint(target),
         )
 
@@ -96,8 +87,7 @@ class LocalSource:
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
-            check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
-            check_bias(job.sampling, self.facts.vocab_size)
+            self.facts.check(job)
         loop = asyncio.get_running_loop()
 
         def forward(index: int, news: Update | Exception) -> None:
@@ -120,19 +110,13 @@ class LocalSource:
         """The job with its grammar as a logits processor."""
         if job.grammar is None:
             return job
-        processor = self.facts.grammars.processor(job.grammar, len(job.prompt_ids))
-        return replace(job, sampling=replace(job.sampling, processors=(processor,)))
+        processors = self.facts.processors(job)
+        return replace(job, sampling=replace(job.sampling, processors=processors))
 
     @property
     def load(self) -> Load:
         """Current load of the worker."""
         return self._worker.load
-
-    link = None
-
-    def cut(self, _cut: bool) -> bool:
-        """Return False: a local target has no link."""
-        return False
 
 
 def _fingerprint(target: Target) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.engine.result import Source, StopReason
-from moaspec.errors import InputError
-from moaspec.sampling.grammar import Grammars
+from moaspec.errors import BusyError, InputError
+from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.sampling.params import Alternatives, SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec.target.target import Target
 
 T = TypeVar("T")
 TokenSource = Source | Literal["device"]
@@ -120,24 +123,42 @@ class SourceFacts:
     Attributes:
         name: model name in responses.
         mode: see `docs/serve.md`.
-        tokenizer: a tokenizer of transformers.
-        vocab_size, max_positions, stop_token_ids: those of the target.
+        target: the target, or a device's part of it.
         defaults: sampling defaults for fields that a request does not set.
         speculates: whether there is a drafter.
-        grammars: compiles grammars for the target's tokenizer.
         fingerprint: changes when the same seed may give another text.
     """
 
     name: str
     mode: Literal["local", "edge"]
-    tokenizer: Any
-    vocab_size: int
-    max_positions: int
-    stop_token_ids: frozenset[int]
+    target: Target
     defaults: GenerationDefaults
     speculates: bool
-    grammars: Grammars
     fingerprint: str
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of transformers."""
+        return self.target.tokenizer
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for the tokenizer."""
+        target = self.target
+        return Grammars(
+            target.tokenizer, vocab_size=target.vocab_size, stop_token_ids=target.stop_token_ids
+        )
+
+    def check(self, job: Job) -> None:
+        """Raise `InputError` for token ids or settings that the target cannot take."""
+        check_prompt(job.prompt_ids, self.target.vocab_size, self.target.max_positions)
+        check_bias(job.sampling, self.target.vocab_size)
+
+    def processors(self, job: Job) -> tuple[GrammarProcessor, ...]:
+        """The grammar of a job as a logits processor; compiled again if it was evicted."""
+        if job.grammar is None:
+            return ()
+        return (self.grammars.processor(job.grammar, len(job.prompt_ids)),)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -199,11 +220,11 @@ class TextSource(Protocol):
     @property
     def link(self) -> LinkState | None:
         """The link to a remote target; None if the target is local."""
-        ...
+        return None
 
-    def cut(self, cut: bool) -> bool:
+    def cut(self, cut: bool) -> bool:  # noqa: ARG002
         """Cut or restore an emulated link; returns False if there is none."""
-        ...
+        return False
 
 
 def entry_to_evict(
@@ -211,10 +232,7 @@ def entry_to_evict(
 ) -> T:
     """The oldest entry of the tenant whose entries are largest in total.
 
-    Args:
-        entries: all entries, the oldest first.
-        tenant: returns the owner of an entry.
-        size: returns the size of an entry.
+    `entries` has the oldest first; the two functions return an entry's owner and its size.
     """
     sizes: Counter[str] = Counter()
     for entry in entries:
@@ -223,13 +241,74 @@ def entry_to_evict(
     return next(entry for entry in entries if sizes[tenant(entry)] == largest)
 
 
-def check_num_texts(num_texts: int, limit: int) -> None:
-    """Raise InputError for a request of more texts than the server ever accepts together."""
-    if num_texts > limit:
-        raise InputError(
-            f"The request asks for {num_texts} texts (prompts times n), and this server takes "
-            f"{limit} together; ask for fewer."
-        )
+@dataclass(frozen=True, kw_only=True)
+class SourceLimits:
+    """Limits of a source.
+
+    Attributes:
+        active: maximum number of texts decoded together.
+        waiting: maximum number of texts that wait; further texts are refused.
+        share: fraction of `active`, and of all places, that one key may use.
+    """
+
+    active: int
+    waiting: int
+    share: float = 0.5
+
+
+class Places:
+    """The places of a source: counts the texts of each client and refuses those beyond limits.
+
+    Messages call the source `where`: "server" or "device".
+    """
+
+    def __init__(self, where: str, limits: SourceLimits) -> None:
+        self._where, self._share = where, limits.share
+        self._total = limits.active + limits.waiting
+        self._lock = threading.Lock()
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Number of places in use."""
+        return self._taken.total()
+
+    def take(self, client: str, num_texts: int) -> None:
+        """Take places for all texts of a request, or for none.
+
+        Raises:
+            InputError: the request has more texts than a client may ever have.
+            BusyError: there are not enough free places now.
+        """
+        share = client_share(self._total, self._share, client)
+        if num_texts > share:
+            raise InputError(
+                f"The request asks for {num_texts} texts (prompts times n), and this server takes "
+                f"{share} together; ask for fewer."
+            )
+        with self._lock:
+            if self.taken + num_texts > self._total:
+                raise BusyError(
+                    f"The {self._where} has {self.taken} requests, and takes {self._total}. Try "
+                    "again later."
+                )
+            own = self._taken[client]
+            if own + num_texts > share:
+                raise BusyError(
+                    f"This key has {own} requests here, and may have {share}. Try again later."
+                )
+            self._taken[client] = own + num_texts
+
+    def free(self, client: str) -> None:
+        """Free the place of one text."""
+        with self._lock:
+            self._taken[client] -= 1
+            self._taken += Counter()  # drops clients without texts
+
+
+def client_share(places: int, share: float, client: str) -> int:
+    """Number of places that a client may use; all if clients are not told apart."""
+    return max(1, int(places * share)) if client else places
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
@@ -237,8 +316,3 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def client_share(places: int, share: float, client: str) -> int:
-    """Number of places that a client may use; all if clients are not told apart."""
-    return max(1, int(places * share)) if client else places

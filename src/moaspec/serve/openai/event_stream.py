@@ -1,76 +1,23 @@
-"""The texts of one request: decoded together, merged into one stream, cancelled on disconnect."""
+"""Server-sent events, and work that ends when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from moaspec.serve.http_errors import RequestError, error_response
-from moaspec.serve.metrics import Metrics
-from moaspec.serve.openai.token_counts import TokenCounts
-from moaspec.serve.sources.source import Job, TextSource, Update, end_tasks
+from moaspec.serve.sources.source import end_tasks
 
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client disconnected. Only logs show it."""
-
-
-class RequestTexts:
-    """Decodes the jobs of one request.
-
-    Args:
-        source: decodes the jobs.
-        jobs: accepted all or none.
-        endpoint: name of the endpoint in the metrics.
-        metrics: counts the texts when they end.
-
-    Attributes:
-        counts: token counts of each text.
-
-    Raises:
-        InputError, BusyError: see `TextSource.submit`.
-    """
-
-    def __init__(
-        self, source: TextSource, jobs: Sequence[Job], *, endpoint: str, metrics: Metrics
-    ) -> None:
-        self.jobs, self.counts = jobs, [TokenCounts() for _ in jobs]
-        self._endpoint, self._metrics = endpoint, metrics
-        self._unfinished = set(range(len(jobs)))
-        self._outcome = "cancelled"
-        self._news: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
-        self._cancel = source.submit(jobs, lambda *news: self._news.put_nowait(news))
-
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Yield (index of the text, update) until all texts have ended."""
-        while self._unfinished:
-            index, news = await self._news.get()
-            if isinstance(news, Exception):
-                self._outcome = "failed"
-                raise news
-            self.counts[index].add(news)
-            if news.stop_reason is not None:
-                self._unfinished.discard(index)
-                self._count(index, "done")
-            yield index, news
-
-    async def close(self) -> None:
-        """Cancel unfinished texts. May be called more than once."""
-        await self._cancel()
-        for index in self._unfinished:
-            self._count(index, self._outcome)
-        self._unfinished.clear()
-
-    def _count(self, index: int, outcome: str) -> None:
-        prompt_tokens = len(self.jobs[index].prompt_ids)
-        self._metrics.count(self._endpoint, outcome, prompt_tokens, self.counts[index])
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -99,23 +46,23 @@ class EventStream(StreamingResponse):
     """Server-sent events. The texts are cancelled if the client disconnects or stops reading.
 
     Args:
-        texts: the texts in decoding.
         events: bodies of the events. An error becomes a last event in OpenAI's format.
+        close: cancels the texts; called at the end.
         named: whether events are named by their `type`, as in /v1/responses.
         send_timeout_s: maximum time that a client may leave its connection full.
     """
 
     def __init__(
         self,
-        texts: RequestTexts,
         events: AsyncGenerator[dict[str, Any]],
+        close: Callable[[], Awaitable[None]],
         *,
         named: bool = False,
         send_timeout_s: float,
     ) -> None:
         headers = {"X-Accel-Buffering": "no"}
         super().__init__(_lines(events, named), headers=headers, media_type="text/event-stream")
-        self._texts, self._send_timeout_s = texts, send_timeout_s
+        self._close, self._send_timeout_s = close, send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Send events until the end, or until the client disconnects or stops reading."""
@@ -128,7 +75,7 @@ class EventStream(StreamingResponse):
             with contextlib.suppress(Exception):  # nothing can be sent any more
                 await unless_disconnected(receive, self.stream_response(send_in_time))
         finally:
-            await self._texts.close()
+            await self._close()
 
 
 async def _lines(events: AsyncGenerator[dict[str, Any]], named: bool) -> AsyncIterator[str]:

@@ -1,0 +1,127 @@
+"""A chat or response request in the form that both endpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from pydantic import BaseModel
+
+from moaspec.data.messages import Message, normal_tool
+from moaspec.data.templates.call_reader import CallReader
+from moaspec.serve.http_errors import RequestError
+from moaspec.serve.openai.call_grammar import Function, call_grammar, lists_arguments
+from moaspec.serve.openai.schema import GenerationRequest
+from moaspec.serve.sources.source import Job
+
+if TYPE_CHECKING:
+    from moaspec.serve.openai.redaction import RequestRedactor
+    from moaspec.serve.server_context import ServerContext
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of `json_object`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatInput:
+    """A conversation and the format of its answer: free text, JSON or tool calls.
+
+    Attributes:
+        messages: normalised messages.
+        tools: tools that the prompt describes, in the normal form.
+        choice: "none", "auto", "required", or the name of the tool to call.
+        parallel: whether several calls are allowed; None: if the chat template supports them.
+        schema: JSON schema of the answer; None allows any text.
+        variables: variables of the chat template.
+        stop: stop strings.
+        max_tokens: maximum length of the answer; None takes the server's default.
+        logprobs: number of alternatives to report; None reports no log-probabilities.
+        template_options: see `ChatTemplate.rendered`.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: str | None = None
+    parallel: bool | None = None
+    schema: dict[str, Any] | None = None
+    variables: Mapping[str, Any] | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    template_options: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """Functions that this answer may call."""
+        functions = [tool["function"] for tool in self.tools if self.choice != "none"]
+        if self.choice in (None, "none", "auto", "required"):
+            return functions
+        found = [function for function in functions if function["name"] == self.choice]
+        if not found:
+            raise RequestError(f"There is no tool {self.choice!r}.", param="tool_choice")
+        return found
+
+    def allows_parallel(self, context: ServerContext) -> bool:
+        """Whether the answer may have several calls."""
+        if self.parallel is None and self.tools and context.template.exists:
+            return context.template.traits.takes_parallel_calls
+        return self.parallel is not False
+
+    def grammar(self, context: ServerContext) -> str | None:
+        """Grammar of the answer; None for free text. Compilation may take seconds.
+
+        Raises:
+            InputError: an unsupported schema, or a tool choice without tools.
+        """
+        tools, forced = self.callable_functions, self.choice not in (None, "none", "auto")
+        if forced and not tools:
+            raise RequestError("tool_choice needs tools.", param="tool_choice")
+        grammars = context.facts.grammars
+        form = context.template.form
+        guided = form.trigger and self.schema is None
+        if form.tags:
+            guided = guided and all(map(lists_arguments, tools))
+        if tools and (forced or guided):
+            text = call_grammar(
+                form,
+                tools,
+                forced=forced,
+                parallel=self.allows_parallel(context),
+                special=context.template.special_marks,
+            )
+            return grammars.lark(text)
+        return None if self.schema is None else grammars.json_schema(self.schema)
+
+    def reader(self, context: ServerContext) -> CallReader | None:
+        """A reader of the calls in one text; None without callable tools."""
+        functions = {tool["name"]: tool["parameters"] for tool in self.callable_functions}
+        if not functions:
+            return None
+        return CallReader(context.template.form, functions, parallel=self.allows_parallel(context))
+
+    def jobs(
+        self,
+        context: ServerContext,
+        request: Request,
+        body: GenerationRequest,
+        redactor: RequestRedactor,
+    ) -> list[Job]:
+        """Redact and tokenise the conversation, and make a job for every choice."""
+        hidden, limit = redactor.hide(self), self.max_tokens
+        redactor.check_answer(logprobs=self.logprobs is not None, stop=hidden.stop)
+        return context.jobs(
+            request,
+            body,
+            [context.prompt(hidden)],
+            max_tokens=context.settings.default_max_tokens if limit is None else limit,
+            logprobs=self.logprobs,
+            grammar=hidden.grammar(context),
+            stop=hidden.stop,
+        )
+
+
+def normal_tools(tools: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
+    """Tools of a request in the normal form."""
+    return [normal_tool(tool.model_dump(exclude_none=True)) for tool in tools or ()]
