@@ -52,6 +52,12 @@ def test_relative_links_of_the_documentation_stay_inside_it(page: str) -> None:
     assert [link for link in links(DOCS / page) if link.startswith("../")] == []
 
 
+def test_the_tests_that_the_security_page_names_exist() -> None:
+    named = re.findall(r"`([\w/]*test_\w+\.py)`", (DOCS / "security.md").read_text("utf-8"))
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One heading\n[a](page.md#one-heading) [b](page.md#two) [c](none.md)\n")

@@ -190,6 +190,12 @@ def test_heads_that_do_not_fit(heads: int) -> None:
         drafter_config(tiny.target(), DrafterSizes(lsa_heads=heads))
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_sizes_of_recipes_fit_any_target(path: Path) -> None:
+    sizes = read_train_config(path, ["data=[mine.jsonl]"]).sizes
+    assert drafter_config(tiny.target(), sizes).kv_size == tiny.target().identity.kv_size
+
+
 OURS = Path(__file__).parents[2] / "configs"
 READY = sorted([*OURS.rglob("*.yaml"), *RECIPES.glob("*.yaml")])
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -37,7 +36,13 @@ from moaspec.train.run_failures import explain_failures
 from moaspec.train.run_log import OnStep, RunLog, step_metrics, tracker_values
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
-from moaspec.train.students.losses import LossSums, exit_loss, logit_chunk_size, mean_over_exits
+from moaspec.train.students.losses import (
+    LossSums,
+    exit_loss,
+    logit_chunk_size,
+    mean_over_exits,
+    summary_loss,
+)
 from moaspec.train.students.students import (
     BaselineStudent,
     DraftVocabularyHead,
@@ -226,7 +231,7 @@ class Trainer:
             parts.append(found)
         if result.summary is not None and weights.summary:
             tokens = int(whole.batch.attention_mask_BT.sum())
-            proxies.append(weights.summary * processes / tokens * _summary_loss(*result.summary))
+            proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
         self.strategy.backward(torch.stack(proxies).sum())
         return mean_over_exits(parts)
 
@@ -366,8 +371,3 @@ def _by_exit(saved: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
     """Acceptance in a saved state; earlier versions saved the first exit's only."""
     lists = [saved] if saved and isinstance(saved[0], float) else saved
     return tuple(tuple(by_rank) for by_rank in lists)
-
-
-def _summary_loss(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
-    """Smooth-L1 of the aggregates, mean over E, summed over tokens."""
-    return F.smooth_l1_loss(aggregated_NE, hidden_NE, reduction="sum") / hidden_NE.shape[-1]

@@ -16,6 +16,7 @@ from moaspec.train.students.losses import (
     divergence,
     exit_loss,
     feature_loss,
+    summary_loss,
 )
 
 
@@ -133,6 +134,11 @@ def test_the_inner_states_share_the_feature_loss() -> None:
     assert inner[0].grad is not None
     assert_close(drafted.grad, gradients[0])
     assert_close(inner[0].grad, gradients[1])
+
+
+def test_the_summary_loss_by_hand() -> None:
+    aggregate_TE, target_TE = torch.tensor([[0.5, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
+    assert_close(summary_loss(aggregate_TE, target_TE), torch.tensor((0.125 + 2.5) / 2))
 
 
 def test_no_queries_give_no_loss_and_zero_gradients() -> None:

@@ -1,6 +1,6 @@
 """Distillation losses.
 
-Legend: M queries with loss, E hidden size, V draft vocabulary.
+Legend: M queries with loss, T tokens of all texts, E hidden size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -112,6 +112,16 @@ def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = Fals
         size_M1 = target_ME.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
         drafted_ME, target_ME = drafted_ME / size_M1, target_ME / size_M1
     return F.smooth_l1_loss(drafted_ME, target_ME, reduction="none").mean(-1).sum()
+
+
+def summary_loss(aggregate_TE: Tensor, target_TE: Tensor) -> Tensor:
+    """Smooth-L1 (beta 1), mean over E, summed over tokens; see `LossWeights.summary`.
+
+    Args:
+        aggregate_TE: LSA's output, (T, E).
+        target_TE: the target's final states of these tokens, (T, E).
+    """
+    return F.smooth_l1_loss(aggregate_TE, target_TE, reduction="sum") / target_TE.shape[-1]
 
 
 def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
