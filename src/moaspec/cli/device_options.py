@@ -35,7 +35,9 @@ class DeviceOptions:
     server: Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")] = SERVER
     bundle: Annotated[
         Path | None,
-        typer.Option(help="Device bundle; default: made once, of --model's bundled drafter."),
+        typer.Option(
+            help="Device bundle directory; default: made once, of --model and its bundled drafter."
+        ),
     ] = None
     model: options.Model = options.MODEL
     on_cut: Annotated[
@@ -45,36 +47,50 @@ class DeviceOptions:
             "correct nothing) or wait."
         ),
     ] = "rollback"
-    codec: Annotated[str, typer.Option(help="Encoding of activations: fp16, int8 or int4.")] = (
-        "int8"
-    )
-    draft: Annotated[str, typer.Option(help="auto, or a shape as for --tree.")] = "auto"
+    codec: Annotated[
+        str, typer.Option(help="Encoding of activations on the link: fp16, int8 or int4.")
+    ] = "int8"
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in chain:4."
+        ),
+    ] = "auto"
     num_target_layers: Annotated[
-        int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
+        int | None,
+        typer.Option(
+            help="N: drafts also pass the target's last N layers; default: the drafter's."
+        ),
     ] = None
     generation_config: options.GenerationConfig = "auto"
     prefix_dir: Annotated[
-        Path | None, typer.Option(help="Keep activations of prompts in this directory.")
+        Path | None,
+        typer.Option(help="Directory that keeps activations of prompts for later; default: none."),
     ] = None
     give_up_s: Annotated[
         float | None,
         typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
     ] = None
     recognise: Annotated[
-        bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
+        bool, typer.Option(help="Hide e-mail addresses, phone and card numbers, and IBANs.")
     ] = True
     phone_region: Annotated[
         list[str] | None,
         typer.Option(
-            help="Country of phone numbers without prefix; may be given several times; US."
+            help="Country whose national phone numbers are hidden, as DE; may be given several "
+            "times; default: US."
         ),
     ] = None
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
+        Path | None, typer.Option(help="File with the token for the server; also $MOASPEC_TOKEN.")
     ] = None
-    ca: Annotated[str | None, typer.Option(help='CA of the server, or "system"; turns TLS on.')] = (
-        None
-    )
+    ca: Annotated[
+        str | None,
+        typer.Option(
+            help="TLS: PEM file of the CA that signed the server's certificate, or system for this "
+            "machine's CAs; default: no TLS."
+        ),
+    ] = None
     certificate: Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")] = (
         None
     )

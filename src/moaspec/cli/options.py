@@ -27,13 +27,16 @@ Prompt = Annotated[
     typer.Argument(help="What the model should answer; - reads standard input, as a pipe does."),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt.")]
-Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
+Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or hub id.")]
 DrafterName = Annotated[
-    str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
+    str | None, typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
 Shape = Annotated[
-    str, typer.Option(help="auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62.")
+    str,
+    typer.Option(
+        help="Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
+    ),
 ]
 
 
@@ -91,7 +94,9 @@ Quantize = Annotated[
         "target's, with drafts and without, and not the original's."
     ),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads at most; default: PyTorch's number.")
+]
 Device = Annotated[str, typer.Option(help="A torch device.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

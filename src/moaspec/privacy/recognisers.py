@@ -1,6 +1,6 @@
 """Recognisers of e-mail addresses, telephone numbers, payment cards and bank accounts.
 
-They find text by its form and, if the form has them, correct check digits. They cannot recognise
+They find text by its form; cards and IBANs also need correct check digits. They cannot recognise
 names, streets or diagnoses: users mark these.
 """
 
@@ -105,7 +105,7 @@ def _has_check_digit(digits: str) -> bool:
 def ibans(text: str) -> Iterator[Span]:
     """Find international bank account numbers with correct length and check digits.
 
-    Numbers may begin within text that looks like the beginning of another.
+    A number may begin inside other text that has the form of one.
     """
     is_valid = _library("stdnum.iban").is_valid
     places = set[tuple[int, int]]()
@@ -169,7 +169,9 @@ class Phones:
         phonenumbers = _library("phonenumbers")
         unknown = set(self.regions) - set(phonenumbers.SUPPORTED_REGIONS)
         if unknown:
-            raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
+            raise InputError(
+                f"Unknown telephone regions {sorted(unknown)}: use two-letter codes, as US, DE."
+            )
         # Folding joins lines, so the original text is searched too.
         read = list(folded_copies(text))
         spaced = [replace(one, text=one.text.translate(_SPACED)) for one in read]

@@ -29,7 +29,10 @@ class Vault:
     A vault cannot be pickled or copied, and its representation shows no private text.
 
     Args:
-        recognisers: find private text without marks; None takes all recognisers.
+        recognisers: find private text without marks; None takes `recognisers.default()`, () none.
+
+    Raises:
+        InputError: the extra `private`, which the default recognisers need, is not installed.
     """
 
     def __init__(self, recognisers: Iterable[Recogniser] | None = None) -> None:
@@ -63,7 +66,7 @@ class Vault:
         return self.hide_texts([text])[0]
 
     def hide_messages(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        """Hide the messages of all roles of a conversation; see `hide_texts`."""
+        """Hide the content, one string each, of messages of all roles; see `hide_texts`."""
         hidden = self.hide_texts([message["content"] for message in messages])
         pairs = zip(messages, hidden, strict=True)
         return [{**message, "content": content} for message, content in pairs]

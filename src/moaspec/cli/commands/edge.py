@@ -21,7 +21,7 @@ def edge(
     port: Port = 8001,
     emulate: Annotated[
         str | None,
-        typer.Option(help="Emulate a link: none, lan, 4g or 5g; the page can cut it."),
+        typer.Option(help="Delay the link as on lan, 4g or 5g, or none; the page can cut it."),
     ] = None,
     max_active: Active = 8,
     max_waiting: Waiting = 64,

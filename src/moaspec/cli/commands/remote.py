@@ -36,7 +36,7 @@ def remote(
         int | None, typer.Option(help="Cut the link after this many tokens.")
     ] = None,
     cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.")] = 3.0,
-    link: Annotated[str, typer.Option(help="Emulate a link: none, lan, 4g, 5g.")] = "none",
+    link: Annotated[str, typer.Option(help="Delay the link as on lan, 4g or 5g.")] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
     seed: options.Seed = None,

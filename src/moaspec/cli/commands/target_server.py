@@ -49,7 +49,9 @@ def target_server(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Serve Prometheus metrics here (on the same address).", min=0, max=65535),
+        typer.Option(
+            help="Port of Prometheus metrics, on --host; default: none.", min=0, max=65535
+        ),
     ] = None,
     traces: Annotated[
         bool, typer.Option("--traces", help="Print OpenTelemetry spans on standard error.")
@@ -79,7 +81,7 @@ def target_server(
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
 ) -> None:
-    """Hold the target for devices that draft.
+    """Verify the drafts of devices.
 
     SIGTERM and Ctrl-C let running work finish.
 

@@ -27,6 +27,11 @@ class AheadDrafter:
         inner: the drafter.
         needs_memory: whether it needs features of some token before it can draft.
         clock: measures the time of a draft.
+
+    Attributes:
+        expected: the verified text and the tokens drafted after it.
+        held: positions whose activations the drafter has.
+        step_s: smoothed time of one drafted token; None before the first.
     """
 
     needs: frozenset[Need] = frozenset()

@@ -19,7 +19,7 @@ class RemoteEvent:
     Attributes:
         start: index into the generated tokens.
         token_ids: the tokens from `start` on.
-        sources: the source of each token.
+        sources: "draft", "target" or "copy" for each token.
         num_provisional: number of tokens at the end that are not verified.
         num_corrected: number of earlier provisional tokens that were removed or changed.
         link: state of the link.
@@ -71,7 +71,7 @@ class LinkStats:
         reopened: times the server had forgotten the session.
         provisional: tokens shown without verification.
         corrected: of these, tokens that were taken back or changed.
-        ahead_hits, ahead_misses: verdicts for which the next draft was there, or was not.
+        ahead_hits, ahead_misses: verdicts at which the next draft was ready, or was not.
         first_token_s: from the turn's request to its first token.
         noticed_s: silence of the link when the last cut was noticed.
         down_s: `time.monotonic` of that moment.

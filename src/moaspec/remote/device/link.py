@@ -31,8 +31,8 @@ class LinkOptions:
     Attributes:
         heartbeat_s: time between two heartbeats.
         dead_after_s: silence after which the link is dead.
-        backoff_s, max_backoff_s: first and longest pause between attempts, with the time that an
-            attempt takes.
+        backoff_s, max_backoff_s: first and longest time from the start of a failed attempt to that
+            of the next.
         connect_s: timeout of an attempt.
         retry_s: a request is repeated after this time or several round trips, in
             case it or its answer was lost.
@@ -51,11 +51,11 @@ class ServerLink:
 
     Args:
         transport: makes connections.
-        session: name of the session, set in every message.
+        session: random bytes that name the session, set in every message.
         options: times.
         stats: updated by the link.
         on_message: called with every message but heartbeats.
-        on_connect: called for a new connection; its messages are sent first.
+        on_connect: called for a new connection; what it sends precedes all other messages.
         on_change: called for a new state and for a refusal.
 
     Attributes:
@@ -132,6 +132,7 @@ class ServerLink:
             self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
 
     async def _mend(self) -> None:
+        """Open one connection after another, with pauses, until the server refuses."""
         pause_s = self.options.backoff_s
         while self.refused is None:
             started = now()

@@ -1,4 +1,4 @@
-"""Activations on the device: in the drafter, and those of prompts on disk, to be sent once.
+"""Activations that a server sends: decoded into the drafter, those of prompts also kept on disk.
 
 A text is cut into blocks. The name of a block's file is a hash of the text up to the block's end,
 the models and the tenant, so only equal prefixes of one tenant share files. Token ids are hashed as
@@ -35,11 +35,11 @@ CHECKSUM_BYTES = 16
 
 
 class PrefixStore:
-    """Blocks of records on disk.
+    """Stores blocks of records on disk; a record is the encoded activations of one token.
 
     Args:
         directory: of all tenants; made if missing.
-        tenant: nothing is shared between tenants.
+        tenant: any name; nothing is shared between tenants.
         models: all that activations depend on besides the text: identities, codec, N.
         token_bytes: size of a record.
         max_bytes: of one tenant; the least recently used blocks are removed first.
@@ -76,7 +76,7 @@ class PrefixStore:
 
         Args:
             token_ids: of the text.
-            regime: index of its rotary embeddings, which depend on the length for LongRoPE.
+            regime: which of LongRoPE's rotary embeddings the keys have; it depends on the length.
         """
         for start, path in self._blocks(token_ids, regime):
             data = self._read(path)
@@ -151,7 +151,7 @@ def _check(data: bytes) -> bytes:
 
 
 class DeviceActivations:
-    """Decodes activations into a drafter.
+    """Decodes activations into a drafter, and keeps those of prompts in a store.
 
     Args:
         layout: of records.

@@ -52,10 +52,10 @@ class RemoteOptions:
         draft_ahead: draft while waiting for a verdict.
         on_cut: treatment of tokens that are drafted without a link: "rollback" replaces tokens
             that the target does not choose, "keep" leaves them, "wait" drafts none.
-        max_provisional: largest number of such tokens.
+        max_provisional: largest number of tokens drafted in one cut of the link.
         link: when the link counts as dead, and how it reconnects.
-        tenant, prefix_dir: keep activations of prompts in this directory, separate for each tenant;
-            without a directory they are not kept.
+        tenant, prefix_dir: directory that keeps activations of prompts for later sessions, separate
+            for each tenant, which is any name; without a directory they are not kept.
         give_up_s: time without a verdict after which a turn fails, with or without a link; None for
             no limit.
 
@@ -161,7 +161,7 @@ class RemoteSession:
         return DeviceActivations(layout, self._ahead, drafting.target, self._rules, store)
 
     def _opening(self, num_target_layers: int) -> pb.Open:
-        """What all messages that open a turn say."""
+        """The fields that all messages that open a turn share."""
         return pb.Open(
             protocol=identity.PROTOCOL,
             law=identity.SAMPLING_VERSION,

@@ -65,12 +65,12 @@ class PendingRequest:
 
 
 class RemoteVerifier:
-    """A `Verifier` of one row that asks a server.
+    """A `Verifier` of one text that asks a server.
 
     Args:
         ahead: this device's drafter, which follows the verified text.
-        target: that the device drafts for.
-        opening: what all `Open` messages of the session say.
+        target: the target that the device drafts for.
+        opening: the fields that all `Open` messages of the session share.
         memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
         keep: whether provisional tokens stay; otherwise they are drafts.
@@ -244,7 +244,7 @@ class RemoteVerifier:
             skip = len(text) - verdict.base
             if skip < 0:
                 raise WireError(
-                    f"The server speaks of {verdict.base} tokens; here are {len(text)}."
+                    f"The server has {verdict.base} tokens of the text; the device has {len(text)}."
                 )
             if skip < len(verdict.tokens):
                 if list(verdict.tokens[:skip]) != text[verdict.base :]:

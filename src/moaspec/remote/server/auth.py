@@ -47,7 +47,7 @@ class Credentials:
         if (self.certificate is None) != (self.key is None):
             raise InputError("A certificate comes with its key; got only one of the two.")
         if self.certificate is not None and self.ca is None:
-            raise InputError("A device's certificate needs TLS: say which ca the server's is of.")
+            raise InputError("A device's certificate needs TLS: name the server's ca, or 'system'.")
 
     def check(self, address: str) -> None:
         """Refuse to send a token without encryption.
