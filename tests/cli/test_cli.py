@@ -148,15 +148,15 @@ def test_calibrate_tells_whether_drafts_pay(
 def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowded = type(loaded.threads)
-    monkeypatch.setattr(crowded, "crowded", True)
+    target = type(loaded)
+    monkeypatch.setattr(target, "crowded", True)
     output = cli("calibrate")
     assert "too high. They hold until" in output.err
     output = cli("generate", PROMPT, "--raw", "--max-new-tokens", "4")
     assert "was measured while other processes used its CPU" in output.err
-    monkeypatch.setattr(crowded, "crowded", False)
+    monkeypatch.setattr(target, "crowded", False)
     assert "too high" not in cli("calibrate").err
-    monkeypatch.setattr(crowded, "crowded", True)
+    monkeypatch.setattr(target, "crowded", True)
     output = cli("calibrate", "--json")
     assert "still hold" in output.err
     assert not json.loads(output.out)["busy"]
