@@ -201,6 +201,26 @@ def test_a_server_that_is_not_there(
     assert "No link to the server for 1 s" in output.err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("remote", "w1", "--draft", "chain"),
+        ("remote", "w1", "--phone-region", "germany"),
+        ("remote", "w1", "--link", "6g"),
+        ("remote", "w1", "--token-file", "/nowhere/token"),
+        ("edge", "--draft", "tree:2"),
+        ("edge", "--phone-region", "XX"),
+        ("edge", "--emulate", "6g"),
+    ],
+)
+def test_options_that_cannot_be_read_are_refused_before_loading(
+    cli: Cli, wrong: tuple[str, ...]
+) -> None:
+    output = cli(*wrong)
+    assert output.code == 2
+    assert output.err.startswith("Error:")
+
+
 @pytest.mark.parametrize("command", [("remote", "w1"), ("edge",)])
 @pytest.mark.parametrize(
     ("wrong", "why"),

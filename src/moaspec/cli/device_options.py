@@ -98,10 +98,10 @@ class DeviceOptions:
     threads: options.Threads = None
 
     def check(self, command: str, *extras: str) -> None:
-        """Refuse missing extras and a server address of another form than HOST:PORT.
+        """Refuse, before anything is loaded, missing extras and options that cannot be read.
 
         Raises:
-            InputError: as above.
+            InputError: names the extra or the option.
         """
         require(command, *extras, *(["private"] if self.recognise else []))
         found = _ADDRESS.fullmatch(self.server)
@@ -109,6 +109,12 @@ class DeviceOptions:
             raise InputError(
                 f"--server must be HOST:PORT, such as {SERVER} or [::1]:50051, got {self.server!r}."
             )
+        if self.draft != "auto":
+            # Imported here: it imports NumPy.
+            from moaspec.drafting.tree_shapes import parse_shape
+
+            parse_shape(self.draft)
+        self.vault().hide("")  # reads the regions
 
     def remote_options(self) -> RemoteOptions:
         """How a session uses its link.

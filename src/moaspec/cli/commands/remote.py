@@ -52,13 +52,16 @@ def remote(
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
     device.check("`moaspec remote`", "remote")
+    # Imported here, because it needs the extra; it loads nothing large.
+    from moaspec.remote.emulation import Faults, ShapedTransport, link_named
+
+    faults, emulated = Faults(), link_named(link)
+    wire = device.transport()
     question = read_prompt(prompt)
     with loading(device.model, device.threads):
         from moaspec.remote.device.remote_session import RemoteSession
-        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
 
-    chosen, wire = device.remote_options(), device.transport()
-    faults, emulated = Faults(), link_named(link)
+    chosen = device.remote_options()
     shaped = link != "none" or cut_after is not None
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
     vault = device.vault()
