@@ -34,7 +34,7 @@ class Exit:
 
     @property
     def best_chain(self) -> tuple[int, float] | None:
-        """See `cost.best_chain`; None where costs are not known."""
+        """See `cost_model.best_chain`; None where costs are not known."""
         return None if self.costs is None else best_chain(self.costs, self.prior)
 
     @property

@@ -33,8 +33,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class KVCache:
     """One tensor of shape (L, 2, R, H, S, D): [:, 0] keys, [:, 1] values.
 
-    Slot s of a row holds the token at position s. Callers keep each row's length and hide the rest
-    behind masks; nothing here needs clearing.
+    Slot s of a row holds the verified token at position s. A draft's slot is its tree's root + 1 +
+    its node, until `commit` moves it. Callers keep each row's length and hide the rest behind
+    masks; nothing here needs clearing.
 
     Args:
         num_layers: L.
@@ -306,7 +307,7 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
     """The slots of the cache that each query attends to.
 
     Args:
-        starts: per row, the first slot that not all of its queries attend to.
+        starts: per row, the slot of the pass's first token.
         tree_BTU: bool; query t sees slot start + u.
         visible: S', slots that attention reads; at least max(starts) + U.
 

@@ -22,9 +22,8 @@ class Chain(Tree):
 
 
 DEFAULT_TREE = Tree(depth=1, breadth=2, total_tokens=2)
-"""What "auto" means as long as machines are not calibrated: it pays wherever a pass over three
-tokens costs about as much as one over a single token. Where more are as cheap (GPUs, CPUs
-with bf16 instructions) a larger tree pays more."""
+"""What "auto" means without costs, as for drafters other than `MoADrafter`: it pays where a pass
+over three tokens costs about as much as one over a single token."""
 
 
 def parse_shape(text: str) -> Tree:

@@ -28,8 +28,8 @@ def local_engine(
     Raises:
         InputError: something that is no drafter, or N for a drafter that reuses no layers.
     """
-    verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
-    return Engine(verifier, drafting, target=target)
+    verifier, proposer = local_parts(target, drafter, num_target_layers=num_target_layers)
+    return Engine(verifier, proposer, target=target)
 
 
 @plain_torch()
@@ -39,15 +39,15 @@ def local_parts(
     *,
     num_target_layers: int | None = None,
 ) -> tuple[LocalVerifier, Proposer | None]:
-    """Verifier and drafter of `local_engine`, for callers with an engine of their own."""
-    drafting = _drafting(target, drafter, num_target_layers)
-    verifier = LocalVerifier(target, drafting)
-    if isinstance(drafting, MoAProposer):
-        drafting.share_target_cache(verifier.cache)
-    return verifier, drafting
+    """Verifier and proposer of `local_engine`, for callers with an engine of their own."""
+    proposer = _proposer(target, drafter, num_target_layers)
+    verifier = LocalVerifier(target, proposer)
+    if isinstance(proposer, MoAProposer):
+        proposer.share_target_cache(verifier.cache)
+    return verifier, proposer
 
 
-def _drafting(
+def _proposer(
     target: Target, drafter: MoADrafter | Proposer | None, num_target_layers: int | None
 ) -> Proposer | None:
     if isinstance(drafter, MoADrafter):

@@ -42,9 +42,8 @@ class GenerateOptions(TypedDict, total=False):
         tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the shape that pays most on
             this machine, plain rounds included, as `moaspec calibrate` has measured it for this
             target, drafter, dtype and number of threads. Where it has not, the first call measures
-            it in some seconds and stores the result. Where that is impossible or takes longer, see
-            `measure_once`, costs are estimated from the models' sizes, and only what is sure to pay
-            is drafted. A drafter of another kind than `MoADrafter` drafts a small fixed tree.
+            it in some seconds and stores the result. `shaping_for` says what holds where it cannot,
+            and for drafters other than `MoADrafter`.
         free_branches: whether candidates out of the text itself are verified beside the drafts:
             True, False, or "auto" (the default): together with `tree="auto"`, as long as they pay.
             Their tokens are reported as "copy".
@@ -160,7 +159,10 @@ def shaping_for(
 ) -> DraftSettings:
     """The draft settings for this target and drafter.
 
-    They come from the costs that `calibrate` has stored, else from `sure_costs`.
+    "auto" goes by the costs that this machine has stored or measures now (`measure_once`). Where it
+    cannot, it goes by costs estimated from the models' sizes, if a chain promises a speed-up of
+    `SURE` by them (`sure_costs`), and else drafts nothing. A drafter other than `MoADrafter` has no
+    costs, and "auto" is `DEFAULT_TREE`.
 
     The engine that they join must have the N of the answer.
 

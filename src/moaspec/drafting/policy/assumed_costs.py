@@ -40,7 +40,7 @@ def sure_costs(
         target: see `assumed_costs`.
         drafter: see `assumed_costs`.
         num_target_layers: N.
-        prior: see `cost.PRIOR`.
+        prior: see `cost_model.PRIOR`.
     """
     costs = assumed_costs(target, drafter, num_target_layers)
     _, speedup = best_chain(costs, prior)

@@ -35,7 +35,7 @@ CREDIT_TOKENS = 48
 written any."""
 
 FIRST_ROUNDS = 4.0
-"""Rounds that `GAIN`, which is expected of drafts at first, counts for."""
+"""Weight of the prior speed-up `GAIN`, in rounds."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
@@ -95,10 +95,10 @@ class DraftSettings:
     Attributes:
         tree: a shape, "auto", or None for no drafts.
         free_branches: see `generate`.
-        costs: of this machine, or None where it was not measured; then "auto" is a fixed shape
-            without free branches.
+        costs: by which "auto" decides. None makes "auto" `DEFAULT_TREE`, without free branches;
+            `shaping_for` (`generation/options.py`) says when.
         prior: acceptance rates that "auto" starts from.
-        lags: whether the drafter drafts on features that end before the text does; see
+        lags: whether the drafter can draft while the newest tokens are not encoded; see
             `AdaptivePolicy`.
         num_target_layers: N of the drafter that all of this is for; None takes its default.
 
@@ -181,7 +181,7 @@ class AdaptivePolicy:
 
     Args:
         costs: of this machine, target and drafter, shared with other rows.
-        lags: whether the drafter drafts on features that end before the text does.
+        lags: whether the drafter can draft while the newest tokens are not encoded.
 
     Attributes:
         lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,

@@ -1,4 +1,7 @@
-"""Private text of requests stays on the device: the server gets placeholders, clients never do.
+"""Private text of requests stays on the device: the target server gets placeholders.
+
+Clients get their own text back, but for `provisional`, `correction` and `tree`, which show
+placeholders.
 
 A vault exists for one request. Clients send, and the response store keeps, whole conversations with
 their marks, so the next request assigns the same placeholders to the same texts.
