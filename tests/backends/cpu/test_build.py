@@ -152,6 +152,20 @@ def test_a_cache_that_cannot_be_written(
 
 
 @needs_cpu
+def test_an_unknown_set_of_instructions_is_told(
+    afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", script(afresh / "failing", "exit 3"))
+    monkeypatch.setenv(build.SWITCH, "avx-512")
+    assert why_not() is not None
+    assert why_not() is not None  # told once
+    first, _ = warnings(caplog)
+    assert (
+        first == "MOASPEC_KERNELS=avx-512 is ignored; it must be off, avx2, avx512, amx or unset."
+    )
+
+
+@needs_cpu
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
 def test_they_can_be_switched_off(
     value: str, afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -34,7 +34,8 @@ INSTRUCTIONS = {
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
-"""Environment variable: "off" does without kernels, one of `INSTRUCTIONS` without faster ones."""
+"""Environment variable: "off": no kernels; "avx2", "avx512" or "amx": this set at most."""
+OFF = ("off", "0", "false")
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ def instructions() -> str | None:
 
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    asked = os.environ.get(SWITCH, "")
+    if asked and asked.lower() not in (*OFF, *INSTRUCTIONS):
+        known = ", ".join(reversed(INSTRUCTIONS))
+        log.warning("%s=%s is ignored; it must be off, %s or unset.", SWITCH, asked, known)
     try:
         return _opened(_compiled()), None
     except _UnavailableError as error:
@@ -140,7 +145,7 @@ def _wanted() -> list[str]:
         _UnavailableError: this CPU has none of `INSTRUCTIONS`, or they are not wanted.
     """
     asked = os.environ.get(SWITCH, "").lower()
-    if asked in {"off", "0", "false"}:
+    if asked in OFF:
         raise _UnavailableError(f"{SWITCH} is off")
     names = supported()
     if not names:
