@@ -1,6 +1,6 @@
 """Decoder layers by kernels: bf16, on the CPU, without gradients.
 
-Legend: B rows, T tokens, L layers, R places of a cache, S slots, H query heads, J KV heads, D head
+Legend: B rows, T tokens, L layers, R rows of a cache, S slots, H query heads, J KV heads, D head
 dim, E hidden size, X = H * D. R is the number of rotated dims in `cos_BTR` and `sin_BTR`.
 """
 
@@ -176,7 +176,9 @@ class FusedNorm:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a pass stores keys and values, and finds those it reads.
+    """Where a pass stores keys and values in a `KVCache`, and finds those it reads.
+
+    It stands here, below `drafting`, because kernels take it as it is.
 
     Attributes:
         cache: (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers.
@@ -283,7 +285,7 @@ class Pass:
         B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
         last = stack.layers[-1].described
         assert norm is None or len(norm.weight_E) == last.read.inputs
-        layer, half, place, head, slot, _ = cache.stride()
+        layer, half, cache_row, head, slot, _ = cache.stride()
         # Kept, because the description has only their addresses.
         self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
         rows, starts, *_ = self._held
@@ -292,7 +294,7 @@ class Pass:
             mask_row = 0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0)
             mask_token = 0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2)
         attention = AttentionFacts(
-            places=ctypes.addressof(rows),
+            cache_rows=ctypes.addressof(rows),
             mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),
             rows=B,
             tokens=tokens,
@@ -300,10 +302,10 @@ class Pass:
             kv_heads=cache.shape[3],
             head_dim=last.head_dim,
             slots=slots.visible,
-            key_row=place,
+            key_row=cache_row,
             key_head=head,
             key_slot=slot,
-            value_row=place,
+            value_row=cache_row,
             value_head=head,
             value_slot=slot,
             mask_row=mask_row,
@@ -316,7 +318,7 @@ class Pass:
             cos.shape[-1],
             cos.numel() // cos.shape[-1],
             cache[len(cache) - num].data_ptr(),
-            *(layer, half, place, head),
+            *(layer, half, cache_row, head),
             ctypes.addressof(starts),
             attention,
             None if norm is None else norm.weight_E.data_ptr(),

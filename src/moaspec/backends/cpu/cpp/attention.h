@@ -7,7 +7,7 @@ extern "C" {
 
 struct Attention {
   const bf16 *query, *key, *value;
-  const int64_t* places;  // of each row's keys and values; null: 0, 1, ...
+  const int64_t* cache_rows;  // of each row's keys and values; null: 0, 1, ...
   const uint8_t* mask;    // 1: visible; null: everything is
   bf16* out;            // (B, T, H, D), contiguous
   int64_t rows, tokens, heads, kv_heads, head_dim, slots;
@@ -246,7 +246,7 @@ inline void team_attend(const Attention& call) {
     const int64_t lane = all ? task : whole + (task - whole) / parts, part = all ? 0 : (task - whole) % parts;
     const int64_t first = queries * part / parts, last = all ? queries : queries * (part + 1) / parts;
     const int64_t row = lane / call.kv_heads, kv_head = lane % call.kv_heads;
-    const int64_t place = call.places ? call.places[row] : row;
+    const int64_t cache_row = call.cache_rows ? call.cache_rows[row] : row;
     Group group;
     for (int64_t start = first; start < last; start += group.count) {
       group.count = static_cast<int>(std::min<int64_t>(kQueries, last - start));
@@ -258,8 +258,8 @@ inline void team_attend(const Attention& call) {
             call.mask ? call.mask + row * call.mask_row + token * call.mask_token : nullptr;
         group.out[q] = call.out + ((row * call.tokens + token) * call.heads + head) * call.head_dim;
       }
-      attend(group, call.key + place * call.key_row + kv_head * call.key_head,
-             call.value + place * call.value_row + kv_head * call.value_head, call);
+      attend(group, call.key + cache_row * call.key_row + kv_head * call.key_head,
+             call.value + cache_row * call.value_row + kv_head * call.value_head, call);
     }
   }
 #pragma omp barrier

@@ -22,12 +22,12 @@
 extern "C" {
 
 // A pass of all layers over tokens whose keys and values are stored in one tensor,
-// (layers, 2, places, J, slots, D).
+// (layers, 2, cache rows, J, slots, D). A row of other tensors is a token, or a request.
 struct Pass {
   const float *cos, *sin;
   int64_t turned, period;    // of angles, (period, turned): those of row 0, 1, ... and again from the start
   bf16* cache;               // of the pass's first layer
-  int64_t layer, half, place, head;  // strides, in numbers
+  int64_t layer, half, cache_row, head;  // strides, in numbers
   const int64_t* starts;     // the slot of each row's first token
   Attention attention;       // but for query, key, value and out
   const bf16* norm;          // behind the last layer, or null
@@ -49,8 +49,8 @@ struct Drafter {
   const Layer* last;  // of the target's layers
   int64_t reused;     // how many of them, none or more
   const Exit* exit;   // or null
-  Pass text_pass;               // of all unread tokens
-  Pass memory_pass, last_pass;  // of the last `finished` of them, the root among these
+  Pass text_pass;               // SA runs on all unread tokens
+  Pass memory_pass, last_pass;  // CA and reused layers on the last `finished`, those drafted below
   int64_t finished;
   const Matrix* head;
   const int64_t* names;    // of the head's outputs, as rows of `embeddings`
@@ -75,9 +75,10 @@ namespace {
 
 // Where the newest keys and values of a pass are stored.
 inline bf16* stored(const Pass& pass, int64_t layer, int64_t stored_heads, int64_t row, int64_t head) {
-  const int64_t place = row / pass.attention.tokens, slot = pass.starts[place] + row % pass.attention.tokens;
+  const int64_t request = row / pass.attention.tokens;
+  const int64_t slot = pass.starts[request] + row % pass.attention.tokens;
   return pass.cache + layer * pass.layer + head / stored_heads * pass.half +
-         pass.attention.places[place] * pass.place + head % stored_heads * pass.head +
+         pass.attention.cache_rows[request] * pass.cache_row + head % stored_heads * pass.head +
          slot * pass.attention.head_dim;
 }
 
@@ -240,7 +241,7 @@ const int64_t* moaspec_layouts(int64_t* count) {
     add_parts(found);
     {
       using S = Pass;
-      add_layout<S>(found, {AT(cos), AT(sin), AT(turned), AT(period), AT(cache), AT(layer), AT(half), AT(place),
+      add_layout<S>(found, {AT(cos), AT(sin), AT(turned), AT(period), AT(cache), AT(layer), AT(half), AT(cache_row),
                             AT(head), AT(starts), AT(attention), AT(norm), AT(eps)});
     }
     {

@@ -32,7 +32,7 @@ inline void add_parts(std::vector<int64_t>& all) {
   }
   {
     using S = Attention;
-    add_layout<S>(all, {AT(query), AT(key), AT(value), AT(places), AT(mask), AT(out), AT(rows), AT(tokens),
+    add_layout<S>(all, {AT(query), AT(key), AT(value), AT(cache_rows), AT(mask), AT(out), AT(rows), AT(tokens),
                         AT(heads), AT(kv_heads), AT(head_dim), AT(slots), AT(query_row), AT(query_token),
                         AT(query_head), AT(key_row), AT(key_head), AT(key_slot), AT(value_row), AT(value_head),
                         AT(value_slot), AT(mask_row), AT(mask_token), AT(scale)});

@@ -2,7 +2,7 @@
 // noise that the target's choice will have.
 #pragma once
 
-#include "choose.h"
+#include "sample_token.h"
 
 extern "C" {
 
