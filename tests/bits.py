@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import unpacks, why_not
+from moaspec.backends.cpu.build import unpacks_exactly, why_not
 from moaspec.backends.linear_backends import can_pack
 
 PACKS = can_pack(torch.bfloat16, torch.device("cpu"))
@@ -19,7 +19,9 @@ needs_kernels = pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {
 needs_packed_kernels = pytest.mark.skipif(
     why_not() is not None or not PACKS, reason=f"no packed kernels: {why_not()}"
 )
-needs_unpacking = pytest.mark.skipif(not unpacks(), reason="no kernels unpack weights exactly here")
+needs_unpacking = pytest.mark.skipif(
+    not unpacks_exactly(), reason="no kernels unpack weights exactly here"
+)
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 200)
 """Tiles of every kind, one and two of them, more rows than a layer takes at once, and none."""

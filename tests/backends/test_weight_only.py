@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
-from moaspec.backends.cpu.build import unpacks
+from moaspec.backends.cpu.build import unpacks_exactly
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.weight_only import BITS, by_torchao, in_groups, quantise, require_quantize
@@ -89,7 +89,7 @@ def test_groups_without_a_range(quantize: str, special: str) -> None:
 @needs_torchao
 @pytest.mark.parametrize("quantize", BITS)
 def test_kernels_keep_the_codes_alone(quantize: str) -> None:
-    if not unpacks():
+    if not unpacks_exactly():
         pytest.skip("only kernels with AVX512-BF16 read codes")
     weight_OI = in_groups(0.02 * _weight(256, 512).bfloat16(), BITS[quantize])
     matrix = Matrix(weight_OI, None)

@@ -114,7 +114,7 @@ class DeviceOptions:
             from moaspec.drafting.tree_shapes import parse_shape
 
             parse_shape(self.draft)
-        self.vault().hide("")  # reads the regions
+        self.vault().hide("")  # refuses unknown phone regions
 
     def remote_options(self) -> RemoteOptions:
         """How a session uses its link.

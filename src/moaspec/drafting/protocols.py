@@ -32,7 +32,7 @@ class VerifyRequest:
         cache_row: row of the caches that holds its keys and values.
         num_verified: tokens of the text whose keys and values stay; 0 processes the text from its
             start.
-        new_tokens: tokens to process that are already decided: the prompt, or the last accepted
+        new_tokens: tokens to process that are already decided: the prompt, or the bonus
             token.
         tree: drafts below the last of them.
         sampling: how tokens are chosen; with a seed if they are sampled.

@@ -20,8 +20,8 @@ from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors
 
 COLDEST = 1e-200
-"""Temperatures below are taken as this one. No quotient of a float32 logit overflows float64 with
-it, and none that differ come near enough for noise to matter, so the choice is the same."""
+"""Smallest temperature that is used. Float32 logits divided by it still fit float64, and any two
+different logits are too far apart for noise to swap them, so the choice is the same."""
 
 
 def next_tokens(logits_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:

@@ -69,8 +69,8 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def unpacks() -> bool:
-    """Whether kernels here give products of fewer bits the very bits of those of 16."""
+def unpacks_exactly() -> bool:
+    """Whether products of weights in fewer bits have the same bits as of these weights in bf16."""
     return instructions() in {"amx", "avx512"}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moaspec.backends.cpu.build import instructions, library, unpacks, why_not
+from moaspec.backends.cpu.build import instructions, library, unpacks_exactly, why_not
 from moaspec.backends.cpu.quantized_weight import (
     BLOCK,
     LANES,
@@ -32,7 +32,8 @@ class Matrix:
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16 bits, and a third or half of the bytes is read, where kernels can (see `unpacks`).
+    those of 16 bits, and a third or half of the bytes is read, where kernels can (see
+    `unpacks_exactly`).
 
     Args:
         weight_OI: bf16, see `can_hold`.
@@ -56,7 +57,7 @@ class Matrix:
         coded = None
         if bits == 4:
             coded = rounded(padded_OI, moment_II)
-        elif bits is None and unpacks():
+        elif bits is None and unpacks_exactly():
             coded = found_codes(padded_OI.contiguous())
         self._bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
         self._by_output = self._bits == 4 and not self._rounded and instructions() == "amx"
