@@ -8,7 +8,7 @@ itself chooses, and emits them.
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Collection, Coroutine, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
@@ -32,15 +32,21 @@ class Engine(RequestTable):
         finally:
             self.abort_all()
 
-    def step(self) -> list[Event]:
+    def step(self, only: Collection[int] | None = None) -> list[Event]:
         """`astep` for a verifier that answers at once, such as the local one."""
-        return run_now(self.astep())
+        return run_now(self.astep(only))
 
-    async def astep(self) -> list[Event]:
-        """Process new prompts and advance every other request by one round."""
+    async def astep(self, only: Collection[int] | None = None) -> list[Event]:
+        """Process new prompts and advance every other request by one round.
+
+        Args:
+            only: handles of the requests that take part; the others wait. None: all.
+        """
         ended = self._end_empty()
         # In the order of cache rows: adjacent rows are read without a copy.
         requests = sorted(self._active.values(), key=lambda one: one.cache_row)
+        if only is not None:
+            requests = [request for request in requests if request.handle in only]
         new = [request for request in requests if not request.prefilled]
         running = [request for request in requests if request.prefilled]
         prefilled = await self._prefill(new) if new else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 import serving
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
+from moaspec.serve.sources.engine_worker import TURN_ROWS, EngineWorker, QueuedJob
 from moaspec.serve.sources.source import Job, Update
 
 
@@ -119,6 +120,31 @@ def test_keys_take_turns() -> None:
         assert isinstance(last(news), Update)
     assert worker.load.active == worker.load.waiting == 0
     worker.stop()
+
+
+def test_a_full_share_does_not_slow_each_step_of_the_others() -> None:
+    """The jobs of a client with many take turns, and all of them end with the same text."""
+    source = serving.source(active=16, waiting=16)
+    worker = source._worker
+    many = [queued("mallory") for _ in range(8)]
+    few = [queued("alice")]
+    for batch in (many, few):
+        worker.submit([one for one, _ in batch])
+    steps: list[Counter[str]] = []
+    engine_step = worker._engine.step
+
+    def step(only: set[int]) -> Any:
+        steps.append(Counter(worker._active[handle].job.client for handle in only))
+        return engine_step(only)
+
+    worker._engine.step = step  # type: ignore[method-assign, assignment]
+    worker.start()
+    ends = [last(updates) for _, updates in (*many, *few)]
+    worker.stop()
+    assert all(isinstance(end, Update) for end in ends)
+    assert len({tuple(one.result.token_ids) for one, _ in (*many, *few)}) == 1
+    assert {taken["mallory"] for taken in steps if taken["alice"]} == {TURN_ROWS}
+    assert max(taken["mallory"] for taken in steps if not taken["alice"]) == len(many)
 
 
 def ended(worker: EngineWorker, tenant: str, first: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +32,9 @@ from moaspec.serve.sources.source import (
 
 MAX_NEW_PROMPT_TOKENS = 2048
 """Maximum prompt tokens that join in one step. All other rows wait while they are encoded."""
+
+TURN_ROWS = 4
+"""Jobs of a client that take part in every step, however few the others have."""
 
 MIN_REUSED_TOKENS = 16
 """Shortest common prefix for which a kept row is reused."""
@@ -65,6 +68,7 @@ class QueuedJob:
         handle: the engine's handle; None while it waits.
         result: the engine's result so far.
         ended: whether the last update was reported.
+        last_step: number of the latest step that it took part in.
     """
 
     job: Job
@@ -72,6 +76,7 @@ class QueuedJob:
     handle: int | None = None
     result: GenerationResult = field(default_factory=GenerationResult)
     ended: bool = False
+    last_step: int = 0
 
     @property
     def slots(self) -> int:
@@ -115,6 +120,7 @@ class EngineWorker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedJob] = deque()
         self._active: dict[int, QueuedJob] = {}
+        self._steps = 0
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
         self._places = Places("server", limits)
@@ -180,12 +186,32 @@ class EngineWorker:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""
         try:
             self._admit()
-            for event in self._engine.step():
+            for event in self._engine.step(self._turn()):
                 self._report(event)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
             for queued in list(self._active.values()):
                 self._leave(queued)
                 self._end(queued, error)
+
+    def _turn(self) -> set[int]:
+        """Handles of the jobs in the next step.
+
+        Of one client at most as many as of all others, or `TURN_ROWS`; if it has more, they take
+        turns. So whoever fills the server does not make each step of the others much longer.
+        """
+        self._steps += 1
+        by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)
+        for queued in self._active.values():
+            by_client[queued.job.client].append(queued)
+        taken: set[int] = set()
+        for jobs in by_client.values():
+            others = len(self._active) - len(jobs)
+            jobs.sort(key=lambda queued: queued.last_step)
+            for queued in jobs[: max(others, TURN_ROWS) if others else None]:
+                queued.last_step = self._steps
+                assert queued.handle is not None, "active jobs have joined"
+                taken.add(queued.handle)
+        return taken
 
     def _admit(self) -> None:
         """Let waiting jobs join the batch while there is room."""
