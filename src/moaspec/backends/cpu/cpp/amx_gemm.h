@@ -61,7 +61,7 @@ struct Outputs {
   static int first_rows(int64_t rows) { return panels_at_once(rows) == 1 ? 5 : 6; }
 };
 
-// Tiles of so few rows share a transposition of 16 columns; each has so many of them.
+// Columns of a tile with `size` rows: small tiles share one transposition of 16 columns.
 inline int64_t columns_of(int64_t size) { return size <= 4 ? 4 : size <= 8 ? 8 : kLanes; }
 
 // Rows in that form.
@@ -92,7 +92,7 @@ inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64
   }
 }
 
-// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), side by side as
+// V panels times R tiles of `size` rows each: sums r * V + v, (16 outputs, `size`), side by side as
 // `columns_of` says, 16 numbers an output, or one for a single row.
 template <int R, int V>
 void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart,

@@ -1,7 +1,7 @@
 // Products by the tile registers of CPUs with AMX: 16 rows by 16 outputs at a time, 16 pairs deep.
 //
 // A panel's block of 32 inputs lies in memory as a tile of weights does, so it is loaded as it is; one of
-// eight bits is unpacked a few blocks ahead, beside the tiles' own work, and so is one of four
+// eight bits is unpacked a few blocks ahead, beside the tiles' own work, as is one of four
 // (`amx_gemm.h`). An output is summed block by block in one order, whatever rows and panels are multiplied
 // together. So up to 16 rows take the time of one, where reading or unpacking weights takes longer.
 #pragma once
@@ -56,7 +56,7 @@ class Tiles {
   }
 };
 
-// Where a block's weights are, of V panels so many bytes apart: in the panels themselves.
+// Where a block's weights are: in the V panels themselves, which are `apart` bytes apart.
 template <int V>
 class Panels {
  public:
@@ -114,7 +114,7 @@ struct WeightsOf { using Type = Panels<V>; };
 template <class Block, int V>
 struct WeightsOf<Blocks<Block>, V> { using Type = Unpacked<Block, V>; };
 
-// R tiles of rows, the second so many numbers behind the first, times V panels: sums r * V + v.
+// R tiles of rows, the second `second` numbers behind the first, times V panels: sums r * V + v.
 template <class Format, int R, int V>
 void multiply_tiles(const bf16* x, int64_t stride, int64_t second, const uint8_t* panels, int64_t apart,
                     const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
@@ -133,8 +133,7 @@ void multiply_tiles(const bf16* x, int64_t stride, int64_t second, const uint8_t
   unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], kTileBytes); });
 }
 
-// How rows are parted among tiles: into nearly equal parts, of which the last may begin before the one
-// before it ends.
+// How rows are parted among tiles: into nearly equal parts. The last part may overlap the one before.
 struct RowTiles {
   int64_t rows, count, size;
 
@@ -146,7 +145,7 @@ struct RowTiles {
 
 inline int64_t tiled_panels(int64_t rows) { return rows > kRowsPerTile ? 2 : 4; }
 
-// Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. There are `Tiles` for them.
+// Rows times `count` panels, `apart` bytes apart: `give(row, v, sums)`. There are `Tiles` for them.
 template <class Format, class Give>
 void multiply_rows(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
                    int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {

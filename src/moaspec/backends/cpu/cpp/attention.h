@@ -25,7 +25,7 @@ namespace {
 constexpr int kMostDim = 256;   // numbers of a head
 constexpr int kQueries = 16;    // queries that share what is read of keys and values
 constexpr int kGatheredQueries = 3;  // whose scores are not worth turning a tile for
-constexpr int kNearSlots = 32;  // slots of which all queries take all values before the next ones
+constexpr int kNearSlots = 32;  // slots whose values all queries add up before the next slots are read
 
 // Queries that are read together, and where their results go.
 struct Group {
@@ -77,7 +77,7 @@ inline void by_registers(int count, const Call& call) {
 }
 
 #ifdef __AMX_BF16__
-// Scores of a group's queries against all keys, which are read as they lie: keys by queries, 16 by 16.
+// Scores of a group's queries against all keys, read in their stored order: keys by queries, 16 by 16.
 class Scores {
  public:
   Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kRowsPerTile) {
@@ -137,7 +137,7 @@ inline void score(const Input* queries, const Words* keys, int64_t dim, float* s
   for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
 }
 
-// Scores of a group's queries against all keys, 16 of which are turned into columns at a time.
+// Scores of a group's queries against all keys; 16 keys at a time are transposed.
 class Scores {
  public:
   Scores(const Group& group, int64_t dim) : count_(group.count), dim_(dim) {
@@ -182,14 +182,14 @@ float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float s
     store(scores + s, weights);
     count += compress(visible + count, here, weights);
   }
-  // Summed without the gaps, so that it does not matter in which slots the keys are.
+  // Summed without the gaps, so that the keys' slots do not change the sum.
   Floats sums = all(0.0f);
   for (int64_t s = 0; s < count; s += kLanes)
     sums = sums + blend(first(count - s), load(visible + s), all(0.0f));
   return count ? 1.0f / reduce_sum(sums) : 0.0f;
 }
 
-// Slots up to the last one that a group sees: what lies behind would be multiplied with zero.
+// Number of slots up to the last that a group sees: values behind it would be multiplied by zero.
 inline int64_t seen_slots(const Group& group, int64_t slots) {
   if (!group.mask[0]) return slots;
   int64_t seen = 0;
@@ -233,7 +233,7 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
       store(group.out[q] + i, load(sums + q * kMostDim + i) * all(factors[q]));
 }
 
-// Attention of few queries to keys and values wherever they are stored, by a team, which waits at the
+// Attention of few queries to keys and values of any strides, by a team, which waits at the
 // end. A thread that has a KV head to itself reads its keys and values once for each kQueries of its
 // queries; where heads cannot be dealt out evenly, the queries of those left over are parted.
 inline void team_attend(const Attention& call) {

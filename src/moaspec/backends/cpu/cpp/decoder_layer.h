@@ -81,7 +81,7 @@ struct Room {
   bf16* gated;    // what `down` is given, (rows, inputs)
 };
 
-// For calls of this layer with so many rows, means of so many of them at a time. Every call of a thread
+// Memory for calls of this layer with `rows` rows, in means of `group` rows. Every call of a thread
 // gives the same memory, which may have moved since the one before, as it grows.
 inline Room room_for(const Layer& layer, int64_t rows, int64_t group = 1) {
   const int64_t count = std::max(std::min(rows, kChunkRows), group);

@@ -84,7 +84,7 @@ inline void tile_of(int count, Rest&... rest) {
   }
 }
 
-// Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. After each of them `following` is
+// Rows times `count` panels, `apart` bytes apart: `give(row, v, sums)`. After each of them `following` is
 // read, as far from the next one's.
 template <class Format, class Give>
 void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride,
@@ -114,7 +114,7 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
 }
 
 #ifdef __AMX_BF16__
-// Whether tiles multiply so many inputs with weights of a format.
+// Whether tiles multiply this number of inputs with weights of a format.
 template <class Format>
 constexpr bool tiled(int64_t inputs) {
   return std::is_same_v<Format, Outputs> ||
@@ -140,7 +140,7 @@ void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride,
 // From `start` on, up to but without `stop`.
 struct Stretch { int64_t start, stop; };
 
-// What belongs to the calling thread of a team, of so many equal parts.
+// The calling thread's share of `parts` equal parts.
 inline Stretch share_of(int64_t parts) {
   const int64_t mine = omp_get_thread_num(), all = omp_get_num_threads();
   return {parts * mine / all, parts * (mine + 1) / all};
@@ -204,7 +204,7 @@ const typename Format::Input* converted(const Matrix& matrix, const bf16* x, int
 }
 
 #ifdef __AMX_BF16__
-// Rows as `Outputs` want them, likewise.
+// Rows in the pairs that `Outputs` read.
 inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
   const RowTiles tiles(rows);
   uint32_t* const to = own<Outputs, uint32_t>(tiles.count * tiles.size * matrix.inputs / 2);

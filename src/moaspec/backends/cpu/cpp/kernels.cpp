@@ -82,10 +82,10 @@ inline bf16* stored(const Pass& pass, int64_t layer, int64_t stored_heads, int64
          slot * pass.attention.head_dim;
 }
 
-// What a team shares in a pass over so many rows.
+// Memory that a team shares in a pass over `rows` rows.
 struct PassRoom {
   Room room;
-  std::vector<bf16> asked, read;  // queries, and what attention gives, (rows, H, D)
+  std::vector<bf16> asked, read;  // queries and results of attention, (rows, H, D)
 
   PassRoom(const Layer* layers, int64_t count, const Attention& attention, int64_t rows)
       : asked(rows * attention.heads * attention.head_dim), read(asked.size()) {
@@ -156,7 +156,7 @@ struct TreePasses {
     for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
   }
 
-  // They are at one position, the angles of which are so many rows further on.
+  // They are at one position; its angles are `of_text` or `of_others` rows further on.
   void turn(int64_t of_text, int64_t of_others) {
     for (Pass* pass : {&text, &memory, &last}) {
       const int64_t skipped = (pass == &text ? of_text : of_others) * pass->turned;
@@ -325,7 +325,7 @@ void moaspec_finish(const Layer* layer, const bf16* x, const bf16* read, int64_t
   team_finish(*layer, x, read, rows, group, room, out);
 }
 
-// Attention of few queries to keys and values wherever they are stored.
+// Attention of few queries to keys and values of any strides.
 void moaspec_attend(const Attention* call, int32_t threads) {
 #pragma omp parallel num_threads(threads)
   team_attend(*call);
@@ -340,7 +340,7 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
   team_stack(layers, count, *pass, x, room);
 }
 
-// Reads unread text, the last token of which is the root, and grows a tree of drafts below it.
+// Reads unread text, which ends with the root, and grows a tree of drafts below it.
 void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens, Growth* growth,
                   int32_t threads) {
   const Matrix& head = *drafter->head;

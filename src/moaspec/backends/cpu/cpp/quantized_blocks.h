@@ -89,7 +89,7 @@ class EightBits : public Unpacking<EightBits> {
   const uint8_t* codes_;
 };
 
-// Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
+// Weights in blocks of fewer bits. Products have the same bits as with the bf16 weights.
 template <class Block>
 struct Blocks {
   using Input = ::Input;

@@ -69,7 +69,7 @@ inline bool in_four_bits(const bf16* weights, uint16_t* scale, uint16_t* zero, i
   });
 }
 
-// Eight bits without a zero, of which the largest code is 127 or -127.
+// Eight bits without a zero; the largest code is 127 or -127.
 inline bool in_eight_bits(const bf16* weights, uint16_t* scale, uint16_t* zero, int8_t* codes) {
   const float largest = _mm512_reduce_max_ps(
       _mm512_max_ps(_mm512_abs_ps(load(weights)), _mm512_abs_ps(load(weights + kLanes))));

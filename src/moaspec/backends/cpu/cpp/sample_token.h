@@ -87,7 +87,7 @@ inline double mass_of(const float* logits, int64_t size, double temperature, flo
   return mass;
 }
 
-// The quotient of logit and temperature from which on tokens are left.
+// The smallest quotient of logit and temperature that a token may have.
 inline double threshold(const SamplerParams& sampler, const float* logits, int64_t size, float best) {
   double least = kNoLeast;
   if (sampler.top_k > 0 && sampler.top_k < size) {

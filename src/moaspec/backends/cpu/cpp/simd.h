@@ -28,7 +28,7 @@ inline float widened(bf16 half) {
   return cast.number;
 }
 
-// Reads so many bytes into the nearest cache, ahead of their use.
+// Reads `bytes` bytes into the nearest cache, ahead of their use.
 inline void prefetch(const void* from, int64_t bytes) {
   constexpr int64_t kCacheLine = 64;
   for (int64_t line = 0; line < bytes; line += kCacheLine)

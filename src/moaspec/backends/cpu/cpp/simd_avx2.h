@@ -69,7 +69,7 @@ inline void store(bf16* to, Floats x) {
   const __m256i mixed = _mm256_packus_epi32(rounded(x.part[0]), rounded(x.part[1]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
-// The first so many numbers alone.
+// The first `count` numbers alone.
 template <class Number>
 inline void store(Number* to, Floats x, int64_t count) {
   if (count >= kLanes) return store(to, x);
@@ -143,7 +143,7 @@ inline void put(int32_t* to, Mask mask, int32_t number) {
   _mm256_maskstore_epi32(to, _mm256_castps_si256(mask.part[0]), same);
   _mm256_maskstore_epi32(to + 8, _mm256_castps_si256(mask.part[1]), same);
 }
-// Which of the first so many bytes are not zero; no more are read.
+// Which of the first `count` bytes are not zero; no more are read.
 inline Mask nonzero(const uint8_t* from, int64_t count) {
   uint8_t bytes[kLanes] = {};
   if (count < kLanes) from = static_cast<const uint8_t*>(std::memcpy(bytes, from, count));

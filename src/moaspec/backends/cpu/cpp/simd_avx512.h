@@ -1,4 +1,4 @@
-// `simd.h` for CPUs with AVX512-BF16, one of whose instructions multiplies and adds 16 pairs.
+// `simd.h` for CPUs with AVX512-BF16; one of its instructions multiplies and adds 16 pairs.
 #pragma once
 
 #include <immintrin.h>
@@ -34,7 +34,7 @@ inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline void store(bf16* to, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
 }
-// The first so many numbers alone.
+// The first `count` numbers alone.
 inline void store(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first(count), x); }
 inline void store(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first(count), (__m256i)_mm512_cvtneps_pbh(x));
@@ -62,7 +62,7 @@ inline Floats blend(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_p
 inline void put(int32_t* to, Mask mask, int32_t number) {
   _mm512_mask_storeu_epi32(to, mask, _mm512_set1_epi32(number));
 }
-// Which of the first so many bytes are not zero; no more are read.
+// Which of the first `count` bytes are not zero; no more are read.
 inline Mask nonzero(const uint8_t* from, int64_t count) {
   const __m128i bytes = _mm_maskz_loadu_epi8(first(count), from);
   return _mm_test_epi8_mask(bytes, bytes);

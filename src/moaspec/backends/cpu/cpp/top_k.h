@@ -84,7 +84,7 @@ struct TopOutput {
 
 inline bool before(const TopOutput& a, const TopOutput& b) { return a.value > b.value; }
 
-// Puts one that is better than the last of `count` in descending order among them, behind its equals.
+// Inserts an output that is better than the last of `count`, which are in descending order, behind its equals.
 inline void put_among(TopOutput* best, int64_t count, const TopOutput& one) {
   TopOutput *const last = best + count - 1, *const place = std::upper_bound(best, last, one, before);
   std::move_backward(place, last, last + 1);
@@ -111,7 +111,7 @@ class Logits {
   const int64_t outputs, padded;  // with the latter -infinity behind the former
 
  private:
-  std::unique_ptr<float[]> numbers_;  // of which calls write what they read
+  std::unique_ptr<float[]> numbers_;  // written by each call before it reads them
 };
 
 // The largest outputs of each row, in descending order, the first of equal ones before the others, and

@@ -17,7 +17,7 @@ struct Tile {
   Floats sums[kTileRows][kMostPanels];
 };
 
-// Where step k of a panel lies, of `count` steps of so many bytes; the next panel's follow the last one.
+// Where step k of a panel lies, of `count` steps of `bytes` bytes; the next panel's follow the last.
 inline const uint8_t* step_of(const uint8_t* panel, const uint8_t* next, int64_t k, int64_t count,
                               int64_t bytes) {
   return k < count ? panel + k * bytes : next + (k - count) * bytes;
