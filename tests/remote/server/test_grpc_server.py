@@ -355,7 +355,7 @@ def test_texts_of_the_server_alone_end_at_its_limit() -> None:
 def test_credentials_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="comes with its key"):
         Credentials(certificate=tmp_path)
-    with pytest.raises(InputError, match="which ca"):
+    with pytest.raises(InputError, match="name the server's ca"):
         Credentials(certificate=tmp_path, key=tmp_path)
     with pytest.raises(InputError, match="Cannot read"):
         Credentials(ca=tmp_path / "none").channel()
