@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, prefix_mask, tree_mask
+from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.drafting.recorded_passes import PassSizes
+from moaspec.model.layers import masked_attention
 
 LAYERS, HEADS, DIM = 2, 3, 4
 CPU = torch.device("cpu")
@@ -128,14 +129,17 @@ def test_commit_moves_kept_slots_together(slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
-def test_view(rows: list[int]) -> None:
+def test_stored_memory(rows: list[int]) -> None:
+    """Cross-attention is over the keys and values of these rows."""
     cache = KVCache(num_layers=1, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
     cache.reserve(3, 8)
     for row in range(3):
         cache.append(row, 0, *some_kv(1, 8, seed=row))
-    key, value = cache.view(rows, 5)
-    assert_close(key, torch.cat([read(cache, row, 0, 5)[0] for row in rows]), rtol=0, atol=0)
-    assert_close(value, torch.cat([read(cache, row, 0, 5)[1] for row in rows]), rtol=0, atol=0)
+    query = torch.randn(2, HEADS, 2, DIM)
+    mask = prefix_mask([5, 3], 5, CPU)
+    key, value = (torch.cat([read(cache, row, 0, 5)[part] for row in rows]) for part in range(2))
+    expected = masked_attention(query, key, value, mask)
+    assert_close(StoredMemory(cache, rows, mask)(query), expected, rtol=0, atol=0)
 
 
 def test_prefix_mask() -> None:

@@ -164,11 +164,6 @@ class KVCache:
             for layer in range(len(self._data))
         ]
 
-    def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
-        data, index = self._data[0, :, :, :, :visible], _index(rows, self._data.device)
-        return data[0, index], data[1, index]
-
 
 class KVWriter:
     """Writes and reads the keys and values of one pass, layer by layer.
@@ -279,7 +274,10 @@ class StoredMemory:
 
     @cached_property
     def _view(self) -> tuple[Tensor, Tensor]:
-        return self._cache.view(self.slots.rows_B, self.slots.visible)
+        """Keys and values; each node of the round attends to the same."""
+        key, value = self._cache.data[0, :, :, :, : self.slots.visible]
+        index = _index(self.slots.rows_B, key.device)
+        return key[index], value[index]
 
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:

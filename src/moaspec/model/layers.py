@@ -289,7 +289,7 @@ class DecoderLayer(AttentionBlock):
         self.key_value = KeyValueProjection(config)
 
     def keys_values(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """Keys and values alone, of tokens whose own output is not needed."""
+        """Keys and values alone, of tokens whose output is not needed, (B, J, T, D) each."""
         return self.key_value(self.input_layernorm(x_BTE), cos_sin)
 
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:

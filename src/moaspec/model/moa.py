@@ -159,10 +159,6 @@ class DraftDecoder(nn.Module):
             return embeddings_BTE
         return self.self_attention(embeddings_BTE, cos_sin, attend)
 
-    def text_keys_values(self, embeddings_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """SA's keys and values alone, where its output is not needed, (B, heads, T, D) each."""
-        return self.self_attention.keys_values(embeddings_BTE, cos_sin)
-
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
         """CA: each token attends to the encoder's keys and values of verified tokens.
 
@@ -227,13 +223,7 @@ class MoADrafter(BlockTraining):
         return sum(p.numel() for p in self.parameters())
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection.
-
-        Args:
-            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens.
-
-        Returns:
-            (B, T, E).
+        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E).
 
         Raises:
             ShapeError: the last axis is not this drafter's K.
@@ -258,11 +248,7 @@ class MoADrafter(BlockTraining):
             )
 
     def adapt(self, states_BTE: Tensor, num_target_layers: int) -> Tensor:
-        """CA's output as input of the last N target layers (N = 0: of the head).
-
-        Raises:
-            ShapeError: the drafter has exits, and none for this N.
-        """
+        """CA's output as input of the last N target layers (N = 0: of the head); see `adapter`."""
         adapter = self.adapter(num_target_layers)
         return states_BTE if adapter is None else adapter(states_BTE)
 
@@ -270,7 +256,7 @@ class MoADrafter(BlockTraining):
         """The adapter of CA's output for this N, or None.
 
         Raises:
-            ShapeError: see `adapt`.
+            ShapeError: the drafter has adapters, and none for this N.
         """
         if not self.exits:
             return None

@@ -78,7 +78,9 @@ class PagedDrafter:
         if self._self_group is not self._cross_group:
             slots_N = self._self_group.slots(verified)
         cos_sin = decoder.self_rope(position_1N)
-        parts.self_attention.write(*decoder.text_keys_values(embeddings_1NE, cos_sin), slots_N)
+        parts.self_attention.write(
+            *decoder.self_attention.keys_values(embeddings_1NE, cos_sin), slots_N
+        )
 
     def _verified(self, lengths_R: Sequence[int] | None) -> slice | Tensor:
         """Indices of the step's verified tokens."""
