@@ -15,6 +15,7 @@ import tiny
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.row_cost import MIN_ROWS
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.wire import chain
 from moaspec.remote.server.service import TargetService
@@ -68,6 +69,15 @@ def test_large_drafts_of_one_owner_take_a_share_of_a_pass() -> None:
     first, *later = passes(("mallory", 256, 16), ("alice", 8, 1))
     assert sorted(first) == [("alice", 8), ("mallory", 64)]
     assert later == [[("mallory", 64)]] * 15
+
+
+def test_an_owner_with_many_rows_takes_a_share_of_a_pass() -> None:
+    """Else each pass of the others would be longer by all of them."""
+    first, *later = passes(("mallory", 1, 12), ("alice", 1, 1))
+    assert sorted(first) == [("alice", 1)] + [("mallory", 1)] * MIN_ROWS
+    assert [len(one) for one in later] == [MIN_ROWS] * 2
+    (all_at_once,) = passes(*((str(owner), 1, 4) for owner in range(8)))
+    assert len(all_at_once) == 32
 
 
 def test_an_owner_alone_has_whole_passes() -> None:

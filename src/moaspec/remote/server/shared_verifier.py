@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import run_now
+from moaspec.engine.row_cost import RowCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class PassOptions:
         prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size.
         max_drafted: drafted tokens.
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
-            Longer drafts are cut, which changes no text.
+            Longer drafts are cut, which changes no text. Its rows are limited, too, see `RowCost`.
         recent_s: see `owner_drafted`.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
@@ -67,19 +68,30 @@ class _QueuedRequest:
 
 @dataclass
 class _Pass:
-    """Requests of the pass that is being formed."""
+    """Requests of the pass that is being formed.
+
+    Attributes:
+        owner_drafted: most drafted tokens of one owner.
+        owner_rows: most requests of one owner, or as many as all others have before it.
+        rows: requests by owner.
+        drafted: drafted tokens by owner.
+    """
 
     options: PassOptions
     owner_drafted: int
+    owner_rows: int
     jobs: list[_QueuedRequest] = field(default_factory=list)
     prefill: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
     drafted: Counter[str] = field(default_factory=Counter)
 
     def take(self, job: _QueuedRequest) -> bool:
         """Add a request if it fits; the first always does."""
         drafted = min(job.drafted, self.owner_drafted)
+        rows = self.rows[job.owner]
         fits = (
             len(self.jobs) < self.options.max_rows
+            and rows < max(self.owner_rows, len(self.jobs) - rows)
             and (not job.prefill or self.prefill + job.prefill <= self.options.prefill_tokens)
             and self.drafted[job.owner] + drafted <= self.owner_drafted
             and self.drafted.total() + drafted <= self.options.max_drafted
@@ -88,6 +100,7 @@ class _Pass:
             return False
         job.cut(self.owner_drafted)
         self.jobs.append(job)
+        self.rows[job.owner] += 1
         self.prefill += job.prefill
         self.drafted[job.owner] += job.drafted
         return True
@@ -130,6 +143,7 @@ class SharedVerifier:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._task: asyncio.Task[None] | None = None
         self.counts = PassCounts()
+        self._row_cost = RowCost()
 
     @property
     def num_rows(self) -> int:
@@ -202,21 +216,22 @@ class SharedVerifier:
         for job in jobs:
             order.append((seen[job.owner], self._served.get(job.owner, 0), job))
             seen[job.owner] += 1
-        taken = _Pass(self.options, self._owner_drafted())
+        taken = _Pass(self.options, *self._owner_limits())
         left = [job for *_, job in sorted(order, key=lambda one: one[:2]) if not taken.take(job)]
         waiting = set(map(id, left))
         self._jobs = deque(job for job in jobs if id(job) in waiting)
         self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
         return taken.jobs
 
-    def _owner_drafted(self) -> int:
-        """The limit of one owner's drafted tokens, which is lower if there is another owner."""
+    def _owner_limits(self) -> tuple[int, int]:
+        """The drafted tokens and rows of one owner, fewer if there is another owner."""
         since = time.monotonic() - self.options.recent_s
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         waiting = {job.owner for job in self._jobs}
-        several = len(waiting | self._asked_s.keys()) > 1
-        return self.options.owner_drafted if several else self.options.max_drafted
+        if len(waiting | self._asked_s.keys()) > 1:
+            return self.options.owner_drafted, self._row_cost.rows
+        return self.options.max_drafted, self.options.max_rows
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.cache_row for job in jobs}
@@ -247,6 +262,8 @@ class SharedVerifier:
         counts.rows += len(jobs)
         counts.tokens += sum(len(j.request.new_tokens) + len(j.request.tree.tokens) for j in jobs)
         counts.seconds += seconds
+        if not any(job.prefill for job in jobs):
+            self._row_cost.add(len(jobs), seconds)
 
     def _free_left_rows(self) -> None:
         self._running = set()

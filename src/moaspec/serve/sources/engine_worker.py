@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from moaspec.backends.pack import return_freed_memory
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
+from moaspec.engine.row_cost import RowCost
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -32,9 +34,6 @@ from moaspec.serve.sources.source import (
 
 MAX_NEW_PROMPT_TOKENS = 2048
 """Maximum prompt tokens that join in one step. All other rows wait while they are encoded."""
-
-TURN_ROWS = 4
-"""Jobs of a client that take part in every step, however few the others have."""
 
 MIN_REUSED_TOKENS = 16
 """Shortest common prefix for which a kept row is reused."""
@@ -121,6 +120,7 @@ class EngineWorker:
         self._waiting: deque[QueuedJob] = deque()
         self._active: dict[int, QueuedJob] = {}
         self._steps = 0
+        self._row_cost = RowCost()
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
         self._places = Places("server", limits)
@@ -186,31 +186,36 @@ class EngineWorker:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""
         try:
             self._admit()
-            for event in self._engine.step(self._turn()):
+            taken = self._next_jobs()
+            comparable = all(queued.last_step for queued in taken.values())
+            self._steps += 1
+            for queued in taken.values():
+                queued.last_step = self._steps
+            started = time.monotonic()
+            events = self._engine.step(taken.keys())
+            if comparable:
+                self._row_cost.add(len(taken), time.monotonic() - started)
+            for event in events:
                 self._report(event)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
             for queued in list(self._active.values()):
                 self._leave(queued)
                 self._end(queued, error)
 
-    def _turn(self) -> set[int]:
-        """Handles of the jobs in the next step.
+    def _next_jobs(self) -> dict[int, QueuedJob]:
+        """The jobs of the next step, by handle.
 
-        Of one client at most as many as of all others, or `TURN_ROWS`; if it has more, they take
-        turns. So whoever fills the server does not make each step of the others much longer.
+        Of one client at most as many as of all others, or as `RowCost` allows; if it has more, they
+        take turns. So whoever fills the server does not make each step of the others much longer.
         """
-        self._steps += 1
-        by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)
-        for queued in self._active.values():
-            by_client[queued.job.client].append(queued)
-        taken: set[int] = set()
+        by_client: defaultdict[str, list[tuple[int, QueuedJob]]] = defaultdict(list)
+        for handle, queued in self._active.items():
+            by_client[queued.job.client].append((handle, queued))
+        taken: dict[int, QueuedJob] = {}
         for jobs in by_client.values():
             others = len(self._active) - len(jobs)
-            jobs.sort(key=lambda queued: queued.last_step)
-            for queued in jobs[: max(others, TURN_ROWS) if others else None]:
-                queued.last_step = self._steps
-                assert queued.handle is not None, "active jobs have joined"
-                taken.add(queued.handle)
+            jobs.sort(key=lambda one: one[1].last_step)
+            taken.update(jobs[: max(others, self._row_cost.rows) if others else None])
         return taken
 
     def _admit(self) -> None:
