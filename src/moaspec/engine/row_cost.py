@@ -6,6 +6,8 @@ MIN_ROWS = 4
 """Rows that `RowCost.rows` allows at least, and where nothing is known yet."""
 
 MAX_ROWS = 1024
+MAX_STEP = 1.5
+"""See `RowCost.rows`."""
 
 MEMORY_STEPS = 256
 """The weight of a step has fallen to 1/e after so many further ones."""
@@ -33,7 +35,7 @@ class RowCost:
 
     @property
     def rows(self) -> int:
-        """Most rows of a step that takes at most twice as long as a step of one row."""
+        """Most rows of a step that takes at most `MAX_STEP` times as long as a step of one row."""
         spread = self._weight * self._rows_rows - self._rows**2
         if spread <= self._weight:  # nearly all steps had the same number of rows
             return MIN_ROWS
@@ -42,4 +44,4 @@ class RowCost:
         fixed = (self._seconds - per_row * self._rows) / self._weight
         if fixed >= MAX_ROWS * per_row:
             return MAX_ROWS
-        return max(MIN_ROWS, int(fixed / per_row) + 2)
+        return max(MIN_ROWS, int((MAX_STEP - 1) * fixed / per_row + MAX_STEP))
