@@ -14,8 +14,8 @@ import moaspec
 import tiny
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.engine.row_cost import MIN_ROWS
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.wire import chain
 from moaspec.remote.server.service import TargetService
@@ -73,11 +73,16 @@ def test_large_drafts_of_one_owner_take_a_share_of_a_pass() -> None:
 
 def test_an_owner_with_many_rows_takes_a_share_of_a_pass() -> None:
     """Else each pass of the others would be longer by all of them."""
-    first, *later = passes(("mallory", 1, 12), ("alice", 1, 1))
-    assert sorted(first) == [("alice", 1)] + [("mallory", 1)] * MIN_ROWS
-    assert [len(one) for one in later] == [MIN_ROWS] * 2
-    (all_at_once,) = passes(*((str(owner), 1, 4) for owner in range(8)))
-    assert len(all_at_once) == 32
+    first, *later = passes(("mallory", 1, 12), ("alice", 1, 1), owner_rows=4)
+    assert sorted(first) == [("alice", 1)] + [("mallory", 1)] * 4
+    assert [len(one) for one in later] == [4] * 2
+    (all_at_once,) = passes(*((str(owner), 1, 6) for owner in range(8)), owner_rows=1)
+    assert len(all_at_once) == 48
+
+
+def test_on_a_cpu_rows_of_one_owner_are_limited() -> None:
+    service = TargetService(tiny.target(), options=None)
+    assert service.shared.options.owner_rows == CPU_CLIENT_ROWS
 
 
 def test_an_owner_alone_has_whole_passes() -> None:

@@ -25,6 +25,17 @@ MIN_SPLIT_TOKENS = 16
 MAX_HEAD_NODES = 256
 """Most nodes whose logits exist at a time (but at least one request's)."""
 
+CPU_CLIENT_ROWS = 4
+
+
+def client_rows(device: torch.device) -> int:
+    """Rows that one client may bring to a step of several, however few the others bring.
+
+    On a CPU each row makes the step longer for all. Elsewhere the weights are read once for all
+    rows, and a limit would only lose tokens per second.
+    """
+    return CPU_CLIENT_ROWS if device.type == "cpu" else 1 << 30
+
 
 def ragged_states(
     rows: Sequence[PassRow], run: Callable[[Sequence[PassRow]], Tensor]

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 import serving
-from moaspec.engine.row_cost import MIN_ROWS, RowCost
+from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
@@ -123,13 +123,10 @@ def test_keys_take_turns() -> None:
     worker.stop()
 
 
-def test_a_full_share_does_not_slow_each_step_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_share_does_not_slow_each_step_of_the_others() -> None:
     """The jobs of a client with many take turns, and all of them end with the same text."""
     source = serving.source(active=16, waiting=16)
     worker = source._worker
-    monkeypatch.setattr(RowCost, "rows", MIN_ROWS)
     many = [queued("mallory") for _ in range(8)]
     few = [queued("alice")]
     for batch in (many, few):
@@ -147,7 +144,7 @@ def test_a_full_share_does_not_slow_each_step_of_the_others(
     worker.stop()
     assert all(isinstance(end, Update) for end in ends)
     assert len({tuple(one.result.token_ids) for one, _ in (*many, *few)}) == 1
-    assert {taken["mallory"] for taken in steps if taken["alice"]} == {MIN_ROWS}
+    assert {taken["mallory"] for taken in steps if taken["alice"]} == {CPU_CLIENT_ROWS}
     assert max(taken["mallory"] for taken in steps if not taken["alice"]) == len(many)
 
 

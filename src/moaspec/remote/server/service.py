@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from moaspec.drafting.protocols import Verifier
+from moaspec.engine.large_batches import client_rows
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError, RefusedError, WireError
@@ -131,13 +132,15 @@ class TargetService:
         own = EngineCapabilities() if engine is None else engine.capabilities
         self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
+        passes = self.options.passes
         if engine is not None:
             self.verifier = engine
         else:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = LocalVerifier(target, encoder)
-        self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
+            passes = replace(passes, owner_rows=min(passes.owner_rows, client_rows(target.device)))
+        self.shared = SharedVerifier(self.verifier, passes, self.verifier.release)
         self._room = self.options.fitting(target)
         rules = PositionRules.of(target, self.capabilities.max_tokens)
         self.sessions = SessionStore(self._room, self.shared, rules)

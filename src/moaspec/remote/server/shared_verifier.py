@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import run_now
-from moaspec.engine.row_cost import RowCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,8 @@ class PassOptions:
         prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size.
         max_drafted: drafted tokens.
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
-            Longer drafts are cut, which changes no text. Its rows are limited, too, see `RowCost`.
+            Longer drafts are cut, which changes no text.
+        owner_rows: requests of one owner, see `owner_drafted` and `client_rows`.
         recent_s: see `owner_drafted`.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
@@ -38,6 +38,7 @@ class PassOptions:
     prefill_tokens: int = 128
     max_drafted: int = 1024
     owner_drafted: int = 64
+    owner_rows: int = 64
     recent_s: float = 5.0
     min_pass_s: float = 0.0
 
@@ -72,7 +73,7 @@ class _Pass:
 
     Attributes:
         owner_drafted: most drafted tokens of one owner.
-        owner_rows: most requests of one owner, or as many as all others have before it.
+        owner_rows: most requests of one owner, or as many as all others have in this pass.
         rows: requests by owner.
         drafted: drafted tokens by owner.
     """
@@ -143,7 +144,6 @@ class SharedVerifier:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._task: asyncio.Task[None] | None = None
         self.counts = PassCounts()
-        self._row_cost = RowCost()
 
     @property
     def num_rows(self) -> int:
@@ -230,7 +230,7 @@ class SharedVerifier:
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         waiting = {job.owner for job in self._jobs}
         if len(waiting | self._asked_s.keys()) > 1:
-            return self.options.owner_drafted, self._row_cost.rows
+            return self.options.owner_drafted, self.options.owner_rows
         return self.options.max_drafted, self.options.max_rows
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
@@ -262,8 +262,6 @@ class SharedVerifier:
         counts.rows += len(jobs)
         counts.tokens += sum(len(j.request.new_tokens) + len(j.request.tree.tokens) for j in jobs)
         counts.seconds += seconds
-        if not any(job.prefill for job in jobs):
-            self._row_cost.add(len(jobs), seconds)
 
     def _free_left_rows(self) -> None:
         self._running = set()

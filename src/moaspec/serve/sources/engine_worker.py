@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from moaspec.backends.pack import return_freed_memory
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.engine.row_cost import RowCost
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -99,6 +97,7 @@ class EngineWorker:
         engine: used by this worker only.
         release: frees the engine's caches; called when it has no row.
         slot_bytes: cache bytes of one token.
+        client_rows: jobs of a client that take part in every step, however few the others have.
         shaping: draft policy.
         stop_token_ids: ids that end a row.
         limits: see `WorkerLimits`.
@@ -110,17 +109,18 @@ class EngineWorker:
         *,
         release: Callable[[], None],
         slot_bytes: int,
+        client_rows: int,
         shaping: DraftSettings,
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
     ) -> None:
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
         self._free_caches, self._slot_bytes, self._limits = release, slot_bytes, limits
+        self._client_rows = client_rows
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedJob] = deque()
         self._active: dict[int, QueuedJob] = {}
         self._steps = 0
-        self._row_cost = RowCost()
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
         self._places = Places("server", limits)
@@ -186,36 +186,31 @@ class EngineWorker:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""
         try:
             self._admit()
-            taken = self._next_jobs()
-            comparable = all(queued.last_step for queued in taken.values())
-            self._steps += 1
-            for queued in taken.values():
-                queued.last_step = self._steps
-            started = time.monotonic()
-            events = self._engine.step(taken.keys())
-            if comparable:
-                self._row_cost.add(len(taken), time.monotonic() - started)
-            for event in events:
+            for event in self._engine.step(self._turn()):
                 self._report(event)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
             for queued in list(self._active.values()):
                 self._leave(queued)
                 self._end(queued, error)
 
-    def _next_jobs(self) -> dict[int, QueuedJob]:
-        """The jobs of the next step, by handle.
+    def _turn(self) -> set[int]:
+        """Handles of the jobs in the next step.
 
-        Of one client at most as many as of all others, or as `RowCost` allows; if it has more, they
-        take turns. So whoever fills the server does not make each step of the others much longer.
+        Of one client at most as many as of all others, or `client_rows`; if it has more, they take
+        turns. So whoever fills the server does not make each step of the others much longer.
         """
-        by_client: defaultdict[str, list[tuple[int, QueuedJob]]] = defaultdict(list)
-        for handle, queued in self._active.items():
-            by_client[queued.job.client].append((handle, queued))
-        taken: dict[int, QueuedJob] = {}
+        self._steps += 1
+        by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)
+        for queued in self._active.values():
+            by_client[queued.job.client].append(queued)
+        taken: set[int] = set()
         for jobs in by_client.values():
             others = len(self._active) - len(jobs)
-            jobs.sort(key=lambda one: one[1].last_step)
-            taken.update(jobs[: max(others, self._row_cost.rows) if others else None])
+            jobs.sort(key=lambda queued: queued.last_step)
+            for queued in jobs[: max(others, self._client_rows) if others else None]:
+                queued.last_step = self._steps
+                assert queued.handle is not None, "active jobs have joined"
+                taken.add(queued.handle)
         return taken
 
     def _admit(self) -> None:

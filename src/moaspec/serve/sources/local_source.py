@@ -12,6 +12,7 @@ from functools import partial
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
+from moaspec.engine.large_batches import client_rows
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
@@ -63,6 +64,7 @@ class LocalSource(TextSource):
             self.engine,
             release=release,
             slot_bytes=verifier.cache.slot_bytes,
+            client_rows=client_rows(target.device),
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
             limits=limits or WorkerLimits(),
