@@ -14,8 +14,7 @@ MAX_GRAMMAR_RULES = 2000
 """Rules of a grammar and references of a JSON schema, together."""
 
 MAX_GRAMMAR_STACK = 2 << 20
-"""Bytes of native stack that compiling a grammar may take; this bounds chains of references and
-nesting. The compilation whose result is used has eight times as much."""
+"""Bytes of native stack to try a grammar on; this bounds chains of references and nesting."""
 
 MAX_GRAMMAR_MEMORY = 1 << 30
 """Bytes of address space of the process that tries a grammar."""
@@ -30,8 +29,7 @@ MAX_BODY_BYTES = 8 << 20
 """Of an HTTP request's body; `--max-body-bytes` sets another."""
 
 MAX_JSON_VALUES = 1 << 18
-"""JSON values in an HTTP request's body; objects, lists and members of objects count four times.
-Each takes much more memory and time than its bytes."""
+"""JSON values in an HTTP request's body; objects, lists and members of objects count four times."""
 
 MAX_FRAME_BYTES = 4 << 20
 """Of a gRPC message, in both directions."""
@@ -55,7 +53,7 @@ MAX_CHOICES = 128
 """`n` and `best_of`."""
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives per token, over HTTP; over gRPC there are none."""
+"""Alternatives per token, over HTTP."""
 
 MAX_STOP_STRINGS = 64
 """Stop strings of one request."""
@@ -104,7 +102,7 @@ MAX_OPEN_CALL_S = 60
 """Seconds that such a call may last."""
 
 MAX_REQUEST_S = 10
-"""Seconds in which a gRPC request must arrive after its call began."""
+"""Seconds from the start of a gRPC call until its request."""
 
 MAX_WRONG_TOKENS = 64
 """Wrong tokens or keys that are answered late at the same time; more are answered at once."""
@@ -125,16 +123,16 @@ MAX_GRPC_CALLS_PER_CONNECTION = 100
 """gRPC calls at the same time on one connection; the client's library queues further ones."""
 
 MAX_GRPC_HANDSHAKE_S = 10
-"""Seconds in which a new gRPC connection must have completed TLS and HTTP/2's preface."""
+"""Seconds for TLS and HTTP/2's preface of a new gRPC connection."""
 
 MAX_GRPC_IDLE_S = 60
 """Seconds after which a gRPC connection without a call is closed."""
 
 MAX_STORED_RESPONSES = 256
-"""Responses kept for `previous_response_id`; above, the client with most loses its oldest one."""
+"""Responses kept for `previous_response_id`."""
 
 MAX_STORED_BYTES = 64 << 20
-"""Bytes of these as JSON; above, the client with most bytes loses its oldest."""
+"""Bytes of these as JSON. Above either limit the client that holds most loses its oldest."""
 
 
 def too_deep(value: Any) -> bool:
