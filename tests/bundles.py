@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+import generic_models
 import tiny
 from moaspec.backends.load import load_target
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle
+from moaspec.target.generic.generic_target import target_of
 from moaspec.target.target import Target
 from moaspec.train.run_config import DrafterSizes, drafter_config
 
@@ -23,7 +25,11 @@ def save_target(directory: Path, family: str = "llama", **changes: Any) -> Targe
 
     Some families' tokenizers have tokens of their own, which transformers adds when it loads them.
     """
-    target = tiny.fresh_target(family, tokenizer=tiny.tokenizer(), **changes)
+    if family in generic_models.KINDS:
+        model = generic_models.model(family, **changes)
+        target = target_of(model, tiny.tokenizer(), name=family)
+    else:
+        target = tiny.fresh_target(family, tokenizer=tiny.tokenizer(), **changes)
     target.model.save_pretrained(directory)
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(directory)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tiny
 from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.model.drafter_config import (
+    DrafterConfig,
+    LayerConfig,
+    TargetIdentity,
+    activation_name,
+    inner_size,
+    norm_eps,
+    text_rope,
+)
 from moaspec.train.run_config import DrafterSizes, drafter_config
 
 LAYER: dict[str, Any] = {
@@ -84,3 +93,27 @@ def test_kv_size() -> None:
         model_type="llama", num_layers=2, hidden_size=8, num_kv_heads=3, head_dim=5, vocab_size=9
     )
     assert identity.kv_size == 30
+
+
+@pytest.mark.parametrize(
+    ("facts", "eps", "inner", "activation"),
+    [
+        ({"rms_norm_eps": 1e-5, "intermediate_size": 6, "hidden_act": "gelu"}, 1e-5, 6, "gelu"),
+        ({"layer_norm_eps": 1e-3, "intermediate_size": [5, 9]}, 1e-3, 9, "silu"),
+        ({"layer_norm_epsilon": 0.1, "intermediate_size": None}, 0.1, 32, "silu"),
+        ({"hidden_act": "xielu"}, 1e-6, 32, "silu"),
+        ({"hidden_activation": "relu"}, 1e-6, 32, "relu"),
+    ],
+)
+def test_facts_of_configs_that_name_them_otherwise(
+    facts: dict[str, Any], eps: float, inner: int, activation: str
+) -> None:
+    config = SimpleNamespace(hidden_size=8, **facts)
+    assert norm_eps(config) == eps
+    assert inner_size(config) == inner
+    assert activation_name(config) == activation
+
+
+@pytest.mark.parametrize("given", [None, {}, {"rope_theta": None}])
+def test_a_target_without_rotary_embeddings(given: dict[str, Any] | None) -> None:
+    assert text_rope(SimpleNamespace(rope_parameters=given)) == {"rope_theta": 10_000.0}

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import GPT2Config
+from transformers import MambaConfig
 
 import moaspec
 import tiny
@@ -183,8 +183,8 @@ def test_unknown_device(device: str, directory: Path) -> None:
 
 
 def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedTargetError, match="gpt2"):
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedTargetError, match="mamba"):
         moaspec.load_target(str(tmp_path))
 
 

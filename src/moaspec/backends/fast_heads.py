@@ -99,7 +99,7 @@ class FastLMHead(LMHead):
     """
 
     def __init__(self, head: LMHead) -> None:
-        super().__init__(head.linear, head.cap)
+        super().__init__(head.linear, head.cap, head.scale)
         assert isinstance(head.linear, nn.Linear)
         self._plain = head
         self._whole, self._forget_rows = pack_like(head.linear, directory=cache_dir())

@@ -24,6 +24,7 @@ from moaspec.backends.pack import pack_linears, return_freed_memory
 from moaspec.model.layers import CosSin
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
+from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.target import Target
 
 
@@ -36,6 +37,8 @@ def accelerate(target: Target) -> bool:
     Returns:
         Whether weights were packed; False where there is nothing to gain.
     """
+    if isinstance(target.layers, GenericLayers):
+        return False  # its modules may use weights in other ways than linear layers do
     target.packed = can_pack(target.dtype, target.device)
     if target.packed:
         pack_linears(target.model, keep=(target.lm_head.linear,))

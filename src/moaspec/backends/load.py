@@ -49,7 +49,7 @@ def load_target(
             be done.
         UnknownModelError: nothing of that name can be found or read, or its weights are not those
             of its config, or not finite.
-        UnsupportedTargetError: a family whose keys and values cannot be captured.
+        UnsupportedTargetError: a model that cannot be drafted for.
     """
     dtype = chosen_dtype(dtype, device=device, packed=packed)
     if quantize is not None:

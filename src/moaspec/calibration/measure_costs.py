@@ -30,6 +30,7 @@ from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
@@ -146,7 +147,7 @@ def fingerprint(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "target": asdict(target.identity),
-        "inner": int(target.config.intermediate_size),
+        "inner": inner_size(target.config),
         # Plain dtypes as they have always been written, so that stored tables stay valid.
         "dtype": str(target.dtype) if target.quantize is None else target.precision,
         "packed": target.packed,

@@ -79,8 +79,9 @@ class FastMoAProposer(MoAProposer):
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
         if head is None or target.embeddings is None:
             return None
-        # Kernels compute probabilities from logits without a soft cap.
-        if module.config.without or target.lm_head.cap is not None:
+        # Kernels compute probabilities from logits without a soft cap or scale.
+        lm_head = target.lm_head
+        if module.config.without or lm_head.cap is not None or lm_head.scale != 1.0:
             return None
         adapter, layers = module.adapter(num), target.layers
         last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None

@@ -22,8 +22,9 @@ def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
 
 def check_num_target_layers(layers: int, drafter: MoADrafter, target: Target) -> None:
     """Raise InputError for an N that the target or the drafter does not have."""
-    if not 0 <= layers <= target.num_layers:
-        raise InputError(f"num_target_layers must be within 0..{target.num_layers}, got {layers}.")
+    most = target.num_reusable_layers
+    if not 0 <= layers <= most:
+        raise InputError(f"num_target_layers must be within 0..{most}, got {layers}.")
     known = drafter.config.num_target_layers
     if drafter.exits and layers not in known:
         raise InputError(

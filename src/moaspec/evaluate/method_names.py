@@ -104,10 +104,14 @@ def _method(spec: MethodSpec, target: Target, drafter: MoADrafter | Proposer | N
 
 def _num_layers(spec: MethodSpec, target: Target) -> int:
     digits = spec.setting.removeprefix("n")
-    if spec.setting[:1] != "n" or not digits.isdecimal() or int(digits) > target.num_layers:
+    if (
+        spec.setting[:1] != "n"
+        or not digits.isdecimal()
+        or int(digits) > target.num_reusable_layers
+    ):
         raise InputError(
             f"Method {spec.name!r}: write the number of reused target layers as n0 to "
-            f"n{target.num_layers}, for example moa:n1@chain:4."
+            f"n{target.num_reusable_layers}, for example moa:n1@chain:4."
         )
     return int(digits)
 

@@ -47,7 +47,8 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
-from moaspec.target.target import Target, plain_torch
+from moaspec.target.generic.generic_target import target_of
+from moaspec.target.target import plain_torch
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _STATEFUL = (
@@ -62,6 +63,10 @@ _WARPERS = (
     (MinPLogitsWarper, "min_p"),
 )
 """In the order in which both sides apply them."""
+
+
+_MEDIA = ("pixel_values", "image_", "video_", "input_features", "audio_")
+"""How transformers' names of inputs begin that are no text."""
 
 
 class CustomGenerate:
@@ -87,7 +92,8 @@ class CustomGenerate:
         streamer = dropped.get("streamer") if streamer is None else streamer
         _check_assistant(dropped.get("assistant_model"))
         _check(model, input_ids, generation_config, model_kwargs)
-        target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
+        name = model.config.name_or_path or "this model"
+        target = target_of(model, None, name=name, freeze=False)
         target.threads = ThreadLimiter()
         shaping = shaping_for(target, self._drafter, **self._draft_options)
         engine = local_engine(target, self._drafter, num_target_layers=shaping.num_target_layers)
@@ -190,6 +196,12 @@ def _check(
     if kwargs.get("inputs_embeds") is not None or (cache is not None and cache.get_seq_length()):
         raise InputError(
             "custom_generate starts from token ids: no inputs_embeds, no filled cache."
+        )
+    media = [name for name in kwargs if name.startswith(_MEDIA) and kwargs[name] is not None]
+    if media:
+        raise InputError(
+            f"custom_generate decodes text, and got {', '.join(media)}. Leave images and sound "
+            "out, or call generate without custom_generate."
         )
     if model.training:
         raise InputError("The model is in training mode; call model.eval() first.")

@@ -20,6 +20,8 @@ Rates = tuple[tuple[float, ...], ...]
 """Share of drafts that the target chose, given that it chose the path to them: by depth, then by
 rank among siblings. Empty where nobody measured it."""
 
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -161,13 +163,27 @@ def text_rope(config: Any) -> dict[str, Any]:
     """The `rope_parameters` that SA takes from a target's config.
 
     Where sliding and full layers have their own (Gemma 3), those of full attention: SA is causal
-    over the whole text.
+    over the whole text. A target without rotary embeddings gets plain ones in its drafter.
     """
-    parameters = config.rope_parameters
-    return dict(parameters.get("full_attention", parameters))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    chosen = dict(parameters.get("full_attention", parameters))
+    return {"rope_theta": 10_000.0} | {k: v for k, v in chosen.items() if v is not None}
 
 
 def activation_name(config: Any) -> str:
-    """Name of a target's MLP activation, which configs call in one of two ways."""
-    name = getattr(config, "hidden_act", None) or config.hidden_activation
-    return str(name)
+    """Name of a target's MLP activation; "silu" where it is unknown or has weights of its own."""
+    names = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation"))
+    name = str(next(filter(None, names), "silu"))
+    return "silu" if name == "xielu" else name
+
+
+def norm_eps(config: Any) -> float:
+    """Epsilon of a target's norms, which configs call in several ways."""
+    found = (getattr(config, name, None) for name in _EPSILONS)
+    return float(next(filter(None, found), 1e-6))
+
+
+def inner_size(config: Any) -> int:
+    """Width of a target's MLP; the largest where layers differ."""
+    given = getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
+    return int(given) if isinstance(given, int) else max(given)

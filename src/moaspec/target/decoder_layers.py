@@ -143,10 +143,11 @@ class LMHead:
     Args:
         linear: transformers' LM head.
         cap: of the logits, or None.
+        scale: of the logits, before the cap.
     """
 
-    def __init__(self, linear: nn.Module, cap: float | None) -> None:
-        self.linear, self.cap = linear, cap
+    def __init__(self, linear: nn.Module, cap: float | None, scale: float = 1.0) -> None:
+        self.linear, self.cap, self.scale = linear, cap, scale
 
     def rows(self, token_ids: Tensor) -> nn.Linear:
         """The head for these ids alone, a copy."""
@@ -166,6 +167,7 @@ class LMHead:
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits by the whole head, or by some of its rows."""
         logits = head(states).float()
+        logits = logits if self.scale == 1.0 else self.scale * logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def best(self, states_NE: Tensor) -> Tensor:

@@ -80,6 +80,11 @@ def require_supported(config: Any, name: str) -> None:
     require_rope({**vars(config), "model_type": config.model_type}, name)
 
 
+def is_family(config: Any) -> bool:
+    """Whether a model belongs to a family of `moaspec.target.names`."""
+    return config.model_type in FAMILIES
+
+
 def _refusal(config: Any) -> str | None:
     if config.model_type not in FAMILIES:
         reasons = [text for applies, text in _REASONS if applies(config)]
@@ -144,8 +149,8 @@ def forget_growth(model: Any) -> None:
     Otherwise it rotates a prompt beyond the trained length with the frequencies of an earlier,
     longer text.
     """
-    if rope_growth(model.config) is None:
-        return
+    if not is_family(model.config) or rope_growth(model.config) is None:
+        return  # texts of other models end where the frequencies would grow
     start = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     for kind in rope_by_type(model.config):
         options = {} if kind is None else {"layer_type": kind}
@@ -161,10 +166,11 @@ def context_length(config: Any) -> int:
     length = int(config.max_position_embeddings)
     parameters = rope_by_type(config)
     # A config with a scaling for each layer type (Gemma 3) was released with the scaled length.
-    return length if None not in parameters else _scaled_length(length, parameters[None])
+    return length if None not in parameters else scaled_length(length, parameters[None])
 
 
-def _scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
+def scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
+    """The context length of a model whose config says this one, with these `rope_parameters`."""
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     trained = int(parameters.get("original_max_position_embeddings") or length)
     if kind in ("linear", "dynamic", "proportional"):

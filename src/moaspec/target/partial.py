@@ -145,7 +145,7 @@ class PartialLMHead(LMHead):
     """
 
     def __init__(self, head: LMHead, token_ids: Tensor | None, name: str) -> None:
-        super().__init__(head.linear, head.cap)
+        super().__init__(head.linear, head.cap, head.scale)
         self._token_ids, self._name = token_ids, name
 
     def select(self, token_ids: Tensor | None) -> nn.Module:

@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -22,8 +23,10 @@ from transformers import (
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.support.hub import cached_if_offline
-from moaspec.target.families import require_supported
+from moaspec.target.families import is_family, require_supported
 from moaspec.target.generation_defaults import without_defaults
+from moaspec.target.generic.generic_target import target_of
+from moaspec.target.generic.rules import require_generic_config
 from moaspec.target.gguf import (
     dequantised,
     find_gguf,
@@ -66,7 +69,7 @@ def read_target(
         model = _load_model(source, name, DTYPES[dtype]).to(device)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
-        return Target(model, load_tokenizer(source), name=name, quantize=quantize)
+        return target_of(model, load_tokenizer(source), name=name, quantize=quantize)
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
@@ -84,6 +87,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     name = str(name)
     with _faults_named(name) as source:
         config = _read_config(source, name)
+        require_supported(config, name)  # without weights nothing else is known to be right
         return TargetSpec(
             config,
             load_tokenizer(source),
@@ -156,7 +160,7 @@ def require_device(device: str) -> None:
 
 
 def _read_config(source: str, name: str) -> Any:
-    """The config of a supported model."""
+    """The config of a model that may be supported."""
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError:
@@ -165,7 +169,8 @@ def _read_config(source: str, name: str) -> Any:
         _require_raw_rope(source, name)  # names the field, as transformers does not
         raise
     _require_raw_rope(source, name)
-    require_supported(config, name)
+    check = require_supported if is_family(config) else require_generic_config
+    check(config, name)
     return config
 
 
@@ -177,14 +182,18 @@ def _require_raw_rope(source: str, name: str) -> None:
 def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
     config = _read_config(source, name)
+    # A wrapper with a text part has a class for images and text, and mostly no other.
+    has_parts = config.get_text_config(decoder=True) is not config
+    auto_class = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
     with _in_this_thread():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             source,
             config=config,
             # Unset, transformers asks whether to run a repository's own code.
             trust_remote_code=False,
             dtype=dtype,
-            attn_implementation="sdpa",
+            # Unset, transformers takes "eager" for models that "sdpa" cannot compute.
+            attn_implementation="sdpa" if is_family(config) else None,
             # Ours is the clearer refusal.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -65,17 +65,27 @@ class TargetSpec:
         """L, the number of decoder layers."""
         return int(self.config.num_hidden_layers)
 
+    @cached_property
+    def draft_head_dim(self) -> int:
+        """Size of the heads of a new drafter's SA and CA."""
+        return self.head_dim
+
+    @cached_property
+    def num_reusable_layers(self) -> int:
+        """How many of the last layers a drafter may reuse (N)."""
+        return self.num_layers
+
     @property
     def vocab_size(self) -> int:
         """V, the size of the vocabulary."""
         return int(self.config.vocab_size)
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
         """The context length, in tokens."""
         return families.context_length(self.config)
 
-    @property
+    @cached_property
     def rope_switches(self) -> tuple[int, ...]:
         """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
 
@@ -90,12 +100,12 @@ class TargetSpec:
         """Tokens beyond which keys depend on the length of the prompt (dynamic NTK), or None."""
         return families.rope_growth(self.config)
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         """Key and value heads of a layer."""
         return int(self.config.num_key_value_heads)
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         """D, the size of a head."""
         return _head_dim(self.config)
@@ -118,22 +128,26 @@ class TargetSpec:
     @cached_property
     def identity(self) -> TargetIdentity:
         """The record of this target in its drafters' checkpoints."""
-        return identity_of(self.config, self.tokenizer)
+        return identity_of(self.config, self.tokenizer, self)
 
 
-def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:
+def identity_of(
+    config: Any, tokenizer: PreTrainedTokenizerBase | None, shape: TargetSpec | None = None
+) -> TargetIdentity:
     """The record of a target in its drafters' checkpoints.
 
     Args:
         config: the target's transformers config.
         tokenizer: its tokenizer; None where it is not known, and then not compared.
+        shape: a target that knows its keys and values better than its config says.
     """
+    facts = shape or TargetSpec(config, None, name="", dtype=None)
     return TargetIdentity(
         model_type=config.model_type,
-        num_layers=int(config.num_hidden_layers),
+        num_layers=facts.num_layers,
         hidden_size=int(config.hidden_size),
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=_head_dim(config),
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
         vocab_size=int(config.vocab_size),
         tokenizer_hash=_tokenizer_hash(tokenizer),
     )

@@ -14,7 +14,14 @@ import yaml
 from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
-from moaspec.model.drafter_config import DrafterConfig, LayerConfig, activation_name, text_rope
+from moaspec.model.drafter_config import (
+    DrafterConfig,
+    LayerConfig,
+    activation_name,
+    inner_size,
+    norm_eps,
+    text_rope,
+)
 from moaspec.model.stack import StackConfig
 from moaspec.target.target import Target
 from moaspec.train.students.losses import LossWeights
@@ -293,10 +300,10 @@ def drafter_config(
         raise InputError(
             f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}. Choose a divisor."
         )
-    if max(num_target_layers) > target.num_layers:
+    if max(num_target_layers) > target.num_reusable_layers:
         raise InputError(
-            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers. "
-            "Ask for as many at most."
+            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers, of "
+            f"which {target.num_reusable_layers} can be reused. Ask for as many at most."
         )
 
     first_layer = target.layer_state(0)
@@ -306,8 +313,8 @@ def drafter_config(
             hidden_size=identity.hidden_size,
             num_heads=int(config.num_attention_heads),
             num_kv_heads=kv_heads or target.num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=intermediate or int(config.intermediate_size),
+            head_dim=target.draft_head_dim,
+            intermediate_size=intermediate or inner_size(config),
             qkv_bias=biases and "self_attn.q_proj.bias" in first_layer,
             o_bias=biases and "self_attn.o_proj.bias" in first_layer,
             mlp_bias=biases and "mlp.gate_proj.bias" in first_layer,
@@ -327,7 +334,7 @@ def drafter_config(
         ),
         self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
         cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
-        rms_norm_eps=float(config.rms_norm_eps),
+        rms_norm_eps=norm_eps(config),
         hidden_act=activation_name(config),
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,

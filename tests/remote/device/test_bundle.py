@@ -94,6 +94,21 @@ def test_reused_layers_of_every_family(tmp_path: Path, family: str) -> None:
     assert on_device(drafting, text, features, GREEDY) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["granite", "cohere", "gemma2", "gemma3n_text"])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_models_of_other_types(tmp_path: Path, kind: str, trimmed: bool) -> None:
+    """Factors of embedding and logits are those of the whole model."""
+    bundle = save_bundle(tmp_path, kind, trimmed=trimmed)
+    text, features, expected, _ = beside_target(tmp_path, GREEDY, 0)
+    loaded = load_device(bundle)
+    assert on_device(loaded.drafting(), text, features, GREEDY) == expected
+    with pytest.raises(InputError, match=r"within 0\.\.0"):
+        export_bundle(
+            tmp_path / "target", tmp_path / "drafter", tmp_path / "more", num_target_layers=1
+        )
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_eight_bits_draft_nearly_the_same(tmp_path: Path, family: str) -> None:
     bundle = save_bundle(tmp_path, family, int8=True)

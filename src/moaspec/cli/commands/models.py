@@ -34,7 +34,8 @@ def models(
     show_table(_table(rows))
     console.out.print()
     console.print_wrapped(
-        f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."
+        f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}. Most "
+        "other causal models of transformers run too, without the fastest paths: docs/models.md."
     )
 
 

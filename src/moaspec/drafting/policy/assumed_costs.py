@@ -7,11 +7,11 @@ that `tree="auto"` drafts only what is sure to pay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
+from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
@@ -55,7 +55,7 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         drafter: drafts.
         num_target_layers: N.
     """
-    layer = _layer_weights(target.config)
+    layer = _layer_weights(target)
     num_drafted = (
         target.vocab_size if drafter.draft_token_ids is None else len(drafter.draft_token_ids)
     )
@@ -82,15 +82,15 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
 def num_weights(target: Target) -> int:
     """Weights that a target multiplies a token with."""
     head = target.vocab_size * int(target.config.hidden_size)
-    return target.num_layers * _layer_weights(target.config) + head
+    return target.num_layers * _layer_weights(target) + head
 
 
-def _layer_weights(config: Any) -> int:
+def _layer_weights(target: Target) -> int:
     """Weights of a target layer, as a Llama layer has them."""
+    config = target.config
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
-    attention = 2 * hidden * head_dim * (heads + int(config.num_key_value_heads))
-    return attention + 3 * hidden * int(config.intermediate_size)
+    attention = 2 * hidden * target.head_dim * (heads + target.num_kv_heads)
+    return attention + 3 * hidden * inner_size(config)
 
 
 def _weights(*modules: nn.Module) -> int:

@@ -22,6 +22,7 @@ from moaspec.model.drafter_config import (
     Rates,
     TargetIdentity,
     activation_name,
+    norm_eps,
     text_rope,
 )
 
@@ -105,7 +106,7 @@ def infer_config(
         layer_self_attention=lsa,
         self_attention=sa,
         cross_attention=ca,
-        rms_norm_eps=float(config_json.get("rms_norm_eps", context.rms_norm_eps)),
+        rms_norm_eps=float(config_json.get("rms_norm_eps", norm_eps(context))),
         hidden_act=str(config_json.get("hidden_act") or activation_name(context)),
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,

@@ -45,13 +45,10 @@ from moaspec.model.stack import StackConfig
 from moaspec.remote.device.local_parts import Device, make_moa_proposer
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.support.paths import close_to_others, why_not_trusted
-from moaspec.target.partial import (
-    PartialTarget,
-    excerpt_tensors,
-    fill_module,
-    grouped,
-    quantised_tensors,
-)
+from moaspec.target.families import is_family
+from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
+from moaspec.target.names import FAMILIES
+from moaspec.target.partial import PartialTarget, fill_module, grouped, quantised_tensors
 from moaspec.target.registry import DTYPES, require_dtype
 from moaspec.target.target import Target
 
@@ -170,7 +167,7 @@ def export_bundle(
             f"The drafter {drafter} was trained without cross-attention (an ablation): it reads "
             "aggregates, and a server sends cross-attention's keys and values."
         )
-    num_layers = _num_layers(module, num_target_layers, whole.num_layers)
+    num_layers = _num_layers(module, num_target_layers, whole.num_reusable_layers)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
         target=whole.identity,
@@ -247,7 +244,7 @@ def _tensors(
     """All tensors of a bundle."""
     ids = module.draft_token_ids
     parts = {
-        TARGET: excerpt_tensors(target, num_layers=num_layers, head_token_ids=ids),
+        TARGET: device_tensors(target, num_layers=num_layers, head_token_ids=ids),
         DRAFTER: _drafter_tensors(module),
     }
     found = {
@@ -340,12 +337,16 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
     parts = grouped(tensors)
     try:
         config = _target_config(directory / TARGET_CONFIG, info)
-        target = PartialTarget(
+        kind: Any = PartialTarget if is_family(config) else GenericPartialTarget
+        own: dict[str, Any] = {"num_layers": info.num_target_layers}
+        if kind is GenericPartialTarget:
+            own = {"identity": info.target}
+        target = kind(
             config,
             parts[TARGET],
             AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
             name=f"The bundle at {directory}",
-            num_layers=info.num_target_layers,
+            **own,
             head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,
             stop_token_ids=frozenset(info.stop_token_ids),
             dtype=DTYPES[dtype],
@@ -375,7 +376,10 @@ def _target_config(directory: Path, info: BundleInfo) -> Any:
         CorruptCheckpointError: it has not as many layers as the bundle says, or too many.
     """
     # Before transformers reads it: some families make a list of all layers.
-    num_layers = read_config(directory).get("num_hidden_layers")
+    raw = read_config(directory)
+    num_layers = raw.get("num_hidden_layers")
+    if raw.get("model_type") not in FAMILIES:  # layers may share their keys and values
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if num_layers != info.target.num_layers or not info.num_target_layers <= num_layers:
         raise CorruptCheckpointError(
             f"The target of the bundle has {info.target.num_layers} layers, {directory} has "

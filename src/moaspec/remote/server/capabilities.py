@@ -60,7 +60,9 @@ class Capabilities:
         self._target, self._engine = target, engine
         self._config = None if drafter is None else drafter.config
         self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
-        self.layers = (0,) if drafter is None else layers_offered(drafter, target.num_layers)
+        self.layers = (
+            (0,) if drafter is None else layers_offered(drafter, target.num_reusable_layers)
+        )
         self.max_tokens = max_tokens
         self.limits = wire.WireLimits(target.vocab_size, self.max_tokens)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

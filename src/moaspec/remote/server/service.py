@@ -384,7 +384,7 @@ def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:
         MismatchError: the drafter belongs to another target.
     """
     check_target(drafter.config, None, target.identity, where="drafter")
-    most = max(layers_offered(drafter, target.num_layers))
+    most = max(layers_offered(drafter, target.num_reusable_layers))
     return WireEncoder(drafter, most, target.num_kv_heads)
 
 

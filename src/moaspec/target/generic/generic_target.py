@@ -1,0 +1,153 @@
+"""A target of any model type that keeps to transformers' interfaces of attention and cache.
+
+Legend: B batch, T tokens, S visible keys, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from moaspec.errors import UnsupportedTargetError
+from moaspec.target.decoder_layers import LMHead, WatchLayer, WriteKV
+from moaspec.target.families import is_family
+from moaspec.target.generic import rules
+from moaspec.target.generic.generic_layers import GenericLayers
+from moaspec.target.generic.pass_cache import ShortTextCache
+from moaspec.target.generic.pass_masks import attend_by_pass
+from moaspec.target.generic.self_test import require_equal
+from moaspec.target.target import Target
+from moaspec.target.target_base import TargetBase
+
+
+def target_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **options: Any
+) -> Target:
+    """A `Target` for a family of `moaspec.target.names`, a `GenericTarget` for other models.
+
+    Args:
+        model: see `Target`.
+        tokenizer: see `Target`.
+        options: of `Target`.
+
+    Raises:
+        UnsupportedTargetError: says why this model cannot be drafted for.
+    """
+    kind = Target if is_family(model.config) else GenericTarget
+    return kind(model, tokenizer, **options)
+
+
+def set_position_facts(target: Target) -> None:
+    """Set what is known of texts and layers of a target that runs by `forward` of its model.
+
+    No layer can be run without the others. Keys depend on positions alone, because texts end where
+    they would depend on more; see `rules.context_length`.
+    """
+    target.num_reusable_layers = 0
+    target.max_positions = rules.context_length(target.config)
+    target.rope_switches, target.rope_growth = (), None
+
+
+class GenericTarget(Target):
+    """A target whose passes are `forward` of its own model.
+
+    Of a multimodal model this is the text part, and `config` is that part's. The model attends by
+    the masks of our passes, and otherwise as before; see `moaspec.target.generic.pass_masks`.
+
+    Args:
+        model: a `PreTrainedModel` with an LM head; see `Target`.
+        tokenizer: see `Target`.
+        name: see `Target`.
+        freeze: see `Target`.
+        quantize: see `Target`.
+
+    Raises:
+        UnsupportedTargetError: says why this model cannot be drafted for.
+    """
+
+    layers: GenericLayers
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        freeze: bool = True,
+        quantize: str | None = None,
+    ) -> None:
+        rules.require_generic(model, name)
+        if quantize is not None:
+            raise rules.refusal(
+                model.config,
+                name,
+                f"quantize={quantize!r} rounds linear layers of the families "
+                "that `moaspec models` lists only",
+            )
+        self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
+        TargetBase.__init__(
+            self,
+            rules.text_config(model.config),
+            tokenizer,
+            name=name,
+            dtype=None,
+            generation_config=model.generation_config,
+            quantize=quantize,
+        )
+        self._base: Any = rules.text_model(model)
+        attend_by_pass(self._base.config)
+        self.layers = GenericLayers(self._base)
+        if rules.uses_cache_length(self.config):
+            self.layers.cache_class = ShortTextCache
+        head = cast(nn.Linear, model.get_output_embeddings())
+        self.lm_head = LMHead(head, *rules.head_rule(self.config))
+        self.packed = False
+        self.threads = None
+        self.token_pass_s: float | None = None
+        try:
+            shape = require_equal(self)
+        except UnsupportedTargetError as error:
+            raise rules.refusal(self.config, name, str(error)) from error
+        self.num_layers, self.num_kv_heads = len(shape.layers), shape.num_heads
+        self.head_dim = shape.head_dim
+        if not shape.is_even:
+            width = self.config.hidden_size // self.config.num_attention_heads
+            self.draft_head_dim = max(8, width // 8 * 8)
+        set_position_facts(self)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Rows of the model's embedding, (..., E), which some models scale afterwards."""
+        return cast(Tensor, self._base.get_input_embeddings()(input_ids))
+
+    def run(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        mask_B1TS: Tensor | None,
+        write: WriteKV,
+        lengths_B: Tensor | None = None,
+        watch: WatchLayer | None = None,
+    ) -> Tensor:
+        """One pass through all layers, see `Target.run`."""
+        del lengths_B  # rotary embeddings go by positions alone
+        return self.layers.run_tokens(
+            input_ids_BT, position_ids_BT, mask_B1TS=mask_B1TS, write=write, watch=watch
+        )
+
+    @property
+    def embeddings(self) -> Tensor | None:
+        """None: some models change what the embedding looks up."""
+        return None
+
+    def layer_state(self, index: int) -> dict[str, Tensor]:
+        """Weights of one decoder layer, under transformers' names."""
+        layers = self.layers.modules()
+        return cast(dict[str, Tensor], layers[index].state_dict()) if layers else {}
+
+    def plain_layer_state(self, index: int) -> dict[str, Tensor] | None:
+        """None: nothing is known of how its layers are built."""
+        del index
+        return None

@@ -1,0 +1,123 @@
+"""Attention masks of a pass, made where a model of transformers makes its own.
+
+A model calls transformers' `create_*_mask` for each kind of layer that it has (full, sliding
+window, chunked). These call the mask function that is registered under the name of the model's
+attention. Ours returns the mask of the current pass, cut down by the rule of this kind of layer. So
+no code of ours lists layers that have a window.
+
+Outside of our passes everything registered here does what transformers does under the name "sdpa"
+or "eager": the same model stays what it was for other callers.
+
+Legend: B batch, T new tokens, S visible keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from moaspec.model.masks import text_mask
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""Transformers' (row, head, query position, key position) -> whether the query may attend."""
+
+NAMES = {"sdpa": "moaspec-sdpa", "eager": "moaspec-eager"}
+"""Our name for transformers' attention functions."""
+
+
+class PassMasks:
+    """The masks of one pass.
+
+    Args:
+        mask_B1TS: see `Target.run`.
+        position_ids_BT: see `Target.run`.
+    """
+
+    def __init__(self, mask_B1TS: Tensor | None, position_ids_BT: Tensor) -> None:
+        self._given, self._position_ids_BT = mask_B1TS, position_ids_BT
+
+    def of(self, rule: MaskFunction) -> Tensor | None:
+        """The mask of layers with this rule, bool; None is plain causal attention."""
+        return self._given if rule is causal_mask_function else self.written_out(rule)
+
+    def written_out(self, rule: MaskFunction) -> Tensor:
+        """The mask of layers with this rule, bool, also of plain causal attention."""
+        if rule is causal_mask_function:
+            return self._mask
+        row_B111 = torch.arange(len(self._mask), device=self._mask.device)
+        row_B111 = row_B111[:, None, None, None]
+        query_B1T1 = self._position_ids_BT[:, None, :, None]
+        allowed = rule(row_B111, torch.zeros_like(row_B111), query_B1T1, self._key_positions)
+        return self._mask & allowed
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        """As given, or plain causal attention written out."""
+        if self._given is not None:
+            return self._given
+        return text_mask(torch.ones_like(self._position_ids_BT))
+
+    @cached_property
+    def _key_positions(self) -> Tensor:
+        """Position of each key that a query sees: it sees one of each position up to its own."""
+        seen = self._mask.cumsum(-1)
+        return seen - seen[..., -1:] + self._position_ids_BT[:, None, :, None]
+
+
+_CURRENT: ContextVar[PassMasks | None] = ContextVar("masks of the pass", default=None)
+
+
+@contextmanager
+def masks_of_pass(masks: PassMasks) -> Iterator[None]:
+    """Let models attend by these masks inside the block, in this thread."""
+    token = _CURRENT.set(masks)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def attend_by_pass(config: Any) -> None:
+    """Let a model with this config attend by the masks of our passes, where there is one."""
+    config._attn_implementation = NAMES.get(
+        config._attn_implementation, config._attn_implementation
+    )
+
+
+def _bool_mask(*args: Any, mask_function: MaskFunction, **options: Any) -> Tensor | None:
+    masks = _CURRENT.get()
+    if masks is None:
+        return sdpa_mask(*args, mask_function=mask_function, **options)
+    return masks.of(mask_function)
+
+
+def _float_mask(*args: Any, mask_function: MaskFunction, **options: Any) -> Tensor | None:
+    """Zero where a query may attend, else the lowest number; eager attention adds it."""
+    masks = _CURRENT.get()
+    if masks is None:
+        return eager_mask(*args, mask_function=mask_function, **options)
+    mask_B1TS, dtype = masks.written_out(mask_function), options["dtype"]
+    lowest = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=mask_B1TS.device)
+    return torch.where(mask_B1TS, torch.zeros_like(lowest), lowest)
+
+
+def _eager_attention(module: Any, *args: Any, **options: Any) -> Any:
+    """The eager attention of this module's own file: it knows soft caps and attention sinks."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    return own(module, *args, **options)
+
+
+AttentionInterface.register(NAMES["sdpa"], sdpa_attention_forward)
+AttentionInterface.register(NAMES["eager"], _eager_attention)
+AttentionMaskInterface.register(NAMES["sdpa"], _bool_mask)
+AttentionMaskInterface.register(NAMES["eager"], _float_mask)
