@@ -60,7 +60,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _ROUTED | _MLA,
     "deepseek_v3": _ROUTED | _MLA,
     "diffllama": {},
-    "doge": {"keep_window_size": WINDOW},
     "dots1": _ROUTED | _HEAD_DIM | _WINDOWS,
     "ernie4_5": _HEAD_DIM,
     "ernie4_5_moe": {

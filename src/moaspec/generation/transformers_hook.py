@@ -198,6 +198,7 @@ def _check(
             "custom_generate starts from token ids: no inputs_embeds, no filled cache."
         )
     media = [name for name in kwargs if name.startswith(_MEDIA) and kwargs[name] is not None]
+    media += kwargs.get("mm_encoder_outputs") or {}  # of transformers, by kind of input
     if media:
         raise InputError(
             f"custom_generate decodes text, and got {', '.join(media)}. Leave images and sound "

@@ -30,6 +30,10 @@ _REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "not all of its layers keep keys and values of every token (state-space, linear, "
         "convolutional or sparse layers)",
     ),
+    (
+        lambda c: getattr(c, "keep_window_size", None),
+        "its attention chooses keys by their content, so slots that a mask hides change the choice",
+    ),
 )
 
 
