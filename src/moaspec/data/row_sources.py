@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from moaspec.errors import DataError
+from moaspec.errors import DataError, InputError
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
@@ -223,9 +223,11 @@ def require_sources(sources: Sequence[str]) -> None:
     """Refuse sources that cannot be read at all, before a target is loaded for them.
 
     Raises:
-        InputError: the extra `hub` is not installed.
+        InputError: there are none, or the extra `hub` is not installed.
         DataError: a file that does not exist.
     """
+    if not sources:
+        raise InputError("data must name at least one file.")
     for source in sources:
         if source.startswith(HUB):
             require_datasets()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+import torch
 import yaml
 from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.baseline_checkpoint import KINDS
 from moaspec.model.drafter_config import (
     DrafterConfig,
     LayerConfig,
@@ -22,8 +26,9 @@ from moaspec.model.drafter_config import (
     norm_eps,
     text_rope,
 )
+from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
-from moaspec.target.target import Target
+from moaspec.target.target_base import TargetBase
 from moaspec.train.students.losses import LossWeights
 
 _COUNTS = (
@@ -45,11 +50,26 @@ _RANGES = {
 }
 
 
+MAX_CPU_PASS_TOKENS = 512
+"""Tokens of a pass on a CPU: enough rows for products at full speed."""
+WIDTH_UNIT = 64
+"""Widths that a budget chooses are multiples of it, as fast products want."""
+_UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
+
+
+def _parse_count(value: Any) -> Any:
+    """250M as 250,000,000; anything else as it is."""
+    found = re.fullmatch(r"([0-9.]+)\s*([kMB])", value) if isinstance(value, str) else None
+    return value if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
     """Sizes of a new drafter; 0 derives them from the target.
 
     Attributes:
+        parameters: trainable parameters at most, as 250000000 or "250M"; SA and CA then get the
+            widest MLPs, both as wide, that keep to it.
         lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
         lsa_kv_heads: key and value heads of LSA.
         lsa_intermediate: MLP width of LSA; default K.
@@ -60,6 +80,7 @@ class DrafterSizes:
         without: parts to leave out in an ablation; see `DrafterConfig`.
     """
 
+    parameters: Annotated[int, BeforeValidator(_parse_count)] = 0
     lsa_heads: int = 0
     lsa_kv_heads: int = 0
     lsa_intermediate: int = 0
@@ -70,6 +91,12 @@ class DrafterSizes:
     draft_vocab: int = 0
     layers: int = 2
     without: tuple[Literal["lsa", "sa", "ca"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.parameters and (self.sa_intermediate or self.ca_intermediate):
+            raise InputError(
+                "sizes.parameters chooses sa_intermediate and ca_intermediate: leave these out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +223,6 @@ class TrainConfig:
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and self.sharding != "none":
             raise InputError("frozen_lsa works with sharding=none only.")
-        if not self.data:
-            raise InputError("data must name at least one file.")
 
     def _check_numbers(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -271,12 +296,56 @@ def _override(values: dict[str, Any], item: str) -> None:
     values[last] = yaml.safe_load(text)
 
 
-def stack_config(target: Target, config: TrainConfig) -> StackConfig:
+def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:
+    """Passes of each process in a step of this many tokens, at least."""
+    limit = MAX_CPU_PASS_TOKENS if config.device == "cpu" else sys.maxsize
+    return max(config.accumulation, -(-tokens // ((config.pass_tokens or limit) * processes)))
+
+
+def _widest(sizes: DrafterSizes, make: Callable[[DrafterSizes], torch.nn.Module]) -> DrafterSizes:
+    """The sizes with MLP widths that keep to `sizes.parameters`; without it, unchanged.
+
+    Args:
+        sizes: of a drafter.
+        make: builds a drafter of these sizes; its parameters are linear in the widths.
+
+    Raises:
+        InputError: the drafter is larger than that with the narrowest MLPs.
+    """
+    if not sizes.parameters:
+        return sizes
+
+    def at(width: int) -> DrafterSizes:
+        return dataclasses.replace(
+            sizes, parameters=0, sa_intermediate=width, ca_intermediate=width
+        )
+
+    with torch.device("meta"):
+        narrowest, next_one = (sum(p.numel() for p in make(at(w)).parameters()) for w in (1, 2))
+    width = 1 + (sizes.parameters - narrowest) // (next_one - narrowest)
+    if width < 1:
+        raise InputError(
+            f"sizes.parameters={sizes.parameters:,}: with this target the attentions alone have "
+            f"{narrowest:,}. Give more, or lower sizes.lsa_intermediate."
+        )
+    return at(width - width % WIDTH_UNIT if width > WIDTH_UNIT else width)
+
+
+def stack_config(target: TargetBase, config: TrainConfig) -> StackConfig:
     """Config of a new baseline drafter: the target's layers with the widths of `sizes.sa_*`."""
-    shape = drafter_config(target, config.sizes)
+    kind = KINDS[config.drafter]
+    return _stack(
+        target,
+        config,
+        _widest(config.sizes, lambda sizes: kind(_stack(target, config, sizes))),
+    )
+
+
+def _stack(target: TargetBase, config: TrainConfig, sizes: DrafterSizes) -> StackConfig:
+    shape = drafter_config(target, sizes)
     return StackConfig(
         layer=dataclasses.replace(shape.self_attention, qkv_bias=False, o_bias=False),
-        num_layers=config.sizes.layers if config.drafter == "independent" else 1,
+        num_layers=sizes.layers if config.drafter == "independent" else 1,
         rms_norm_eps=shape.rms_norm_eps,
         hidden_act=shape.hidden_act,
         rope_parameters=shape.rope_parameters,
@@ -286,13 +355,14 @@ def stack_config(target: Target, config: TrainConfig) -> StackConfig:
 
 
 def drafter_config(
-    target: Target, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
+    target: TargetBase, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
 ) -> DrafterConfig:
     """Config of a new drafter for this target, with the biases of published drafters.
 
     Raises:
         InputError: sizes that do not fit the target, or more reused layers than it has.
     """
+    sizes = _widest(sizes, lambda one: MoADrafter(drafter_config(target, one, num_target_layers)))
     config, identity = target.config, target.identity
     head_dim = target.head_dim
     lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim

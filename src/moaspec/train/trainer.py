@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from moaspec.train.parallelism import (
     split_state,
     sum_over_processes,
 )
-from moaspec.train.run_config import TrainConfig, learning_rate
+from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate, num_passes
 from moaspec.train.run_failures import explain_failures
 from moaspec.train.run_log import OnStep, RunLog, step_metrics, tracker_values
 from moaspec.train.stopping import StopCause, StopCondition
@@ -57,9 +56,6 @@ FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
 
 MOMENT = "head_moment"
 """Name of the head's input moment among the tensors of a saved state."""
-
-MAX_CPU_PASS_TOKENS = 512
-"""Tokens of a pass on a CPU: enough rows for products at full speed."""
 
 
 class Trainer:
@@ -102,8 +98,6 @@ class Trainer:
         vocabulary = target.vocab_size if ids is None else len(ids)
         self._chunk = logit_chunk_size(vocabulary, self.accelerator.device)
         self.states = StateFiles(self.output / "state", config.shard_bytes)
-        on_cpu = self.accelerator.device.type == "cpu"
-        self._pass_tokens = config.pass_tokens or (MAX_CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
@@ -213,8 +207,7 @@ class Trainer:
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
         tokens = int(whole.batch.attention_mask_BT.sum())
-        wanted = max(self.config.accumulation, -(-tokens // (self._pass_tokens * processes)))
-        passes = min(wanted, -(-rows // processes))
+        passes = min(num_passes(self.config, tokens, processes), -(-rows // processes))
         parts = split_batch(whole, passes * processes)[rank::processes]
         return [part.to(self.accelerator.device) for part in parts]
 
@@ -331,6 +324,7 @@ class Trainer:
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         # States of earlier versions lack these facts.
         was, now = facts.get("run", self._identity), self._identity
+        was["sizes"] = dataclasses.asdict(DrafterSizes()) | was.get("sizes", {})
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(

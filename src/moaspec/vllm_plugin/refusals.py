@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moaspec.errors import MismatchError, ServingError
+from moaspec.generation.destinations import vllm_problem
 from moaspec.model.moa import MoADrafter
 from moaspec.target.families import require_supported
 from moaspec.vllm_plugin.vllm_settings import SCHEDULER, WORKER
@@ -83,20 +84,6 @@ def check_drafter(drafter: MoADrafter) -> None:
     Raises:
         MismatchError: names the part.
     """
-    config = drafter.config
-    if 0 not in config.num_target_layers:
-        raise MismatchError(
-            f"This drafter reuses the target's last layers (num_target_layers "
-            f"{', '.join(map(str, config.num_target_layers))}), which is not implemented inside "
-            "vLLM. Train one with num_target_layers=[0]."
-        )
-    if "ca" in config.without:
-        raise MismatchError(
-            "This drafter was trained without cross-attention (an ablation), which is what vLLM's "
-            "cache holds for it. Train one with sizes.without=[]."
-        )
-    if config.rope_parameters.get("rope_type") == "longrope":
-        raise MismatchError(
-            "This drafter's target has LongRoPE: all of a text's keys change when it outgrows "
-            "its first regime, and vLLM's cache cannot follow. Serve it with `moaspec serve`."
-        )
+    problem = vllm_problem(drafter)
+    if problem is not None:
+        raise MismatchError(problem)

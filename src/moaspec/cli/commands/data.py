@@ -37,6 +37,7 @@ from moaspec.train.dataset.journal import Journal
 from moaspec.train.stopping import StopCondition, parse_duration
 
 if TYPE_CHECKING:
+    from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
     from moaspec.train.dataset.overlap import Overlap
     from moaspec.train.dataset.response_writer import WriterOptions
@@ -243,7 +244,7 @@ def stats_command(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = _load(model, "float32", "cpu", None)
+    target = _facts(model)
     skipped, report = _Skipped() if skip_malformed else None, ReadReport()
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
@@ -306,7 +307,7 @@ def overlap_command(
         require_writable_file("--out", out)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    target = _load(model, "float32", "cpu", None) if model else None
+    target = _facts(model) if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
@@ -381,7 +382,15 @@ def _load(
         return load_target(model, dtype=dtype, device=device, generation_config=generation_config)
 
 
-def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:
+def _facts(model: str) -> TargetSpec:
+    """Config and tokenizer of a target."""
+    with loading(model):
+        from moaspec.target.registry import target_facts
+
+        return target_facts(model, dtype="float32")
+
+
+def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:
     if target is None or target.tokenizer is None:
         raise InputError("Some rows have token ids only: name the target with --model.")
     tokenizer: Any = target.tokenizer

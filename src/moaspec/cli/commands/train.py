@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.plan_table import plan_table
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, set_threads, status
+from moaspec.cli.terminal.table import show_table
 from moaspec.data.conversations import ReadReport
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
+    from moaspec.target.spec import TargetSpec
+    from moaspec.train.dataset.examples import Example
+    from moaspec.train.run_config import TrainConfig
     from moaspec.train.run_log import StepMetrics as StepProgress
 
 
@@ -31,6 +38,15 @@ def train(
         bool,
         typer.Option("--init", help="Write a ready configuration here; without a name: list them."),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Tell what the run needs and leads to, and load no weights."
+        ),
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option(help="GPUs that --dry-run reckons with, such as h100 or 8xh100.")
+    ] = "h100",
 ) -> None:
     """Train a drafter, or resume its training.
 
@@ -39,7 +55,8 @@ def train(
     more to do. Several processes: torchrun -m moaspec train ...
 
     Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
-    data='["responses.jsonl"]' steps=500 --for 8m
+    data='["responses.jsonl"]' steps=500 --for 8m; moaspec train llama-3-8b.yaml --dry-run --gpu
+    8xh100
     """
     if init:
         _write_recipe(config)
@@ -51,12 +68,17 @@ def train(
             f"Cannot read the training config {config}: there is no such file. "
             "moaspec train --init writes one."
         )
+    if dry_run:
+        _show_plan(config, overrides or [], gpu)
+        return
     seconds = None if for_ is None else parse_duration(for_)
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
-        from moaspec.train.dataset.read_examples import read_examples
+        from moaspec.target.registry import target_facts
+        from moaspec.target.skeleton import TargetSkeleton
         from moaspec.train.parallelism import new_accelerator
+        from moaspec.train.plan import make_plan
         from moaspec.train.run_config import read_train_config
         from moaspec.train.trainer import Trainer
 
@@ -65,6 +87,9 @@ def train(
         require_writable("output", Path(settings.output))
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
+        # Refuses what cannot be trained before minutes are spent on loading it.
+        facts = target_facts(settings.target, dtype=settings.target_dtype)
+        make_plan(TargetSkeleton(facts), settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
     with status(f"Loading {settings.target}"):
@@ -75,14 +100,7 @@ def train(
             packed=False,
         )
         unused = ReadReport()
-        examples = read_examples(
-            settings.data,
-            vocab_size=target.vocab_size,
-            max_length=settings.max_length,
-            tokenizer=target.tokenizer,
-            stop_token_ids=target.stop_token_ids,
-            report=unused,
-        )
+        examples = _read_examples(settings, target, unused)
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
     for line in unused.lines():
         told.print(line)
@@ -109,6 +127,45 @@ def train(
         f"continue. As it is now, {written}"
     )
     raise typer.Exit(130 if ending is StopCause.INTERRUPTED else EXIT_UNFINISHED)
+
+
+def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
+    with loading(str(path)):
+        from moaspec.data.row_sources import require_sources
+        from moaspec.target.registry import target_facts
+        from moaspec.target.skeleton import TargetSkeleton
+        from moaspec.train.plan import GPUs, make_plan
+        from moaspec.train.run_config import read_train_config
+
+        gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)
+        if settings.data:
+            require_sources(settings.data)
+        facts = target_facts(settings.target, dtype=settings.target_dtype)
+        on_gpus = settings.device == "cuda"
+        plan = partial(
+            make_plan,
+            TargetSkeleton(facts),
+            settings,
+            processes=gpus.count if on_gpus else int(os.environ.get("WORLD_SIZE", "1")),
+        )
+        found = plan()
+    if settings.data:
+        with status("Reading examples"):
+            found = plan(_read_examples(settings, facts, ReadReport()))
+    show_table(plan_table(found, settings, gpus if on_gpus else None))
+
+
+def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport) -> list[Example]:
+    from moaspec.train.dataset.read_examples import read_examples
+
+    return read_examples(
+        settings.data,
+        vocab_size=target.vocab_size,
+        max_length=settings.max_length,
+        tokenizer=target.tokenizer,
+        stop_token_ids=target.stop_token_ids,
+        report=report,
+    )
 
 
 def _write_recipe(name: Path | None) -> None:

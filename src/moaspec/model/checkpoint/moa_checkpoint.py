@@ -94,7 +94,15 @@ def save_drafter(
 def published_tensors(drafter: MoADrafter, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """All weights under their published names, on the CPU."""
     return {
-        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
+        name: parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
+        for name, parameter in published_parameters(drafter).items()
+    }
+
+
+def published_parameters(drafter: MoADrafter) -> dict[str, Tensor]:
+    """The parameters themselves under their published names."""
+    return {
+        to_published_name(name): parameter
         for name, parameter in drafter.named_parameters(remove_duplicate=False)
         if not name.startswith(SHARED_NORM)
     }

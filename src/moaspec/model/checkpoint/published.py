@@ -10,8 +10,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from moaspec.errors import CheckpointError
-from moaspec.model.checkpoint.moa_checkpoint import published_tensors
+from moaspec.errors import CheckpointError, ShapeError
+from moaspec.model.checkpoint.moa_checkpoint import published_parameters, published_tensors
 from moaspec.model.checkpoint.moa_config import infer_config
 from moaspec.model.checkpoint.weight_files import write_config, write_weights
 from moaspec.model.drafter_config import DrafterConfig, TargetIdentity, activation_name
@@ -42,18 +42,40 @@ def save_published(
     Raises:
         CheckpointError: the form cannot describe this drafter.
     """
+    problem = published_problem(drafter, form, target=target, context=context)
+    if problem is not None:
+        raise CheckpointError(problem)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_weights(directory, published_tensors(drafter))
+    write_config(directory, _config(form, target, context))
+
+
+def published_problem(
+    drafter: MoADrafter, form: Form, *, target: TargetIdentity, context: Any
+) -> str | None:
+    """Why a form cannot describe this drafter, which may lie on the meta device; None if it can.
+
+    Args: see `save_published`.
+    """
     if drafter.draft_token_ids is not None or drafter.exits:
-        raise CheckpointError(
+        return (
             "The published forms know neither a trimmed draft vocabulary nor exits; train with "
             "sizes.draft_vocab=0 and, from the start, one num_target_layers to convert."
         )
-    config = context.to_dict() if form == "raw" else _converted_config(target, context)
-    tensors = published_tensors(drafter)
-    _require_same(infer_config(config, tensors, target, context), drafter.config, form)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_weights(directory, tensors)
-    write_config(directory, config)
+    if drafter.config.without:
+        return "The published forms know no ablations (sizes.without)."
+    tensors = published_parameters(drafter)
+    try:
+        read = infer_config(_config(form, target, context), tensors, target, context)
+    except ShapeError as error:
+        return f"The {form} form cannot describe this drafter: {error}"
+    return _difference(read, drafter.config, form)
+
+
+def _config(form: Form, target: TargetIdentity, context: Any) -> dict[str, Any]:
+    found: dict[str, Any] = context.to_dict()
+    return found if form == "raw" else _converted_config(target, context)
 
 
 def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
@@ -70,18 +92,20 @@ def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
     }
 
 
-def _require_same(read: DrafterConfig, meant: DrafterConfig, form: Form) -> None:
+def _difference(read: DrafterConfig, meant: DrafterConfig, form: Form) -> str | None:
     """Compare the config that a reader will infer with the drafter's own."""
     wrong = []
     for field in dataclasses.fields(DrafterConfig):
         got, expected = getattr(read, field.name), getattr(meant, field.name)
         if field.name not in _NOT_SIZES and got != expected:
             wrong.append(f"{field.name} would be read as {got} and is {expected}")
-    if wrong:
-        raise CheckpointError(
-            f"The {form} form cannot describe this drafter: {'; '.join(wrong)}. It takes the "
-            "target's number of heads for every attention; keep the checkpoint as it is."
-        )
+    if not wrong:
+        return None
+    return (
+        f"The {form} form cannot describe this drafter: {'; '.join(wrong)}. It takes the "
+        "target's number of heads for every attention (sizes.lsa_heads); keep the checkpoint as "
+        "it is."
+    )
 
 
 def recorded(drafter: MoADrafter, target: TargetIdentity, num_target_layers: int) -> MoADrafter:

@@ -26,6 +26,7 @@ from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.drafting.baseline_proposers import IndependentProposer
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
+from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import published_tensors
@@ -152,21 +153,13 @@ def export_bundle(
     directory = Path(directory).resolve()
     _require_free(directory)
     whole = load_target(target, dtype="bfloat16", packed=False)
-    if whole.tokenizer is None:
-        raise InputError(f"The target {target} has no tokenizer, and a device needs one.")
     source = find_drafter(drafter)
     loaded = load_any_drafter(source, target=whole)
     module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
-    if not isinstance(module, MoADrafter | IndependentDrafter):
-        raise InputError(
-            f"The drafter {drafter} needs activations that a server does not send; use a "
-            "Mixture-of-Attentions drafter or an independent one."
-        )
-    if "ca" in getattr(module.config, "without", ()):
-        raise InputError(
-            f"The drafter {drafter} was trained without cross-attention (an ablation): it reads "
-            "aggregates, and a server sends cross-attention's keys and values."
-        )
+    problem = device_problem(module, whole)
+    if problem is not None:
+        raise InputError(f"{drafter} for {target}: {problem}")
+    assert isinstance(module, MoADrafter | IndependentDrafter), "device_problem() has asked"
     num_layers = _num_layers(module, num_target_layers, whole.num_reusable_layers)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
@@ -190,7 +183,7 @@ def export_bundle(
 def _write(
     directory: Path, target: Target, info: BundleInfo, tensors: Mapping[str, Tensor]
 ) -> None:
-    assert target.tokenizer is not None, "export_bundle() has asked"
+    assert target.tokenizer is not None, "device_problem() has asked"
     directory.mkdir()
     write_weights(directory, tensors)
     target.config.save_pretrained(directory / TARGET_CONFIG)

@@ -15,7 +15,7 @@ from moaspec.train.dataset.examples import (
     padding_share,
     response_counts,
 )
-from moaspec.train.students.target_activations import bytes_per_token
+from moaspec.train.students.target_activations import activation_widths, bytes_per_token
 
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768)
 PERCENTILES = (50, 90, 99, 100)
@@ -66,7 +66,7 @@ def statistics(
         lengths={p: lengths[(len(lengths) - 1) * p // 100] for p in PERCENTILES},
         coverage={size: _coverage(examples, size, always) for size in VOCABULARIES},
         padding=_padding(examples),
-        bytes_per_token=bytes_per_token(identity),
+        bytes_per_token=bytes_per_token(activation_widths(identity)),
     )
 
 

@@ -24,6 +24,7 @@ from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.target import Target
+from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config, lsa_is_frozen, stack_config
@@ -122,18 +123,23 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
-    drafter: MoADrafter | Baseline
-    if config.drafter == "moa":
-        shape = drafter_config(target, config.sizes, config.num_target_layers)
-        drafter = MoADrafter(shape, vocabulary)
-    else:
-        drafter = KINDS[config.drafter](stack_config(target, config), vocabulary)
+    drafter = unfilled_drafter(target, config, vocabulary)
     random_weights(drafter)
     return drafter.float().to(target.device)
 
 
+def unfilled_drafter(
+    target: TargetBase, config: TrainConfig, vocabulary: Tensor | None
+) -> MoADrafter | Baseline:
+    """Build a drafter of the kind `config.drafter`, with weights as PyTorch leaves them."""
+    if config.drafter == "moa":
+        shape = drafter_config(target, config.sizes, config.num_target_layers)
+        return MoADrafter(shape, vocabulary)
+    return KINDS[config.drafter](stack_config(target, config), vocabulary)
+
+
 def load_initial_drafter(
-    target: Target, config: TrainConfig, examples: Sequence[Example]
+    target: TargetBase, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
     """Load the drafter `config.initial` in float32, and adapt its vocabulary and N.
 

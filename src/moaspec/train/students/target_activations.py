@@ -12,7 +12,7 @@ import copy
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ class ExampleStore:
         self._ends = lengths.cumsum()
         self._starts = self._ends - lengths
         tokens = int(self._ends[-1])
-        _require_room(directory, tokens * 2 * sum(widths.values()))
+        _require_room(directory, tokens * bytes_per_token(widths))
         self._files = {
             name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
             for name, width in widths.items()
@@ -92,14 +92,37 @@ class ExampleStore:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
 
 
-def bytes_per_token(identity: TargetIdentity) -> int:
-    """Size of one token's activations on disk."""
-    return 2 * sum(activation_widths(identity).values())
+def bytes_per_token(widths: Mapping[str, int]) -> int:
+    """Size of one token's arrays on disk, in bf16."""
+    return 2 * sum(widths.values())
 
 
-def activation_widths(identity: TargetIdentity) -> dict[str, int]:
-    """Values per token of the target's keys and values, and of its final states."""
-    return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+def activation_widths(
+    identity: TargetIdentity, before: Collection[int] = (), *, finals_only: bool = False
+) -> dict[str, int]:
+    """Values per token that `TargetActivations` keeps on disk; arguments as there."""
+    finals = {"hidden": identity.hidden_size}
+    if finals_only:
+        return finals
+    keys_and_values = {"kv": identity.num_layers * identity.kv_size}
+    return keys_and_values | finals | _before_widths(identity, before)
+
+
+def mean_widths(identity: TargetIdentity, before: Collection[int] = ()) -> dict[str, int]:
+    """Values per token that `LayerMeanCache` keeps on disk.
+
+    Args:
+        identity: of the target.
+        before: each N > 0.
+    """
+    widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
+    if before:
+        widths["last"] = max(before) * identity.kv_size
+    return widths | _before_widths(identity, before)
+
+
+def _before_widths(identity: TargetIdentity, before: Collection[int]) -> dict[str, int]:
+    return {f"before{n}": identity.hidden_size for n in before}
 
 
 def fingerprint(
@@ -183,9 +206,7 @@ class TargetActivations:
         self._finals_only = finals_only
         self._store: ExampleStore | None = None
         if directory:
-            widths = activation_widths(target.identity) | _before_widths(self)
-            if finals_only:
-                widths = {"hidden": target.identity.hidden_size}
+            widths = activation_widths(target.identity, self.before, finals_only=finals_only)
             directory /= fingerprint(examples, target.identity)
             self._store = ExampleStore(directory, examples, widths, target.device)
 
@@ -217,10 +238,6 @@ class TargetActivations:
             return {"kv": kv_BTX, "hidden": result.hidden_BTE, **_before_arrays(result)}
 
         return compute() if self._store is None else self._store.fetch(batch, compute)
-
-
-def _before_widths(activations: TargetActivations) -> dict[str, int]:
-    return {f"before{n}": activations.target.identity.hidden_size for n in activations.before}
 
 
 def _before_arrays(result: TargetPass) -> dict[str, Tensor]:
@@ -257,10 +274,7 @@ class LayerMeanCache:
         weights = encoder.layer_self_attention.state_dict()
         name = fingerprint(activations.examples, identity, weights)
         self._last = max(activations.before, default=0)
-        widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
-        if self._last:
-            widths["last"] = self._last * identity.kv_size
-        widths |= _before_widths(activations)
+        widths = mean_widths(identity, activations.before)
         directory /= f"{name}-all-bf16" if bf16 else name
         device = activations.target.device
         self._store = ExampleStore(directory, activations.examples, widths, device)

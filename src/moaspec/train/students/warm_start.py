@@ -33,6 +33,7 @@ from moaspec.model.masks import text_mask
 from moaspec.model.moa import MoADrafter, TargetEncoder
 from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.target import Target
+from moaspec.target.target_base import TargetBase
 from moaspec.train.dataset.examples import Batch
 
 RIDGE = 1e-3
@@ -93,21 +94,32 @@ def warm_start(
 
 def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
     """Copy the target's first layer to SA, unless it is not a plain layer."""
+    source = first_layer_weights(target, drafter)
+    if source is not None:
+        drafter.decoder.self_attention.load_state_dict(source)
+
+
+def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Tensor] | None:
+    """The target's first layer under SA's names; None where it is not a plain layer.
+
+    Raises:
+        InputError: SA has other shapes.
+    """
     state = target.plain_layer_state(0)
     if state is None:
-        return
+        return None
     source = {
         name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
         for name, tensor in state.items()
     }
-    layer = drafter.decoder.self_attention
-    expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+    own = drafter.decoder.self_attention.state_dict()
+    expected = {name: tensor.shape for name, tensor in own.items()}
     if {name: tensor.shape for name, tensor in source.items()} != expected:
         raise InputError(
             "warm_start needs SA to have the shapes of the target's first layer; "
-            "drop sizes.sa_* or set warm_start=false."
+            "drop sizes.sa_* and sizes.parameters, or set warm_start=false."
         )
-    layer.load_state_dict(source)
+    return source
 
 
 def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:

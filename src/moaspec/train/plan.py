@@ -1,0 +1,382 @@
+"""What a training run needs and leads to, computed before anything is loaded.
+
+Formulas, per token where nothing else is said:
+
+- disk: two bytes for each value that a cache keeps (`target_activations`), 12 for each parameter of
+  a saved state (weights and AdamW's two moments in float32), two for each of the checkpoint.
+- memory of a process: the target's weights; 16 bytes for each parameter of the drafter (weights,
+  gradients, moments), 18 with bf16, sharded as `sharding` says; the head's rows of a trimmed draft
+  vocabulary; and a pass: what autograd keeps of the drafter, counted on the meta device, the
+  target's keys and values, and the logits of one chunk.
+- operations: two for each active parameter of the target's layers where it runs, six for each of
+  the drafter, LSA's times the number of layers, and six for each of the draft head. Products of
+  attention are left out.
+
+Legend: T tokens, L target layers, K one layer's key and value, E hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moaspec.errors import InputError
+from moaspec.generation.destinations import destinations
+from moaspec.model.moa import MoADrafter
+from moaspec.model.training_pass import positions
+from moaspec.target.skeleton import TargetSkeleton
+from moaspec.train.dataset.examples import Example
+from moaspec.train.run_config import TrainConfig, num_passes
+from moaspec.train.students.losses import logit_chunk_size
+from moaspec.train.students.students import load_initial_drafter, unfilled_drafter
+from moaspec.train.students.target_activations import (
+    activation_widths,
+    bytes_per_token,
+    mean_widths,
+)
+from moaspec.train.students.warm_start import first_layer_weights
+
+GPUS = {
+    "a100": (312e12, 80e9),
+    "b200": (2250e12, 180e9),
+    "h100": (989e12, 80e9),
+    "h200": (989e12, 141e9),
+    "l4": (121e12, 24e9),
+    "l40s": (362e12, 48e9),
+    "rtx4090": (165e12, 24e9),
+}
+"""Dense bf16 operations a second and bytes of memory. Source: NVIDIA's data sheets."""
+UTILISATION = 0.35
+"""Share of these operations that a run reaches: assumed, not measured."""
+MEASURED_TAU = {
+    1_863_948: 2.40,
+    5_045_416: 2.63,
+    12_894_870: 2.93,
+    16_266_666: 3.17,
+    21_705_209: 3.3,
+}
+"""tau by tokens with loss, of SmolLM2-135M's drafter of 8.1M parameters, N = 0.
+Source: docs/drafters.md and lab/log/drafter-runs.md."""
+PAPER_TAU = "4.22 (Llama-3-8B, N=0) after 186,000 steps of 32 sequences, arXiv 2410.03804"
+LOGIT_COPIES = 6
+"""Tensors as large as a chunk's logits that are in memory at once."""
+PROBE_TOKENS = 8
+"""Few, so that attention's own matrices, which fused kernels never keep, count for little."""
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """The GPUs of a plan.
+
+    Attributes:
+        name: of one of `GPUS`.
+        count: as many processes.
+    """
+
+    name: str
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> GPUs:
+        """Read `h100` or `8xh100`.
+
+        Raises:
+            InputError: an unknown name.
+        """
+        found = re.fullmatch(r"(?:(\d+)x)?(\w+)", text.lower())
+        if found is None or found[2] not in GPUS or found[1] == "0":
+            raise InputError(f"Unknown GPU {text!r}: give one of {', '.join(GPUS)}, or 8xh100.")
+        return cls(found[2], int(found[1] or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training run needs and leads to. Sizes are bytes.
+
+    Attributes:
+        parameters: trainable ones, by part of the drafter.
+        target_parameters: of the target.
+        cache_bytes_per_token: on disk, by the setting that keeps them.
+        data_tokens: of all examples, or None where no data was read.
+        cache_bytes: of all examples on disk, by setting; empty where no data was read.
+        state_bytes: a saved state.
+        checkpoint_bytes: the drafter's checkpoint.
+        memory: of a process, by what takes it, on the device that trains.
+        host_memory: of a process that trains on a GPU, while it loads the target or saves a state.
+        pass_tokens: at most, with pads.
+        steps: of the optimiser.
+        read_tokens: that they read in all; at most, where no data was read.
+        loss_tokens: those with loss; at most, where no data was read.
+        operations: of the run.
+        problems: see `moaspec.generation.destinations`.
+    """
+
+    parameters: Mapping[str, int]
+    target_parameters: int
+    cache_bytes_per_token: Mapping[str, int]
+    data_tokens: int | None
+    cache_bytes: Mapping[str, int]
+    state_bytes: int
+    checkpoint_bytes: int
+    memory: Mapping[str, int]
+    host_memory: int
+    pass_tokens: int
+    steps: int
+    read_tokens: int
+    loss_tokens: int
+    operations: float
+    problems: Mapping[str, str | None]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters of all parts."""
+        return sum(self.parameters.values())
+
+    def hours(self, gpus: GPUs) -> float:
+        """Of the run, by its operations alone."""
+        return self.operations / (GPUS[gpus.name][0] * UTILISATION * gpus.count) / 3600
+
+
+def make_plan(
+    target: TargetSkeleton,
+    config: TrainConfig,
+    examples: Sequence[Example] = (),
+    *,
+    processes: int = 1,
+) -> Plan:
+    """Compute the plan of a run.
+
+    Args:
+        target: without weights.
+        config: of the run.
+        examples: its data, if it was read.
+        processes: that train together.
+
+    Raises:
+        InputError, ShapeError: the run cannot be trained; the message says why.
+    """
+    _check(target, config, examples, processes)
+    module = _drafter(target, config, examples)
+    if config.warm_start and not config.initial and isinstance(module, MoADrafter):
+        first_layer_weights(target, module)
+    rows, tokens = len(examples), sum(map(len, examples))
+    usual = tokens / rows if rows else config.max_length
+    read = int(config.steps * (config.batch_tokens or config.batch_size * usual))
+    per_token = _cache_bytes_per_token(target, config)
+    step_tokens = config.batch_tokens or config.batch_size * config.max_length
+    passes = num_passes(config, step_tokens, processes) * processes
+    pass_tokens = max(config.max_length, -(-step_tokens // passes))
+    parameters = _parameters(module)
+    total = sum(parameters.values())
+    share = _response_share(examples)
+    memory = _memory(target, module, config, pass_tokens, processes)
+    state_bytes = 12 * total + _moment_bytes(target, config)
+    return Plan(
+        parameters=parameters,
+        target_parameters=target.num_parameters,
+        cache_bytes_per_token=per_token,
+        data_tokens=tokens or None,
+        cache_bytes={name: tokens * size + rows for name, size in per_token.items()}
+        if rows
+        else {},
+        state_bytes=state_bytes,
+        checkpoint_bytes=2 * total + 8 * config.sizes.draft_vocab + _moment_bytes(target, config),
+        memory=memory,
+        host_memory=max(target.weight_bytes, state_bytes),
+        pass_tokens=pass_tokens,
+        steps=config.steps,
+        read_tokens=read,
+        loss_tokens=int(read * share),
+        operations=_operations(target, module, config, read=read, share=share, data=tokens),
+        problems=destinations(module, target),
+    )
+
+
+def expected_tau(loss_tokens: int) -> str:
+    """Estimate tau by interpolation of `MEASURED_TAU` over log tokens, in words."""
+    tokens, taus = list(MEASURED_TAU), list(MEASURED_TAU.values())
+    if loss_tokens < tokens[0]:
+        return f"below {taus[0]}"
+    if loss_tokens > tokens[-1]:
+        return f"above {taus[-1]}"
+    return f"{np.interp(math.log(loss_tokens), np.log(tokens), taus):.1f}"
+
+
+def _check(
+    target: TargetSkeleton, config: TrainConfig, examples: Sequence[Example], processes: int
+) -> None:
+    """Refuse what would fail after the target is loaded."""
+    if config.sizes.draft_vocab > target.vocab_size:
+        raise InputError(
+            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
+            f"{target.vocab_size} tokens; 0 keeps them all."
+        )
+    if examples and len(examples) <= config.held_out:
+        raise InputError(
+            f"{len(examples)} examples are too few for held_out={config.held_out}, which sets "
+            f"as many aside: give more data, or set held_out below {len(examples)}."
+        )
+    if config.sharding != "none" and processes == 1:
+        raise InputError(
+            f"sharding={config.sharding} needs several processes: start with torchrun "
+            "--nproc-per-node 2 -m moaspec train ..., or leave it out."
+        )
+
+
+def _drafter(target: TargetSkeleton, config: TrainConfig, examples: Sequence[Example]) -> Any:
+    """The drafter on the meta device, with the draft vocabulary that the config asks for."""
+    if config.initial:
+        return load_initial_drafter(target, config, examples)[0].to("meta")
+    size = config.sizes.draft_vocab
+    with torch.device("meta"):
+        ids = torch.empty(size, dtype=torch.int64) if size else None
+        return unfilled_drafter(target, config, ids)
+
+
+def _parameters(module: Any) -> dict[str, int]:
+    """Trainable parameters by part; what belongs to none is the baseline's."""
+    if not isinstance(module, MoADrafter):
+        return {module.kind: _count(module)}
+    encoder, decoder = module.encoder, module.decoder
+    parts = {
+        "LSA": _count(encoder.layer_self_attention),
+        "projection": _count(encoder.projection),
+        "SA": _count(decoder.self_attention),
+        "CA": _count(decoder.cross_attention) + _count(encoder.memory_key_value),
+        "exits": _count(module.exits),
+    }
+    return {name: count for name, count in parts.items() if count}
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _before(config: TrainConfig) -> list[int]:
+    return [n for n in config.num_target_layers if n]
+
+
+def _cache_bytes_per_token(target: TargetSkeleton, config: TrainConfig) -> dict[str, int]:
+    before, moa = _before(config), config.drafter == "moa"
+    widths = {"activation_cache": activation_widths(target.identity, before, finals_only=not moa)}
+    if moa:
+        widths["frozen_lsa"] = mean_widths(target.identity, before)
+    return {name: bytes_per_token(one) for name, one in widths.items()}
+
+
+def _moment_bytes(target: TargetSkeleton, config: TrainConfig) -> int:
+    """The head's input moment, (E, E) float32, which held-out examples bring."""
+    return 4 * target.identity.hidden_size**2 if config.held_out else 0
+
+
+def _response_share(examples: Sequence[Example]) -> float:
+    """Share of tokens that are responses'; 1 where it is not known."""
+    tokens = sum(map(len, examples))
+    return sum(len(one.response_ids) for one in examples) / tokens if tokens else 1.0
+
+
+def _memory(
+    target: TargetSkeleton, module: Any, config: TrainConfig, pass_tokens: int, processes: int
+) -> dict[str, int]:
+    total, ids = _count(module), module.draft_token_ids
+    vocabulary = target.vocab_size if ids is None else len(ids)
+    state = {"weights": 4 * total, "optimiser": 12 * total}
+    if config.sharding == "fsdp":
+        state = {name: size // processes for name, size in state.items()}
+    if config.sharding == "deepspeed":
+        state["optimiser"] //= processes
+    bf16 = 2 * total if config.mixed_precision == "bf16" else 0
+    identity, size = target.identity, target.dtype.itemsize
+    chunk = logit_chunk_size(vocabulary, torch.device(config.device))
+    kv = identity.num_layers * identity.kv_size * size if config.drafter == "moa" else 0
+    once, per_token = _kept_by_pass(target, module, frozen_lsa=config.frozen_lsa == 1.0)
+    kept = once + pass_tokens * (kv + per_token + _kept_by_reused_layers(module, config))
+    return {
+        "target": target.weight_bytes,
+        "drafter and AdamW": sum(state.values()) + bf16,
+        "draft head": 0 if ids is None else vocabulary * identity.hidden_size * size,
+        "pass": kept + LOGIT_COPIES * 4 * min(chunk, pass_tokens) * vocabulary,
+    }
+
+
+def _kept_by_pass(target: TargetSkeleton, module: Any, *, frozen_lsa: bool) -> tuple[int, int]:
+    """Bytes that autograd keeps of a training pass in float32: once, and for each token."""
+    few, more = (
+        _kept_of(target, module, num, frozen_lsa=frozen_lsa)
+        for num in (PROBE_TOKENS, 2 * PROBE_TOKENS)
+    )
+    per_token = (more - few) // PROBE_TOKENS
+    return few - PROBE_TOKENS * per_token, per_token
+
+
+def _kept_of(target: TargetSkeleton, module: Any, num_tokens: int, *, frozen_lsa: bool) -> int:
+    """Bytes that autograd keeps of a training pass over one text, counted on the meta device."""
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    identity = target.identity
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        states_BTE = torch.zeros(1, num_tokens, identity.hidden_size)
+        mask_BT = torch.ones(1, num_tokens, dtype=torch.int64)
+        if isinstance(module, MoADrafter):
+            layers = [] if frozen_lsa else [identity.num_layers]
+            kv_or_means = torch.zeros(1, num_tokens, *layers, identity.kv_size)
+            _, *ends = module(states_BTE, kv_or_means, mask_BT, mask_BT)
+        else:
+            inputs = [states_BTE] * (2 if module.kind == "eagle" else 1)
+            ends = [module(*inputs, positions(mask_BT), mask_BT)]
+    return sum(kept.values()) + sum(end.nbytes for end in ends)
+
+
+def _kept_by_reused_layers(module: Any, config: TrainConfig) -> int:
+    """Bytes a token; a reused layer counts as one with SA's attention and MLP."""
+    layers = sum(config.num_target_layers)
+    if not layers:
+        return 0
+    shape = module.config.self_attention
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return 4 * layers * (4 * shape.hidden_size + 2 * heads + 4 * shape.intermediate_size)
+
+
+def _operations(
+    target: TargetSkeleton,
+    module: Any,
+    config: TrainConfig,
+    *,
+    read: int,
+    share: float,
+    data: int,
+) -> float:
+    """Operations of a run.
+
+    Args:
+        target: without weights.
+        module: the drafter.
+        config: of the run.
+        read: tokens that its steps read.
+        share: the part of these with loss.
+        data: tokens of all examples; 0 where they are not known.
+    """
+    cached = config.activation_cache or config.frozen_lsa == 1.0
+    passed = min(read, data) if cached and data else read
+    identity, ids = target.identity, module.draft_token_ids
+    lsa = _count(module.encoder.layer_self_attention) if isinstance(module, MoADrafter) else 0
+    trained = 6 * lsa * identity.num_layers * read * (1 - config.frozen_lsa)
+    frozen = 2 * lsa * identity.num_layers * (min(read, data) or read) * (config.frozen_lsa > 0)
+    others = 6 * (_count(module) - lsa) * read
+    vocabulary = target.vocab_size if ids is None else len(ids)
+    head = 6 * vocabulary * identity.hidden_size * read * share * len(config.num_target_layers)
+    return 2 * target.active_parameters * passed + trained + frozen + others + head

@@ -1,0 +1,314 @@
+"""Plans of runs, against small runs and against published sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+import tiny
+from moaspec.cli.terminal.plan_table import plan_table
+from moaspec.errors import InputError
+from moaspec.target.skeleton import TargetSkeleton
+from moaspec.target.spec import TargetSpec
+from moaspec.train.dataset.examples import Example
+from moaspec.train.plan import (
+    GPUS,
+    GPUs,
+    Plan,
+    expected_tau,
+    make_plan,
+)
+from moaspec.train.recipes import RECIPES, recipes
+from moaspec.train.run_config import DrafterSizes, TrainConfig, read_train_config
+from moaspec.train.trainer import Trainer
+
+LENGTH = 60
+EXAMPLES = [Example(range(20), [(7 * i + j) % tiny.VOCAB for j in range(40)]) for i in range(6)]
+
+
+def settings(output: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        **{"target": "tiny", "data": ("-",), "output": str(output), "held_out": 2},
+        **{"batch_size": 4, "steps": 2, "save_every": 2, "warmup_steps": 1},
+        "max_length": LENGTH,
+    }
+    return TrainConfig(**values | changes)
+
+
+def plan(config: TrainConfig, family: str = "llama", **options: Any) -> Plan:
+    return make_plan(TargetSkeleton(tiny.target(family)), config, EXAMPLES, **options)
+
+
+def written(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("layers", [(0,), (2, 0)], ids=str)
+def test_disk_and_parameters_of_a_run(layers: tuple[int, ...], tmp_path: Path) -> None:
+    config = settings(tmp_path, num_target_layers=layers, frozen_lsa=0.5)
+    run = Trainer(tiny.target(), EXAMPLES, config)
+    run.run()
+    found = plan(config)
+    assert found.num_parameters == run.student.module.num_parameters
+    assert found.cache_bytes == {
+        "activation_cache": written(tmp_path / "activations"),
+        "frozen_lsa": written(tmp_path / "means"),
+    }
+    state = load_file(next((tmp_path / "state").rglob("*.safetensors")))
+    # AdamW's step counts, and a norm that both halves of the drafter hold, are not in the formula.
+    assert sum(tensor.nbytes for tensor in state.values()) == pytest.approx(
+        found.state_bytes, rel=0.01
+    )
+    drafter = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in drafter.values()) == found.checkpoint_bytes
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "independent"])
+def test_disk_and_parameters_of_a_baseline(drafter: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, drafter=drafter)
+    run = Trainer(tiny.target(), EXAMPLES, config)
+    run.run()
+    found = plan(config)
+    assert found.parameters == {drafter: sum(p.numel() for p in run.student.module.parameters())}
+    assert found.cache_bytes == {"activation_cache": written(tmp_path / "activations")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_target_layers": (2,)}, {"drafter": "eagle"}, {"mixed_precision": "bf16"}],
+    ids=str,
+)
+def test_peak_memory_is_within_a_factor_of_two(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What a step allocates: gradients, and the pass that autograd and the logits fill.
+
+    The formula leaves out what operations take and free at once, and counts the chunk's logits
+    generously, so a factor of two is stated.
+    """
+    config = settings(tmp_path, **changes)
+    run = Trainer(tiny.target(), EXAMPLES, config)
+    run.train_step()  # makes the moments, which are no part of what follows
+    found = plan(config)
+    assert found.pass_tokens == 4 * LENGTH
+    expected = found.memory["pass"] + 4 * found.num_parameters
+    assert expected / 2 < _peak(run.train_step) < expected * 2
+
+
+def _peak(work: Callable[[], Any]) -> int:
+    """Largest sum of what is allocated and not freed yet, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder:
+        work()
+    assert recorder.profiler is not None
+    events = [
+        event for event in recorder.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_sharded_memory(tmp_path: Path) -> None:
+    whole = plan(settings(tmp_path)).memory["drafter and AdamW"]
+    assert plan(settings(tmp_path, sharding="fsdp"), processes=4).memory[
+        "drafter and AdamW"
+    ] == pytest.approx(whole / 4, rel=1e-3)
+    with pytest.raises(InputError, match="several processes"):
+        plan(settings(tmp_path, sharding="fsdp"))
+
+
+def test_a_budget(tmp_path: Path) -> None:
+    def size(number: Any, **changes: Any) -> int:
+        config = settings(tmp_path, sizes=DrafterSizes(parameters=number), **changes)
+        return plan(config).num_parameters
+
+    for drafter in ("moa", "eagle", "independent"):
+        # Widths are multiples of 64, which are 5% of so small a drafter.
+        assert 376_000 < size(400_000, drafter=drafter, warm_start=False) <= 400_000
+    with pytest.raises(InputError, match="attentions alone have"):
+        size(1000, warm_start=False)
+    with pytest.raises(InputError, match="warm_start needs SA"):
+        size(400_000)
+
+
+def test_a_budget_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("target: t\noutput: o\ndata: []\n")
+    for text, number in (("250M", 250_000_000), ("1.5B", 1_500_000_000), ("7", 7)):
+        assert read_train_config(path, [f"sizes.parameters={text}"]).sizes.parameters == number
+    for wrong in ("many", "3X", "-M"):
+        with pytest.raises(InputError, match="parameters"):
+            read_train_config(path, [f"sizes.parameters={wrong}"])
+    with pytest.raises(InputError, match="leave these out"):
+        read_train_config(path, ["sizes.parameters=1M", "sizes.sa_intermediate=9"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": DrafterSizes(lsa_heads=3)}, "does not divide"),
+        ({"sizes": DrafterSizes(draft_vocab=65)}, "has 64 tokens"),
+        ({"num_target_layers": (4,)}, "3 layers"),
+        ({"held_out": 6}, "too few"),
+        ({"sizes": DrafterSizes(sa_intermediate=9)}, "warm_start needs SA"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        plan(settings(tmp_path, **changes))
+
+
+def test_tau_grows_with_tokens() -> None:
+    words = [expected_tau(int(10**exponent)) for exponent in (5, 6.5, 7, 8)]
+    assert words[0] == "below 2.4"
+    assert 2.4 < float(words[1]) < float(words[2]) < 3.3
+    assert words[3] == "above 3.3"
+
+
+def test_names_of_gpus() -> None:
+    assert GPUs.parse("h100") == GPUs("h100")
+    assert GPUs.parse("8xA100") == GPUs("a100", 8)
+    for wrong in ("h1", "0xh100", "xh100", ""):
+        with pytest.raises(InputError, match="8xh100"):
+            GPUs.parse(wrong)
+
+
+_LLAMA: dict[str, Any] = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "max_position_embeddings": 8192,
+}
+PUBLISHED: dict[str, tuple[PreTrainedConfig, float, float]] = {
+    # Sizes as their makers publish them; the target's parameters, the drafter's at most.
+    "llama-3-8b": (LlamaConfig(**_LLAMA), 8.03e9, 250e6),
+    "llama-3.1-8b": (LlamaConfig(**_LLAMA), 8.03e9, 250e6),
+    "qwen3-8b": (
+        Qwen3Config(
+            **_LLAMA
+            | {"intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+            | {"head_dim": 128}
+        ),
+        8.19e9,
+        250e6,
+    ),
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig(
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            vocab_size=151936,
+        ),
+        30.5e9,
+        120e6,
+    ),
+    "gpt-oss-20b": (
+        GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+        20.9e9,
+        110e6,
+    ),
+    "gemma-3-270m": (
+        Gemma3TextConfig(
+            hidden_size=640,
+            intermediate_size=2048,
+            num_hidden_layers=18,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            vocab_size=262144,
+        ),
+        268e6,
+        10e6,
+    ),
+    "qwen2.5-0.5b": (
+        Qwen2Config(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        ),
+        494e6,
+        31e6,
+    ),
+    "smollm2-135m": (
+        LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            tie_word_embeddings=True,
+        ),
+        134.5e6,
+        8.12e6,
+    ),
+}
+
+
+def test_every_ready_config_is_counted() -> None:
+    assert PUBLISHED.keys() == recipes().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_ready_configs(name: str) -> None:
+    config, target_size, most = PUBLISHED[name]
+    run = read_train_config(RECIPES / f"{name}.yaml")
+    facts = TargetSpec(config, None, name=name, dtype=getattr(torch, run.target_dtype))
+    found = make_plan(TargetSkeleton(facts), run, processes=8 if name == "llama-3-8b" else 1)
+    assert found.target_parameters == pytest.approx(target_size, rel=0.005)
+    assert 0.95 * most < found.num_parameters <= most
+    problem = found.problems["publish"]
+    # What keeps the others is their draft vocabulary alone, not a number of heads.
+    assert problem is None if not run.sizes.draft_vocab else "draft_vocab=0" in str(problem)
+    assert found.problems["vllm"] is None
+    needed = sum(found.memory.values())
+    room = GPUS["h200" if name == "qwen3-30b-a3b" else "h100"][1]
+    assert needed < room, "the first line of the file names a GPU"
+    if name == "qwen3-30b-a3b":
+        skeleton = TargetSkeleton(facts)
+        assert skeleton.active_parameters < 0.12 * skeleton.num_parameters
+
+
+def cells(found: Plan, config: TrainConfig, gpus: GPUs | None) -> dict[str, str]:
+    return {row[0]: row[1] for row in plan_table(found, config, gpus).rows}
+
+
+def test_the_table(tmp_path: Path) -> None:
+    config = settings(tmp_path, device="cuda", sizes=DrafterSizes(draft_vocab=32))
+    rows = cells(plan(config), config, GPUs("h100", 2))
+    assert rows["GPU memory"].endswith("h100 has 80 GB: fits")
+    assert rows["data"] == "360 tokens"
+    assert rows["published forms"].startswith("no. ")
+    assert rows["vLLM"] == "yes"
+    assert "2 x h100" in rows["time, by formula"]
+    assert rows["disk, activation_cache"].startswith("on: ")
+    assert rows["disk, frozen_lsa"].startswith("off: ")
+    on_cpu = cells(plan(settings(tmp_path)), config, None)
+    assert "memory a process" in on_cpu
+    assert "time, by formula" not in on_cpu
