@@ -30,6 +30,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_while_nothing_happens() -> None:
     async def run() -> None:
         gc.disable()
@@ -46,6 +47,7 @@ def test_garbage_is_collected_while_nothing_happens() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_loaded_objects_are_exempt() -> None:
     loaded = Cycle()
     freeze_loaded_objects()

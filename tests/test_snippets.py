@@ -176,6 +176,7 @@ def commands() -> Iterator[list[str]]:
             yield shlex.split(text.rstrip('" ') if text.count('"') % 2 else text)
 
 
+@pytest.mark.slow
 def test_commands_in_shell_snippets_can_be_parsed() -> None:
     parsed = 0
     for words in commands():

@@ -71,6 +71,7 @@ def test_states_are_those_of_transformers_layers(family: str, num_tokens: int) -
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float32_the_path_changes_no_token(family: str) -> None:
     plain, lean = fresh_target(family), fresh_target(family)

@@ -134,6 +134,7 @@ def test_a_single_exit_is_always_taken(rates: tuple[float, ...], store: Store) -
     assert not other.recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("rate", "expected"), [(BETTER, {2}), (HARDLY, set())])
 def test_the_text_stays_whichever_exit_is_chosen(

@@ -42,6 +42,7 @@ def test_the_first_use_measures_and_later_ones_do_not(asked: Target) -> None:
     assert measure_once(asked, module, advance=lambda _: pytest.fail("measured again"))[1] is None
 
 
+@pytest.mark.slow
 def test_a_measurement_on_a_busy_machine_is_made_again_when_it_is_free(
     asked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_moment_of_other_work_does_not_make_a_measurement_doubtful(
     assert not calibrate(asked, quick=True).busy
 
 
+@pytest.mark.slow
 def test_stored_costs_are_read_once(asked: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     module, reads = tiny.agreeing_drafter("llama"), list[object]()
     calibrate(asked, module, quick=True)

@@ -162,6 +162,7 @@ def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
     assert not json.loads(output.out)["busy"]
 
 
+@pytest.mark.slow
 def test_why_a_machine_is_not_measured_is_told_once(
     loaded: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,6 +579,7 @@ def test_what_cannot_be_written_has_no_traceback(
     assert "Traceback" not in output.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_an_interrupted_calibration_keeps_the_turns_before(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -693,6 +695,7 @@ def training_files(directory: Path) -> Path:
     return config
 
 
+@pytest.mark.slow
 def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))
     output = cli("train", config, "steps=2", "threads=1")
@@ -801,6 +804,7 @@ def test_no_tokens_have_no_speed(cli: Cli) -> None:
     assert "0 tokens (max_new_tokens), 0 rounds" in output.err
 
 
+@pytest.mark.slow
 def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))
     output = cli("train", config, "steps=2", "--for", "0.001s")
@@ -812,6 +816,7 @@ def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
     assert "run it again" not in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["soon", "0", "-1m", "3 days", ""])
 def test_train_refuses_odd_durations(text: str, cli: Cli, tmp_path: Path) -> None:
     output = cli("train", str(training_files(tmp_path)), f"--for={text}")

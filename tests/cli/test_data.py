@@ -99,6 +99,7 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     assert cli("data", "regenerate", prompts, "--out", again, *name, *SMALL, *drafter)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["regenerate", "synth"])
 def test_stopping_in_time_and_going_on(command: str, cli: Cli, model: str, tmp_path: Path) -> None:
     """A budget that is over at once saves nothing; without one the rows are those of one run."""

@@ -192,6 +192,7 @@ def stats(
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_used(name: str, stats: Callable[..., Result], tmp_path: Path) -> None:
     file, content, examples = USED[name]

@@ -84,6 +84,7 @@ def test_eval_as_json(cli: Cli) -> None:
     assert len(facts["methods"]["plain"]["prompts"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Method.run_many
@@ -101,6 +102,7 @@ def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     assert "lossy" in output.words
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     "options",
@@ -229,6 +231,7 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
     assert cli("eval", "--cut", "3", "--methods", "plain").code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     ("options", "function", "name"),

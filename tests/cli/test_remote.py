@@ -190,6 +190,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
         assert len(made) == number
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there(
     cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

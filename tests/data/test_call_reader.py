@@ -359,6 +359,7 @@ def test_a_text_that_cannot_become_a_call_is_not_held_back() -> None:
         assert CallReader(form, {"time": {}}).feed(text, last=False) == (text, [])
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=SLOW)
 @given(
     form=st.sampled_from(list(FORMS.values())),

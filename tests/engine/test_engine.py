@@ -282,6 +282,7 @@ def test_a_real_drafter_at_the_end_of_the_context(room: int) -> None:
     assert result.stop_reason == "context"
 
 
+@pytest.mark.slow
 def test_rows_join_and_leave_midway() -> None:
     engine = local_engine(tiny.target(), tiny.agreeing_drafter("llama"))
     results: dict[int, GenerationResult] = {}

@@ -97,6 +97,7 @@ def test_free_branches_never_change_the_text(who: str, sampling: dict[str, Any])
         assert sum(one.num_copied for one in got) > 10
 
 
+@pytest.mark.slow
 def test_copies_are_reported_apart() -> None:
     (one,) = results(free_branches=True, drafter=None, sampling=LOOP, tree=Chain(1))[-1:]
     assert one.num_drafted == 0

@@ -20,6 +20,7 @@ from moaspec.errors import InputError, MismatchError, PromptError, UnknownModelE
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_target_layers", [0, 1])
 def test_long_prompts_in_chunks_give_the_same_text(
     num_target_layers: int, monkeypatch: pytest.MonkeyPatch
@@ -39,6 +40,7 @@ def test_long_prompts_in_chunks_give_the_same_text(
         assert result.tau > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["auto", "tree:3x2x6", moaspec.Chain(2)], ids=str)
 def test_stream_yields_the_tokens_of_generate(tree: moaspec.Tree | str) -> None:
     drafter = tiny.agreeing_drafter("qwen2")

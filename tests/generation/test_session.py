@@ -69,6 +69,7 @@ def test_rolled_back_drafters_draft_as_fresh_ones_do() -> None:
         assert got.accept_lengths == fresh.accept_lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_s", [0.010, 0.001], ids=["drafts pay", "drafts cost"])
 def test_turns_drafted_by_cost(pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may end while features are put off; the next one still drafts from the right ones."""

@@ -166,6 +166,7 @@ def test_keep_ends_without_a_server_and_goes_on_with_one() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_wait_shows_verified_tokens_only() -> None:
     async def run() -> None:
         cut = Cut(tiny.random_drafter(tiny.target()), on_cut="wait")
@@ -185,6 +186,7 @@ def test_wait_shows_verified_tokens_only() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_end_that_the_target_does_not_see_is_none() -> None:
     """The device thinks that the text has ended, is told otherwise, and is cut off again."""
     text = list(tiny.own_texts("llama")[1])

@@ -197,6 +197,7 @@ def test_an_owner_has_a_share_of_the_sessions(owner: str, share: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_grammars_of_one_owner_wait_for_one_another() -> None:
     """So that those of others are compiled meanwhile."""
     service = TargetService(tiny.target())

@@ -160,6 +160,7 @@ def test_a_device_that_reads_nothing_for_long_is_given_up() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_half_open_connection_is_closed() -> None:
     """The device is gone, and nobody said so."""
 
@@ -190,6 +191,7 @@ def test_connections_of_one_owner_are_limited() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_tells_devices() -> None:
     """They connect again, which behind a balancer leads to another server."""
 
@@ -250,6 +252,7 @@ def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_token_that_expires_ends_with_its_connection() -> None:
     async def turns_without_end(remote: RemoteSession) -> None:
         while True:

@@ -186,6 +186,7 @@ class Proxy:
         writer.close()
 
 
+@pytest.mark.slow
 def test_nothing_private_leaves_the_device() -> None:
     sent, shown, tokenizer = captured(TEXT, Vault())
     assert len(sent) > 500
@@ -195,6 +196,7 @@ def test_nothing_private_leaves_the_device() -> None:
             assert form not in sent
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_is_not_hidden() -> None:
     """Without a vault the same search does find the text: as token ids."""
     plain = TEXT.replace("<private>", "").replace("</private>", "")

@@ -101,6 +101,7 @@ def test_settings_change_the_text(family: str) -> None:
     assert same == ["greedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("layers", [None, 0, 1, 2])
 def test_a_ragged_batch_of_all_settings(family: str, layers: int | None) -> None:
@@ -112,6 +113,7 @@ def test_a_ragged_batch_of_all_settings(family: str, layers: int | None) -> None
         assert texts(results) == alone(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_row_at_a_time(family: str, name: str) -> None:

@@ -98,6 +98,7 @@ def test_hostile_grammars_are_refused_and_end_nothing() -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 30, 60])
 def test_chains_of_honest_length_compile(number: int) -> None:
     made = grammars()
@@ -111,6 +112,7 @@ def test_a_wide_schema_compiles() -> None:
     assert grammars().json_schema({"type": "object", "properties": fields})
 
 
+@pytest.mark.slow
 def test_compiled_grammars_are_kept_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     made = grammars()
     texts = [made.json_schema({"type": "string", "maxLength": i}) for i in range(1, 5)]

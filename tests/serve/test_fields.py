@@ -192,6 +192,7 @@ def without_usage(value: dict[str, Any]) -> dict[str, Any]:
     return {**value, **inner, "usage": None} if "usage" in value else {**value, **inner}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "whole", "event"),
     [

@@ -239,6 +239,7 @@ def test_heads_that_never_come(
     assert raw(strict, text) == b""
 
 
+@pytest.mark.slow
 def test_heads_that_never_come_after_an_answer(
     strict: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +257,7 @@ def test_heads_that_never_come_after_an_answer(
         assert connection.recv(65536) == b""
 
 
+@pytest.mark.slow
 def test_bodies_that_never_come() -> None:
     begun = head(CHAT, "Content-Type: application/json", "Content-Length: 50") + b"{"
     with guarding(body_timeout_s=0.5) as served:
@@ -423,6 +425,7 @@ def test_connections_of_one_address_are_bounded(monkeypatch: pytest.MonkeyPatch)
             one.close()
 
 
+@pytest.mark.slow
 def test_wrong_keys_are_answered_late(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRONG_TOKEN_S", 1.0)
     with strict.http() as client:

@@ -127,6 +127,7 @@ def test_responses(client: OpenAI) -> None:
     assert respond(client, "Thanks.", previous_response_id=later.id, tool_choice="none").output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "several"), [("llama31", False), ("qwen25", True)])
 def test_several_calls_are_the_default_where_the_template_takes_them(
     name: str, several: bool

@@ -134,6 +134,7 @@ def test_each_layer_type_may_have_its_own_rotary_embeddings() -> None:
     assert not torch.allclose(made[FULL][0], made[SLIDING][0])
 
 
+@pytest.mark.slow
 def test_threads_with_one_target_get_their_own_rotary_embeddings() -> None:
     """LongRoPE's module changes itself in every call."""
     model = tiny.model("phi3")

@@ -65,6 +65,7 @@ def load(directory: Path, **changes: Any) -> Target:
     return moaspec.load_target(directory, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize(("given", "message"), WRONG)
 def test_the_field_is_named(directory: Path, given: Any, message: str, key: str) -> None:

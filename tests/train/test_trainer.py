@@ -150,6 +150,7 @@ def test_trackers(tmp_path: Path) -> None:
     assert tau.value == pytest.approx(rows[-1]["held_out_tau"]["0"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -298,6 +299,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
     assert trainer(tmp_path, steps=4).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_targets_of_other_dtypes(dtype: Any, precision: Any, tmp_path: Path) -> None:
@@ -818,6 +820,7 @@ def _explained(found_ME: Tensor, wanted_ME: Tensor) -> float:
     return 1 - float(missed / (wanted_ME - wanted_ME.mean(0)).square().sum())
 
 
+@pytest.mark.slow
 def test_an_earlier_drafter_gets_another_exit_in_place_of_its_own(tmp_path: Path) -> None:
     first = trainer(tmp_path / "first", steps=30)
     first.run()
@@ -835,6 +838,7 @@ def test_an_earlier_drafter_gets_another_exit_in_place_of_its_own(tmp_path: Path
     trainer(tmp_path / "third", initial=directory, num_target_layers=(1,), steps=1).run()
 
 
+@pytest.mark.slow
 def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
     """A text's first state may be a hundred times as large as the others."""
     trainer(tmp_path / "first", steps=30).run()
@@ -858,6 +862,7 @@ def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
     assert scales[1] == pytest.approx(scales[0], rel=0.2)
 
 
+@pytest.mark.slow
 def test_an_earlier_drafter_gets_other_exits_beside_its_own(tmp_path: Path) -> None:
     first = trainer(tmp_path / "first", steps=30)
     first.run()

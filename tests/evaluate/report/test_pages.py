@@ -98,6 +98,7 @@ def test_the_page_is_whole_and_needs_no_network(results: Any) -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_a_lossy_method_has_no_speedup(results: Any) -> None:
     facts = json.loads(json.dumps(results[0]))
     facts["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
@@ -148,6 +149,7 @@ def test_damaged_files_beside_a_report(name: str, text: str, results: Any, tmp_p
         write_page(tmp_path)
 
 
+@pytest.mark.slow
 def test_names_with_dollar_signs(results: Any) -> None:
     """They are not read as formulas."""
     pytest.importorskip("matplotlib")

@@ -44,6 +44,7 @@ async def described(at: GrpcServer, token: str = TOKEN) -> pb.Description:
         return await describe(b"", metadata=[("authorization", f"Bearer {token}")], timeout=60)
 
 
+@pytest.mark.slow
 def test_open_calls_keep_nobody_out() -> None:
     async def run() -> None:
         async with server() as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.port}") as channel:
@@ -66,6 +67,7 @@ def test_open_calls_keep_nobody_out() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_messages_beyond_all_limits_are_not_read() -> None:
     async def run() -> None:
         async with server() as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.port}") as channel:
@@ -144,6 +146,7 @@ def test_five_hundred_connections_keep_nobody_out() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "said"), [("MAX_GRPC_HANDSHAKE_S", b""), ("MAX_GRPC_IDLE_S", PREFACE)]
 )

@@ -188,6 +188,7 @@ def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_no_room_is_waited_for() -> None:
     """One session at a time: the second waits until the first is closed."""
     options = ServiceOptions(sessions=StoreOptions(max_sessions=1))
@@ -303,6 +304,7 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
     options = ServiceOptions(
         sessions=StoreOptions(max_sessions=1), passes=PassOptions(min_pass_s=0.05)

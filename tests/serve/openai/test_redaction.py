@@ -124,6 +124,7 @@ def test_completions(client: openai.OpenAI, parrot: Parrot, *, stream: bool) -> 
         check_hidden(parrot.facts.tokenizer.decode(job.prompt_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_responses_and_what_is_stored_of_them(
     client: openai.OpenAI, parrot: Parrot, *, stream: bool

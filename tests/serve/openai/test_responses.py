@@ -121,6 +121,7 @@ def test_calls_and_their_results(client: OpenAI) -> None:
     assert later.output_text == explicit.output_text
 
 
+@pytest.mark.slow
 def test_tenants_do_not_see_one_another() -> None:
     from moaspec.serve.guard import GuardSettings
     from moaspec.serve.server_context import ServeSettings

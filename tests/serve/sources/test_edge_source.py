@@ -138,6 +138,7 @@ def test_plain_decoding_is_the_servers_own() -> None:
     assert alone.usage.speculation["tau"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_one_request_only() -> None:
     edge = Edge()
     edge.link.refuse_next = True
