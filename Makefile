@@ -40,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 test: install
 	$(PYTEST) --cov --cov-report term:skip-covered
 
-# Under two minutes on two cores: no real model, no browser, no test that takes a second.
+# Under two minutes on two cores: no real model, no browser, no test that takes half a second.
 test-fast: install
 	$(PYTEST) -m "not slow and not browser"
 
