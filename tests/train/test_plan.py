@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -20,11 +19,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import generic_models
 import tiny
 from moaspec.cli.terminal.plan_table import plan_table
 from moaspec.errors import InputError
-from moaspec.target.skeleton import TargetSkeleton
-from moaspec.target.spec import TargetSpec
+from moaspec.target.families import is_family
+from moaspec.target.generic.generic_target import target_of
+from moaspec.target.registry import skeleton_of
+from moaspec.target.target import Target
+from moaspec.target.target_sizes import active_parameters, num_parameters
 from moaspec.train.dataset.examples import Example
 from moaspec.train.plan import (
     GPUS,
@@ -51,7 +54,11 @@ def settings(output: Path, **changes: Any) -> TrainConfig:
 
 
 def plan(config: TrainConfig, family: str = "llama", **options: Any) -> Plan:
-    return make_plan(TargetSkeleton(tiny.target(family)), config, EXAMPLES, **options)
+    return make_plan(skeleton(tiny.target(family).config), config, EXAMPLES, **options)
+
+
+def skeleton(config: PreTrainedConfig, dtype: str = "float32") -> Target:
+    return target_of(skeleton_of(config, dtype), None, name="skeleton")
 
 
 def written(directory: Path) -> int:
@@ -270,6 +277,12 @@ PUBLISHED: dict[str, tuple[PreTrainedConfig, float, float]] = {
 }
 
 
+@pytest.mark.parametrize("kind", generic_models.KINDS)
+def test_a_skeleton_knows_the_keys_and_values_of_any_model_type(kind: str) -> None:
+    whole = target_of(generic_models.model(kind), None, name=kind)
+    assert skeleton(generic_models.config(kind)).identity == whole.identity
+
+
 def test_every_ready_config_is_counted() -> None:
     assert PUBLISHED.keys() == recipes().keys()
 
@@ -279,20 +292,19 @@ def test_every_ready_config_is_counted() -> None:
 def test_parameters_of_ready_configs(name: str) -> None:
     config, target_size, most = PUBLISHED[name]
     run = read_train_config(RECIPES / f"{name}.yaml")
-    facts = TargetSpec(config, None, name=name, dtype=getattr(torch, run.target_dtype))
-    found = make_plan(TargetSkeleton(facts), run, processes=8 if name == "llama-3-8b" else 1)
+    target = skeleton(config, run.target_dtype)
+    found = make_plan(target, run, processes=8 if name == "llama-3-8b" else 1)
     assert found.target_parameters == pytest.approx(target_size, rel=0.005)
     assert 0.95 * most < found.num_parameters <= most
     problem = found.problems["publish"]
     # What keeps the others is their draft vocabulary alone, not a number of heads.
     assert problem is None if not run.sizes.draft_vocab else "draft_vocab=0" in str(problem)
-    assert found.problems["vllm"] is None
+    assert (found.problems["vllm"] is None) == is_family(config)
     needed = sum(found.memory.values())
     room = GPUS["h200" if name == "qwen3-30b-a3b" else "h100"][1]
     assert needed < room, "the first line of the file names a GPU"
     if name == "qwen3-30b-a3b":
-        skeleton = TargetSkeleton(facts)
-        assert skeleton.active_parameters < 0.12 * skeleton.num_parameters
+        assert active_parameters(target) < 0.12 * num_parameters(target)
 
 
 def cells(found: Plan, config: TrainConfig, gpus: GPUs | None) -> dict[str, str]:

@@ -6,6 +6,8 @@ from moaspec.model.checkpoint.baseline_checkpoint import Baseline
 from moaspec.model.checkpoint.published import Form, published_problem
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
+from moaspec.target.families import is_family
+from moaspec.target.names import SUPPORTED_FAMILIES
 from moaspec.target.spec import TargetSpec
 
 FORMS: tuple[Form, ...] = ("raw", "vllm")
@@ -24,7 +26,7 @@ def destinations(drafter: MoADrafter | Baseline, target: TargetSpec) -> dict[str
     """
     return {
         "publish": _publish_problem(drafter, target),
-        "vllm": vllm_problem(drafter),
+        "vllm": _family_problem(target) or vllm_problem(drafter),
         "device": device_problem(drafter, target),
     }
 
@@ -37,6 +39,15 @@ def _publish_problem(drafter: MoADrafter | Baseline, target: TargetSpec) -> str 
         for form in FORMS
     )
     return next(filter(None, found), None)
+
+
+def _family_problem(target: TargetSpec) -> str | None:
+    if is_family(target.config):
+        return None
+    return (
+        f"Inside vLLM drafts are for the families {', '.join(SUPPORTED_FAMILIES)}, and the target "
+        f"is a {target.config.model_type!r} model. Serve it with `moaspec serve`."
+    )
 
 
 def vllm_problem(drafter: MoADrafter | Baseline) -> str | None:

@@ -66,10 +66,35 @@ def read_target(
     """
     name = str(name)
     with _faults_named(name) as source:
-        model = _load_model(source, name, DTYPES[dtype]).to(device)
+        model = _load_model(source, name, dtype).to(device)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
         return target_of(model, load_tokenizer(source), name=name, quantize=quantize)
+
+
+def read_skeleton(name: str | Path, *, dtype: str) -> Target:
+    """Read a target without its weights: its model lies on the meta device.
+
+    Args:
+        name: see `moaspec.load_target`.
+        dtype: see `read_target`.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+    """
+    require_dtype(dtype)
+    name = str(name)
+    with _faults_named(name) as source:
+        config = _read_config(source, name)
+        model = skeleton_of(config, dtype)
+        model.generation_config = _generation_config(source, config)
+        return target_of(model, load_tokenizer(source), name=name)
+
+
+def skeleton_of(config: Any, dtype: str) -> Any:
+    """A model of transformers on the meta device."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, **_loading_options(config, dtype))
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
@@ -179,21 +204,31 @@ def _require_raw_rope(source: str, name: str) -> None:
     require_rope(raw, name)
 
 
-def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
-    """The model, if its files hold all of its weights and nothing else."""
-    config = _read_config(source, name)
+def _auto_class(config: Any) -> Any:
+    """Transformers' class that makes a model of this config."""
     # A wrapper with a text part has a class for images and text, and mostly no other.
     has_parts = config.get_text_config(decoder=True) is not config
-    auto_class = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+
+
+def _loading_options(config: Any, dtype: str) -> dict[str, Any]:
+    return {
+        # Unset, transformers asks whether to run a repository's own code.
+        "trust_remote_code": False,
+        "dtype": DTYPES[dtype],
+        # Unset, transformers takes "eager" for models that "sdpa" cannot compute.
+        "attn_implementation": "sdpa" if is_family(config) else None,
+    }
+
+
+def _load_model(source: str, name: str, dtype: str) -> Any:
+    """The model, if its files hold all of its weights and nothing else."""
+    config = _read_config(source, name)
     with _in_this_thread():
-        loaded: Any = auto_class.from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             source,
             config=config,
-            # Unset, transformers asks whether to run a repository's own code.
-            trust_remote_code=False,
-            dtype=dtype,
-            # Unset, transformers takes "eager" for models that "sdpa" cannot compute.
-            attn_implementation="sdpa" if is_family(config) else None,
+            **_loading_options(config, dtype),
             # Ours is the clearer refusal.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

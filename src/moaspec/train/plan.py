@@ -31,7 +31,8 @@ from moaspec.errors import InputError
 from moaspec.generation.destinations import destinations
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import positions
-from moaspec.target.skeleton import TargetSkeleton
+from moaspec.target.target import Target
+from moaspec.target.target_sizes import active_parameters, num_parameters, weight_bytes
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
 from moaspec.train.students.losses import logit_chunk_size
@@ -145,7 +146,7 @@ class Plan:
 
 
 def make_plan(
-    target: TargetSkeleton,
+    target: Target,
     config: TrainConfig,
     examples: Sequence[Example] = (),
     *,
@@ -154,7 +155,7 @@ def make_plan(
     """Compute the plan of a run.
 
     Args:
-        target: without weights.
+        target: may lie on the meta device.
         config: of the run.
         examples: its data, if it was read.
         processes: that train together.
@@ -180,7 +181,7 @@ def make_plan(
     state_bytes = 12 * total + _moment_bytes(target, config)
     return Plan(
         parameters=parameters,
-        target_parameters=target.num_parameters,
+        target_parameters=num_parameters(target),
         cache_bytes_per_token=per_token,
         data_tokens=tokens or None,
         cache_bytes={name: tokens * size + rows for name, size in per_token.items()}
@@ -189,7 +190,7 @@ def make_plan(
         state_bytes=state_bytes,
         checkpoint_bytes=2 * total + 8 * config.sizes.draft_vocab + _moment_bytes(target, config),
         memory=memory,
-        host_memory=max(target.weight_bytes, state_bytes),
+        host_memory=max(weight_bytes(target), state_bytes),
         pass_tokens=pass_tokens,
         steps=config.steps,
         read_tokens=read,
@@ -210,7 +211,7 @@ def expected_tau(loss_tokens: int) -> str:
 
 
 def _check(
-    target: TargetSkeleton, config: TrainConfig, examples: Sequence[Example], processes: int
+    target: Target, config: TrainConfig, examples: Sequence[Example], processes: int
 ) -> None:
     """Refuse what would fail after the target is loaded."""
     if config.sizes.draft_vocab > target.vocab_size:
@@ -230,7 +231,7 @@ def _check(
         )
 
 
-def _drafter(target: TargetSkeleton, config: TrainConfig, examples: Sequence[Example]) -> Any:
+def _drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
     """The drafter on the meta device, with the draft vocabulary that the config asks for."""
     if config.initial:
         return load_initial_drafter(target, config, examples)[0].to("meta")
@@ -263,7 +264,7 @@ def _before(config: TrainConfig) -> list[int]:
     return [n for n in config.num_target_layers if n]
 
 
-def _cache_bytes_per_token(target: TargetSkeleton, config: TrainConfig) -> dict[str, int]:
+def _cache_bytes_per_token(target: Target, config: TrainConfig) -> dict[str, int]:
     before, moa = _before(config), config.drafter == "moa"
     widths = {"activation_cache": activation_widths(target.identity, before, finals_only=not moa)}
     if moa:
@@ -271,7 +272,7 @@ def _cache_bytes_per_token(target: TargetSkeleton, config: TrainConfig) -> dict[
     return {name: bytes_per_token(one) for name, one in widths.items()}
 
 
-def _moment_bytes(target: TargetSkeleton, config: TrainConfig) -> int:
+def _moment_bytes(target: Target, config: TrainConfig) -> int:
     """The head's input moment, (E, E) float32, which held-out examples bring."""
     return 4 * target.identity.hidden_size**2 if config.held_out else 0
 
@@ -283,7 +284,7 @@ def _response_share(examples: Sequence[Example]) -> float:
 
 
 def _memory(
-    target: TargetSkeleton, module: Any, config: TrainConfig, pass_tokens: int, processes: int
+    target: Target, module: Any, config: TrainConfig, pass_tokens: int, processes: int
 ) -> dict[str, int]:
     total, ids = _count(module), module.draft_token_ids
     vocabulary = target.vocab_size if ids is None else len(ids)
@@ -299,14 +300,14 @@ def _memory(
     once, per_token = _kept_by_pass(target, module, frozen_lsa=config.frozen_lsa == 1.0)
     kept = once + pass_tokens * (kv + per_token + _kept_by_reused_layers(module, config))
     return {
-        "target": target.weight_bytes,
+        "target": weight_bytes(target),
         "drafter and AdamW": sum(state.values()) + bf16,
         "draft head": 0 if ids is None else vocabulary * identity.hidden_size * size,
         "pass": kept + LOGIT_COPIES * 4 * min(chunk, pass_tokens) * vocabulary,
     }
 
 
-def _kept_by_pass(target: TargetSkeleton, module: Any, *, frozen_lsa: bool) -> tuple[int, int]:
+def _kept_by_pass(target: Target, module: Any, *, frozen_lsa: bool) -> tuple[int, int]:
     """Bytes that autograd keeps of a training pass in float32: once, and for each token."""
     few, more = (
         _kept_of(target, module, num, frozen_lsa=frozen_lsa)
@@ -316,7 +317,7 @@ def _kept_by_pass(target: TargetSkeleton, module: Any, *, frozen_lsa: bool) -> t
     return few - PROBE_TOKENS * per_token, per_token
 
 
-def _kept_of(target: TargetSkeleton, module: Any, num_tokens: int, *, frozen_lsa: bool) -> int:
+def _kept_of(target: Target, module: Any, num_tokens: int, *, frozen_lsa: bool) -> int:
     """Bytes that autograd keeps of a training pass over one text, counted on the meta device."""
     own = {p.untyped_storage()._cdata for p in module.parameters()}
     kept: dict[int, int] = {}
@@ -352,7 +353,7 @@ def _kept_by_reused_layers(module: Any, config: TrainConfig) -> int:
 
 
 def _operations(
-    target: TargetSkeleton,
+    target: Target,
     module: Any,
     config: TrainConfig,
     *,
@@ -363,7 +364,7 @@ def _operations(
     """Operations of a run.
 
     Args:
-        target: without weights.
+        target: may lie on the meta device.
         module: the drafter.
         config: of the run.
         read: tokens that its steps read.
@@ -379,4 +380,4 @@ def _operations(
     others = 6 * (_count(module) - lsa) * read
     vocabulary = target.vocab_size if ids is None else len(ids)
     head = 6 * vocabulary * identity.hidden_size * read * share * len(config.num_target_layers)
-    return 2 * target.active_parameters * passed + trained + frozen + others + head
+    return 2 * active_parameters(target) * passed + trained + frozen + others + head

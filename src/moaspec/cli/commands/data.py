@@ -385,9 +385,9 @@ def _load(
 def _facts(model: str) -> TargetSpec:
     """Config and tokenizer of a target."""
     with loading(model):
-        from moaspec.target.registry import target_facts
+        from moaspec.target.registry import read_skeleton
 
-        return target_facts(model, dtype="float32")
+        return read_skeleton(model, dtype="float32")
 
 
 def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:

@@ -75,8 +75,7 @@ def train(
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
-        from moaspec.target.registry import target_facts
-        from moaspec.target.skeleton import TargetSkeleton
+        from moaspec.target.registry import read_skeleton
         from moaspec.train.parallelism import new_accelerator
         from moaspec.train.plan import make_plan
         from moaspec.train.run_config import read_train_config
@@ -88,8 +87,8 @@ def train(
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         # Refuses what cannot be trained before minutes are spent on loading it.
-        facts = target_facts(settings.target, dtype=settings.target_dtype)
-        make_plan(TargetSkeleton(facts), settings, processes=accelerator.num_processes)
+        skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
+        make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
     with status(f"Loading {settings.target}"):
@@ -132,26 +131,25 @@ def train(
 def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
         from moaspec.data.row_sources import require_sources
-        from moaspec.target.registry import target_facts
-        from moaspec.target.skeleton import TargetSkeleton
+        from moaspec.target.registry import read_skeleton
         from moaspec.train.plan import GPUs, make_plan
         from moaspec.train.run_config import read_train_config
 
         gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)
         if settings.data:
             require_sources(settings.data)
-        facts = target_facts(settings.target, dtype=settings.target_dtype)
+        skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
         on_gpus = settings.device == "cuda"
         plan = partial(
             make_plan,
-            TargetSkeleton(facts),
+            skeleton,
             settings,
             processes=gpus.count if on_gpus else int(os.environ.get("WORLD_SIZE", "1")),
         )
         found = plan()
     if settings.data:
         with status("Reading examples"):
-            found = plan(_read_examples(settings, facts, ReadReport()))
+            found = plan(_read_examples(settings, skeleton, ReadReport()))
     show_table(plan_table(found, settings, gpus if on_gpus else None))
 
 

@@ -60,7 +60,14 @@ class GenericLayers(DecoderLayers):
 
         num_tokens = token_ids_1T.shape[1]
         positions_1T = torch.arange(num_tokens, device=token_ids_1T.device)[None]
-        self.run_tokens(token_ids_1T, positions_1T, mask_B1TS=None, write=write)
+        try:
+            self.run_tokens(token_ids_1T, positions_1T, mask_B1TS=None, write=write)
+        except RuntimeError:
+            if not (seen and token_ids_1T.is_meta):
+                raise
+            # PyTorch's, where a layer (a router of experts) needs values: further ones are alike.
+            for layer in range(len(self.modules())):
+                seen.setdefault(layer, seen[min(seen)])
         if not seen:
             raise UnsupportedTargetError("no layer hands keys and values to the cache")
         _require_one_a_token(seen, num_tokens)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
-from moaspec.generation.drafters import load_drafter
+from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import TargetPass, positions
@@ -150,7 +150,8 @@ def load_initial_drafter(
         InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
             other N than `config.num_target_layers`.
     """
-    drafter = load_drafter(config.initial, target=target).float()
+    source = find_drafter(config.initial)
+    drafter = load_checkpoint(source, target.identity, target.config).to(target.dtype).float()
     had, wanted = drafter.config.num_target_layers, config.num_target_layers
     if had != wanted and drafter.exits:
         raise InputError(
@@ -168,9 +169,10 @@ def load_initial_drafter(
         )
         grown = MoADrafter(shape, drafter.draft_token_ids)
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
-        drafter = grown.to(target.device)
+        drafter = grown
     _grow_vocabulary(drafter, config, examples)
-    return drafter.requires_grad_(requires_grad=True), had[0] if grows else None
+    drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
+    return drafter, had[0] if grows else None
 
 
 def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
