@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, T5Config
 
 import generic_models
 import moaspec
@@ -22,6 +22,7 @@ from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.generic_target import GenericTarget, target_of
 from moaspec.target.generic.pass_cache import PassCache
 from moaspec.target.generic.pass_masks import NAMES, PassMasks
+from moaspec.target.generic.rules import require_generic_config
 from moaspec.train.dataset.examples import Example
 
 LENGTH = 12
@@ -168,6 +169,11 @@ def test_refused_models(kind: str) -> None:
     with pytest.raises(UnsupportedTargetError, match=reason) as caught:
         GenericTarget(model, None, name="x")
     assert f"{kind!r} model" in str(caught.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match="encoder"):
+        require_generic_config(T5Config(), "x")
 
 
 @pytest.mark.parametrize(

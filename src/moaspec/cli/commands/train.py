@@ -41,7 +41,8 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Tell what the run needs and leads to, and load no weights."
+            "--dry-run",
+            help="Show memory, disk, time and expected tau; load no weights.",
         ),
     ] = False,
     gpu: Annotated[
