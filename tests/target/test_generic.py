@@ -155,9 +155,9 @@ def test_the_self_test_finds_faults(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({}, "chooses keys by their content"),
     "falcon": ({}, "number of tokens before these"),
-    "mamba": ({"state_size": 4}, "state-space"),
+    "mamba": ({"state_size": 4}, "none of its layers keeps keys and values"),
     "opt": ({"ffn_dim": 56, "word_embed_proj_dim": 48}, "number of tokens before these"),
-    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "linear"),
+    "minimax": ({"layer_types": ["linear_attention", "full_attention"]}, "keep these in"),
 }
 
 
