@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.plan_table import plan_table
-from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import loading, set_threads, status
+from moaspec.cli.terminal.progress_bar import PERIOD_S, ProgressBar
+from moaspec.cli.terminal.status import loading, set_threads, show_log_records, status
 from moaspec.cli.terminal.table import show_table
 from moaspec.data.conversations import ReadReport
 from moaspec.errors import InputError
@@ -92,24 +95,31 @@ def train(
         make_plan(TargetSkeleton(facts), settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
-    with status(f"Loading {settings.target}"):
+    saved = partial(_saved_sentence, Path(settings.output))
+    with _explained_sigterm(saved), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,
             device=str(accelerator.device),
             packed=False,
         )
-        unused = ReadReport()
+    unused = ReadReport()
+    with _explained_sigterm(saved), status("Reading examples"):
         examples = _read_examples(settings, target, unused)
+    with _explained_sigterm(saved), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
-    for line in unused.lines():
+    for line in (*unused.lines(), *trainer.notes()):
         told.print(line)
     size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
     told.print(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
         f"from step {trainer.step}"
     )
-    with ProgressBar("step", settings.steps, screen=told, transient=False) as bar:
+    with (
+        _explained_sigterm(saved),
+        ProgressBar("step", settings.steps, screen=told, transient=False, period_s=PERIOD_S) as bar,
+        show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
+    ):
         bar.resume(trainer.step)
 
         def report(step: StepProgress) -> None:
@@ -119,6 +129,9 @@ def train(
 
         ending = trainer.run(report, seconds=seconds)
     written = f"drafter written to {trainer.output / 'drafter'}"
+    if trainer.best is not None and trainer.best.step != trainer.step:
+        best = f"step {trainer.best.step}, the best on held-out text ({trainer.best.score:.2f})"
+        told.print(f"The weights of {best}, are in {trainer.output / 'best'}.")
     if ending is StopCause.FINISHED:
         out.print(f"Finished: {written}")
         return
@@ -166,6 +179,23 @@ def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport
         stop_token_ids=target.stop_token_ids,
         report=report,
     )
+
+
+@contextmanager
+def _explained_sigterm(saved: Callable[[], str]) -> Iterator[None]:
+    """On SIGTERM, say what is saved and leave; `Trainer.run` saves the last step first."""
+    try:
+        with raise_on_sigterm():
+            yield
+    except TerminatedError as reason:
+        console.warn(f"Stopped by SIGTERM. {saved()} Run the same command again to continue.")
+        raise typer.Exit(TERMINATED) from reason
+
+
+def _saved_sentence(output: Path) -> str:
+    from moaspec.train.training_state import StateFiles
+
+    return StateFiles(output / "state").sentence()
 
 
 def _write_recipe(name: Path | None) -> None:
