@@ -23,10 +23,12 @@ from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
+    from moaspec.cli.terminal.console import Screen
     from moaspec.target.spec import TargetSpec
     from moaspec.train.dataset.examples import Example
     from moaspec.train.run_config import TrainConfig
     from moaspec.train.run_log import StepMetrics as StepProgress
+    from moaspec.train.trainer import Trainer
 
 
 def train(
@@ -128,6 +130,11 @@ def train(
                 bar.screen.print(_measured(step))
 
         ending = trainer.run(report, seconds=seconds)
+    _tell_end(trainer, ending, out, told)
+
+
+def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) -> None:
+    """Say where the drafters are; leave with the exit code of a run that is not over."""
     written = f"drafter written to {trainer.output / 'drafter'}"
     if trainer.best is not None and trainer.best.step != trainer.step:
         best = f"step {trainer.best.step}, the best on held-out text ({trainer.best.score:.2f})"
@@ -136,8 +143,8 @@ def train(
         out.print(f"Finished: {written}")
         return
     told.print(
-        f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
-        f"continue. As it is now, {written}"
+        f"Stopped after step {trainer.step} of {trainer.config.steps}, which is saved; run it "
+        f"again to continue. As it is now, {written}"
     )
     raise typer.Exit(130 if ending is StopCause.INTERRUPTED else EXIT_UNFINISHED)
 

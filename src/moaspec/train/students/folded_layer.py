@@ -45,9 +45,12 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
     """
     state = target.layer_state(0)
     parts = {name.rpartition(".")[0] for name in state}
-    if not parts >= _PROJECTIONS or parts - _PROJECTIONS - _NORMS - set(_HEAD_NORMS):
+    others = parts - _PROJECTIONS - _NORMS - set(_HEAD_NORMS)
+    layers: Any = getattr(target.model.base_model, "layers", None)
+    # Without a norm after attention, attention and MLP read the same states.
+    if not parts >= _PROJECTIONS | {_AFTER_ATTENTION} or others or layers is None:
         return None
-    layer: Any = target.model.base_model.layers[0]
+    layer = layers[0]
     factors = _measure(target, layer, parts, batches)
     rows = {
         proj: _repeated(factors[norm], state[f"{proj}.weight"])
@@ -55,7 +58,8 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
         if norm in factors
     }
     attention = layer.self_attn
-    score = getattr(attention, "scaling", attention.head_dim**-0.5) * attention.head_dim**0.5
+    size = target.head_dim
+    score = getattr(attention, "scaling", size**-0.5) * size**0.5
     rows["self_attn.q_proj"] = score * rows.get("self_attn.q_proj", torch.ones(1).to(target.device))
     if _AFTER_MLP in factors:
         rows |= {
