@@ -49,6 +49,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 SHOWN_FINDINGS = 20
+SAMPLES_PER_PROMPT = 20
+"""Of `data synth`, on average, before it gives up."""
 
 Sources = Annotated[
     list[str],
@@ -131,15 +133,20 @@ def synth_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    max_samples: Annotated[
+        int | None,
+        typer.Option(help="Give up after this many samples; default: 20 for each prompt."),
+    ] = None,
 ) -> None:
     """Let the target imagine prompts.
 
-    No data set is needed. Run the command again to continue after a stop.
+    No data set is needed. Samples that do not end, or repeat a prompt, are discarded. Run the
+    command again to continue after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
-    if num < 1:
-        raise InputError(f"--num must be at least 1, got {num}.")
+    if num < 1 or (max_samples is not None and max_samples < 1):
+        raise InputError(f"--num and --max-samples must be at least 1, got {num}, {max_samples}.")
     writing, seconds = options.checked(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -157,12 +164,21 @@ def synth_command(
             module,
             writing,
             stop_token_ids=generator.stop_token_ids,
-            advance=lambda tokens, _: bar.add(tokens, 0),
+            advance=lambda tokens, finished: bar.add(tokens, finished, rows=0),
         )
+
+        def report(prompts: int, samples: int) -> None:
+            bar.note(prompts, f"{samples - prompts} of {samples} samples discarded")
+
         settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
-        with Journal(options.out, settings) as journal, stoppable(journal):
+        with (
+            Journal(options.out, settings) as journal,
+            stoppable(journal, lambda: writer.finished),
+        ):
             bar.resume(journal.rows)
-            synth(writer, generator, journal, num, bar.update)
+            writer.kept = journal.kept
+            limit = SAMPLES_PER_PROMPT * num if max_samples is None else max_samples
+            synth(writer, generator, journal, num, max_samples=limit, report=report)
     _report(journal, None)
 
 
@@ -221,8 +237,13 @@ def regenerate_command(
     with WritingProgress("conversations", len(conversations), stop) as bar:
         writer = ResponseWriter(target, module, writing, advance=bar.add)
         settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
-        with Journal(options.out, settings) as journal, stoppable(journal):
-            bar.resume(min(journal.groups * options.group_size, len(conversations)))
+        with (
+            Journal(options.out, settings) as journal,
+            stoppable(journal, lambda: writer.finished),
+        ):
+            writer.kept = journal.kept
+            done = journal.groups * options.group_size + len(journal.kept)
+            bar.resume(min(done, len(conversations)))
             regenerate(writer, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
@@ -425,5 +446,10 @@ def _show(facts: Statistics) -> None:
         f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
         f"({facts.bytes_per_token} bytes a token)."
     )
-    headings = ("sizes.draft_vocab", "share of response tokens in it")
-    show_table(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))
+    headings = ("sizes.draft_vocab", "share of response tokens in it", "of held-out ones")
+    held_out = facts.held_out_coverage
+    rows = [
+        (str(size), f"{one:.2%}", f"{held_out[size]:.2%}" if size in held_out else "too few rows")
+        for size, one in facts.coverage.items()
+    ]
+    show_table(Table(headings, rows))

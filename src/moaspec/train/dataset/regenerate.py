@@ -33,11 +33,12 @@ def regenerate(
 ) -> None:
     """Generate the responses of all conversations that are not in the journal yet.
 
-    Each assistant turn becomes a row of `id`, `source`, `turn`, `prompt_ids`, `response_ids`,
-    `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Each turn
-    follows the target's own earlier turns. Assistant turns with tool calls are kept, because their
-    results follow. A conversation ends after a turn that was cut short or calls tools, or before a
-    prompt that leaves no room in the target's context.
+    Each assistant turn becomes a row of `id` (the conversation's own, or its number), `source`,
+    `turn`, `prompt_ids`, `response_ids`, `stop_reason` and, for conversations in messages,
+    `messages` up to and with that turn. Each turn follows the target's own earlier turns. Assistant
+    turns with tool calls are kept, because their results follow. A conversation ends after a turn
+    that was cut short or calls tools, or before a prompt that leaves no room in the target's
+    context.
 
     Raises:
         DataError: the chat template refuses a conversation.
@@ -204,8 +205,8 @@ def _row(
     conversation: Conversation, number: int, ids: Sequence[int], result: GenerationResult
 ) -> OutputRow:
     row: OutputRow = {
-        "id": str(number),
-        "source": conversation.name or conversation.where,
+        "id": conversation.name or str(number),
+        "source": conversation.where,
         "prompt_ids": list(ids),
         "response_ids": list(result.token_ids),
         "stop_reason": result.stop_reason,

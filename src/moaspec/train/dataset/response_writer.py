@@ -78,6 +78,10 @@ class ResponseWriter:
         options: of generation.
         stop_token_ids: ids that end a turn; None takes the target's own.
         advance: called with the progress.
+
+    Attributes:
+        kept: rows of conversations of the next group that an earlier run finished, by index.
+        finished: rows of finished conversations of the group under way, by index.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class ResponseWriter:
         advance: OnProgress = lambda *_: None,
     ) -> None:
         self.target, self.options = target, options
+        self.kept: dict[int, list[OutputRow]] = {}
+        self.finished: dict[int, list[OutputRow]] = {}
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
@@ -102,8 +108,11 @@ class ResponseWriter:
         from moaspec.generation.local_engine import local_engine
 
         engine = local_engine(self.target, self._drafter)
-        rows: list[list[OutputRow]] = [[] for _ in tasks]
-        started = enumerate(_next_step(task, None) for task in tasks)
+        self.finished, self.kept = self.kept, {}
+        started = (
+            (i, self.finished[i] if i in self.finished else _next_step(task, None))
+            for i, task in enumerate(tasks)
+        )
         waiting = deque(sorted(started, key=_prompt_length, reverse=True))
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
@@ -113,15 +122,18 @@ class ResponseWriter:
                     handle = self._add(engine, step)
                     running[handle] = (index, engine.result(handle))
                 else:
-                    rows[index] = step
-                    self._advance(0, 1)
+                    known = index in self.finished
+                    self.finished[index] = step
+                    if not known:
+                        self._advance(0, 1)
             for event in engine.step():
                 self._advance(len(event.token_ids), 0)
                 if event.stop_reason is not None:
                     index, result = running.pop(event.handle)
                     # A next turn goes first, to keep the number of open conversations small.
                     waiting.appendleft((index, _next_step(tasks[index], result)))
-        return [row for part in rows for row in part]
+        finished, self.finished = self.finished, {}
+        return [row for index in range(len(tasks)) for row in finished[index]]
 
     def settings(self, **more: object) -> dict[str, object]:
         defaults = self.target.generation_defaults.as_facts()
