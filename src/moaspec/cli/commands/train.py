@@ -98,6 +98,7 @@ def train(
             dtype=settings.target_dtype,
             device=str(accelerator.device),
             packed=False,
+            adapter=settings.adapter or None,
         )
         unused = ReadReport()
         examples = _read_examples(settings, target, unused)
