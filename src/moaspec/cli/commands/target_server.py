@@ -94,6 +94,10 @@ def target_server(
     _check(host, tls_certificate, tls_key, client_ca)
     if asked.quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
+    if asked.adapter is not None and engine == "vllm":
+        raise InputError(
+            "--adapter is for --engine torch. Merge it with peft, and name the result."
+        )
     from moaspec.remote.server.auth import CallAuth, server_credentials
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -139,7 +143,9 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
 
-    target = load_target(asked.model, dtype=asked.dtype, quantize=asked.quantize)
+    target = load_target(
+        asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
+    )
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
     return TargetService(target, module, limits)
 

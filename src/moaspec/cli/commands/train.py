@@ -104,6 +104,7 @@ def train(
             dtype=settings.target_dtype,
             device=str(accelerator.device),
             packed=False,
+            adapter=settings.adapter or None,
         )
     unused = ReadReport()
     with _explained_sigterm(saved), status("Reading examples"):
