@@ -158,9 +158,9 @@ class EndpointOptions:
 def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSpec:
     """A target's config and tokenizer."""
     with status(f"Reading {model}"):
-        from moaspec.target.registry import target_facts
+        from moaspec.target.registry import read_skeleton
 
-        return target_facts(model, dtype="float32", generation_config=generation_config)
+        return read_skeleton(model, dtype="float32", generation_config=generation_config)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ EXTRAS = {
         "grpc_reflection",
         "opentelemetry.sdk",
         "prometheus_client",
+        "websockets",
     ),
     "report": ("matplotlib",),
     "serve": ("fastapi", "httpx", "llguidance", "prometheus_client", "uvicorn"),
