@@ -246,6 +246,7 @@ def _loading_options(config: Any, dtype: str) -> dict[str, Any]:
 def _load_model(source: str, name: str, dtype: str) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
     config = _read_config(source, name)
+    prepare_config(config, name)
     with _in_this_thread():
         loaded: Any = _auto_class(config).from_pretrained(
             source,

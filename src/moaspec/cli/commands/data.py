@@ -228,7 +228,7 @@ def stats_command(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = _facts(model)
+    target = load_spec(model, "auto")
     skipped, report = _Skipped() if skip_malformed else None, ReadReport()
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
@@ -291,7 +291,7 @@ def overlap_command(
         require_writable_file("--out", out)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    target = _facts(model) if model else None
+    target = load_spec(model, "auto") if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
@@ -351,27 +351,6 @@ class _Skipped:
         self.count += 1
         if self.count <= 3:
             console.warn(f"Skipped: {error}")
-
-
-def _load(
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    generation_config: Literal["auto"] | None = "auto",
-) -> Target:
-    with loading(model, threads):
-        from moaspec.backends.load import load_target
-
-        return load_target(model, dtype=dtype, device=device, generation_config=generation_config)
-
-
-def _facts(model: str) -> TargetSpec:
-    """Config and tokenizer of a target."""
-    with loading(model):
-        from moaspec.target.registry import read_skeleton
-
-        return read_skeleton(model, dtype="float32")
 
 
 def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:
