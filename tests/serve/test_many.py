@@ -11,10 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+import hybrid_models
 import moaspec
 import serving
 from moaspec.engine.result import Event
-from moaspec.serve.sources.engine_worker import EngineWorker
+from moaspec.serve.sources.engine_worker import EngineWorker, WorkerLimits
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.target.generic.generic_target import target_of
 from serving import MODEL, Served
 
 NUM = 64
@@ -146,6 +149,17 @@ def test_what_does_not_fit_waits() -> None:
     for number, ids in enumerate(texts):
         alone = moaspec.generate(of, prompt(number), max_new_tokens=NEW, **settings(number))
         assert ids == alone.token_ids
+
+
+def test_states_of_a_hybrid_take_room() -> None:
+    model = hybrid_models.model("lfm2", vocab_size=serving.VOCAB)
+    hybrid = target_of(model, serving.tokenizer(), name=MODEL)
+    keys = 8 * LocalSource(hybrid).cache.slot_bytes
+    for size, status in ((keys, 400), (keys + hybrid.state_bytes, 200)):
+        source = LocalSource(hybrid, name=MODEL, limits=WorkerLimits(cache_bytes=size))
+        with serving.serving(source) as served, served.http() as http:
+            body = {"model": MODEL, "prompt": [1], "max_tokens": 7}
+            assert http.post("/v1/completions", json=body).status_code == status
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -33,6 +33,7 @@ from moaspec.sampling.params import SamplingParams
 from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.generic_target import GenericTarget, target_of
 from moaspec.target.generic.hybrid_layers import HybridLayers
+from moaspec.target.generic.recurrent_states import num_bytes
 
 PROMPTS = tiny.PROMPTS[:3]
 LENGTH = 12
@@ -222,6 +223,22 @@ def test_captured_keys_do_not_depend_on_left_pads(kind: str) -> None:
     padded = target.capture(torch.tensor([[7] * 3 + text]), mask)
     assert plain.kv_BTLK.shape[2] == target.num_layers
     torch.testing.assert_close(padded.kv_BTLK[:, 3:], plain.kv_BTLK, **tiny.TOLERANCE)
+
+
+@every_kind
+def test_bytes_of_a_text(kind: str) -> None:
+    target = hybrid_models.target(kind)
+    verifier = verified(kind, VerifyRequest(0, 0, PROMPTS[0], prompt_length=3))
+    assert num_bytes(verifier.cache.state(0)) == target.state_bytes > 0
+
+
+def test_sessions_that_fit_with_their_states() -> None:
+    target = hybrid_models.target("falcon_h1")
+    keys = 50 * ServiceOptions.token_bytes(target)
+    room = 3 * (keys + target.state_bytes)
+    for size, sessions in ((room, 3), (room - 1, 2)):
+        options = ServiceOptions(max_tokens=50, max_cache_bytes=size)
+        assert options.fitting(target).max_sessions == sessions
 
 
 def test_the_model_is_not_changed() -> None:

@@ -30,6 +30,7 @@ class TargetSpec:
 
     Attributes:
         adapter: hash of the adapter in its weights, which makes this another target; None without.
+        state_bytes: of one text's recurrent and convolution states, where layers keep some.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TargetSpec:
         self._dtype, self._generation_config = dtype, generation_config
         self._device, self.quantize = torch.device(device), quantize
         self.adapter: str | None = None
+        self.state_bytes = 0
 
     @property
     def dtype(self) -> torch.dtype:

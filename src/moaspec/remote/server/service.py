@@ -47,8 +47,8 @@ class ServiceOptions:
 
     Attributes:
         max_tokens: length of the longest text with its prompt; None takes the target's context.
-        max_cache_bytes: keys and values of all sessions at full length; this also limits the number
-            of sessions.
+        max_cache_bytes: keys, values and states of all sessions at full length; this also limits
+            the number of sessions.
         max_messages_per_s: of one connection, averaged over `burst_s`.
         burst_s: see `max_messages_per_s`.
         silent_s: silence after which a connection is closed; devices send heartbeats.
@@ -78,7 +78,7 @@ class ServiceOptions:
 
     def fitting(self, target: TargetSpec) -> StoreOptions:
         """Session limits, reduced to the number of sessions that fit into `max_cache_bytes`."""
-        per_session = self.token_bytes(target) * self.longest(target)
+        per_session = self.token_bytes(target) * self.longest(target) + target.state_bytes
         fit = max(1, self.max_cache_bytes // per_session)
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
 

@@ -42,8 +42,8 @@ class WorkerLimits(SourceLimits):
     """Limits of an engine.
 
     Attributes:
-        cache_bytes: maximum size of the keys and values in use. The cache grows by half its size,
-            so it may allocate half as much again.
+        cache_bytes: maximum size of the keys, values and recurrent states in use. The cache grows
+            by half its size, so it may allocate half as much again.
         parked: number of ended rows whose keys and values are kept for a conversation's next turn.
         parked_s: seconds without a request after which all kept rows and caches are freed.
     """
@@ -97,6 +97,7 @@ class EngineWorker:
         engine: used by this worker only.
         release: frees the engine's caches; called when it has no row.
         slot_bytes: cache bytes of one token.
+        state_bytes: of one row's recurrent states.
         client_rows: jobs of a client that take part in every step, however few the others have.
         shaping: draft policy.
         stop_token_ids: ids that end a row.
@@ -109,13 +110,15 @@ class EngineWorker:
         *,
         release: Callable[[], None],
         slot_bytes: int,
+        state_bytes: int,
         client_rows: int,
         shaping: DraftSettings,
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
     ) -> None:
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
-        self._free_caches, self._slot_bytes, self._limits = release, slot_bytes, limits
+        self._free_caches, self._limits = release, limits
+        self._slot_bytes, self._state_bytes = slot_bytes, state_bytes
         self._client_rows = client_rows
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedJob] = deque()
@@ -149,7 +152,7 @@ class EngineWorker:
             InputError: a job needs more than the whole cache.
         """
         for queued in batch:
-            if queued.slots * self._slot_bytes > self._limits.cache_bytes:
+            if not self._fits(1, queued.slots):
                 raise InputError(
                     f"A prompt of {len(queued.job.prompt_ids)} tokens with up to "
                     f"{queued.job.max_new_tokens} more does not fit this server's cache; ask for "
@@ -241,7 +244,7 @@ class EngineWorker:
         while True:
             rows = max(self._high[0], len(self._active) + len(self._parked) + 1)
             slots = max(self._high[1], queued.slots)
-            if rows * slots * self._slot_bytes <= self._limits.cache_bytes:
+            if self._fits(rows, slots):
                 self._high = (rows, slots)
                 return True
             if self._parked:
@@ -250,6 +253,11 @@ class EngineWorker:
                 return False
             else:  # the cache is unused: start with an empty one
                 self._forget_all()
+
+    def _fits(self, rows: int, slots: int) -> bool:
+        """Whether the cache may have this many rows of this many slots."""
+        row_bytes = slots * self._slot_bytes + self._state_bytes
+        return rows * row_bytes <= self._limits.cache_bytes
 
     def _join(self, queued: QueuedJob) -> None:
         job, after = queued.job, self._row_to_reuse(queued.job)

@@ -64,6 +64,7 @@ class LocalSource(TextSource):
             self.engine,
             release=release,
             slot_bytes=verifier.cache.slot_bytes,
+            state_bytes=target.state_bytes,
             client_rows=client_rows(target.device),
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,

@@ -28,9 +28,11 @@ class GenericLayers(DecoderLayers):
     Attributes:
         kv_shape: of the keys and values that its layers keep.
         cache_class: what its layers see as their cache.
+        state_bytes: of one text's recurrent and convolution states.
     """
 
     records = False
+    state_bytes = 0
 
     def __init__(self, base: Any) -> None:
         self._base = base

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, S visible keys, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from moaspec.target.families import is_family
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.generic.hybrid_layers import HybridLayers
-from moaspec.target.generic.pass_cache import ShortTextCache
+from moaspec.target.generic.pass_cache import KVShape, ShortTextCache
 from moaspec.target.generic.pass_masks import attend_by_pass
 from moaspec.target.generic.self_test import require_equal
 from moaspec.target.target import Target
@@ -49,6 +50,13 @@ def set_position_facts(target: Target) -> None:
     target.num_reusable_layers = 0
     target.max_positions = rules.context_length(target.config)
     target.rope_switches, target.rope_growth = (), None
+
+
+_TESTED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, GenericLayers, KVShape]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The layers of each model that passed the self-test, and the state of the model at that time:
+`custom_generate` makes a target in each call. Not an attribute, which would be copied and saved."""
 
 
 class GenericTarget(Target):
@@ -99,25 +107,36 @@ class GenericTarget(Target):
         )
         self._base: Any = rules.text_model(model)
         attend_by_pass(self._base.config)
-        kind = HybridLayers if rules.has_states(self.config) else GenericLayers
-        self.layers = kind(self._base)
-        if rules.uses_cache_length(self.config):
-            self.layers.cache_class = ShortTextCache
         head = cast(nn.Linear, model.get_output_embeddings())
         self.lm_head = LMHead(head, *rules.head_rule(self.config))
         self.packed = False
         self.threads = None
         self.token_pass_s: float | None = None
         try:
-            shape = require_equal(self)
+            shape = self._set_tested_layers()
         except UnsupportedTargetError as error:
             raise rules.refusal(self.config, name, str(error)) from error
+        self.state_bytes = self.layers.state_bytes
         self.num_layers, self.num_kv_heads = len(shape.layers), shape.num_heads
         self.head_dim = shape.head_dim
         if not shape.is_even:
             width = self.config.hidden_size // self.config.num_attention_heads
             self.draft_head_dim = max(8, width // 8 * 8)
         set_position_facts(self)
+
+    def _set_tested_layers(self) -> KVShape:
+        """Set the layers that passed the self-test, which a model takes once as it is."""
+        parts = tuple(id(module) for module in self.model.modules())
+        state = parts, self.dtype, self.device, self.config._attn_implementation
+        tested = _TESTED.get(self.model)
+        if tested is None or tested[0] != state:
+            kind = HybridLayers if rules.has_states(self.config) else GenericLayers
+            self.layers = kind(self._base)
+            if rules.uses_cache_length(self.config):
+                self.layers.cache_class = ShortTextCache
+            _TESTED[self.model] = tested = state, self.layers, require_equal(self)
+        _, self.layers, shape = tested
+        return shape
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Rows of the model's embedding, (..., E), which some models scale afterwards."""

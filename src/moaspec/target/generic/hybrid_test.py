@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moaspec.target.decoder_layers import cache_argument
-from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState
+from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState, num_bytes
 
 if TYPE_CHECKING:
     from moaspec.target.generic.generic_target import GenericTarget
@@ -42,6 +42,11 @@ class _Text:
         self.steps = StepPass([StepRow(PROMPT, (), {})])
         self._run(list(range(PROMPT)))
         self._state = self.steps.after(0, PROMPT - 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states."""
+        return num_bytes(self._state)
 
     def logits(self, parents: tuple[int, ...], num_read: int = 0) -> Tensor:
         """Of the tokens behind the prompt, in one pass, (T, V)."""
@@ -93,7 +98,8 @@ def hybrid_distance(
         layers.set_batches(batches)
         # A part that does more around its projections may fail in any way.
         with suppress(RuntimeError):
-            ours_TV = _Text(target, ids_1T).logits(TREE)
+            text = _Text(target, ids_1T)
+            layers.state_bytes, ours_TV = text.state_bytes, text.logits(TREE)
             distance = relative_distance(ours_TV, _own_logits(target, ids_1T))
         if distance <= limit:
             break
