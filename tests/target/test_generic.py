@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, T5Config
+from transformers import AttentionInterface, DynamicCache, T5Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
 
 import generic_models
 import moaspec
@@ -19,10 +25,12 @@ from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.target.decoder_layers import cache_argument
+from moaspec.target.generic import generic_target
 from moaspec.target.generic.generic_target import GenericTarget, target_of
-from moaspec.target.generic.pass_cache import PassCache
-from moaspec.target.generic.pass_masks import NAMES, PassMasks
+from moaspec.target.generic.pass_cache import KVShape, PassCache
+from moaspec.target.generic.pass_masks import NAMES, PassMasks, masks_of_pass
 from moaspec.target.generic.rules import require_generic_config
+from moaspec.target.generic.self_test import require_equal
 from moaspec.train.dataset.examples import Example
 
 LENGTH = 12
@@ -107,6 +115,34 @@ def test_an_unchanged_model_for_other_callers() -> None:
 def test_families_keep_their_own_path() -> None:
     assert type(target_of(tiny.model("qwen3"), None, name="x")) is moaspec.Target
     assert type(target_of(generic_models.model("qwen3_moe"), None, name="x")) is GenericTarget
+
+
+def test_masks_that_hide_nothing_are_left_out() -> None:
+    """As transformers does, whose kernels are faster without."""
+    one, whole = torch.ones(1, 1, 1, 3), torch.ones(1, 1, 3, 3).tril()
+    hiding = torch.tensor([[[[1, 0, 1]]]])
+    for mask, plain in ((one, True), (whole, True), (hiding, False), (whole[:, :, 1:], False)):
+        positions = torch.arange(mask.shape[2])[None]
+        found = PassMasks(mask.bool(), positions).of(causal_mask_function)
+        assert (found is None) == plain
+
+
+@pytest.mark.parametrize("num", [1, 5])
+def test_attention_of_grouped_heads(num: int) -> None:
+    """Equals transformers', which copies the keys that heads share or takes slower kernels."""
+    query, key, value = (
+        torch.randn(2, heads, size, 8) for heads, size in ((6, num), (2, 9), (2, 9))
+    )
+    mask = torch.rand(2, 1, num, 9) < 0.5
+    mask[..., 0] = True
+    module = SimpleNamespace(num_key_value_groups=3)
+    attend = AttentionInterface()[NAMES["sdpa"]]
+    for given in (mask, None) if num == 1 else (mask,):
+        right, _ = sdpa_attention_forward(module, query, key, value, given, scaling=0.3)
+        with masks_of_pass(PassMasks(given, torch.zeros(2, num))):
+            ours, _ = attend(module, query, key, value, given, scaling=0.3)
+        # Float32 sums in another order.
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -236,6 +272,30 @@ def test_loaded_from_a_directory(kind: str, tmp_path: Path) -> None:
         loaded, PROMPTS[1], drafter=drafter, max_new_tokens=LENGTH, tree=moaspec.Tree(3, 2, 6)
     )
     assert result.token_ids == tiny.own_text(stock(kind), PROMPTS[1], LENGTH)
+
+
+def test_the_self_test_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the model is changed, or goes; nothing keeps it alive."""
+    tested: list[Any] = []
+
+    def counted(target: GenericTarget) -> KVShape:
+        tested.append(None)
+        return require_equal(target)
+
+    monkeypatch.setattr(generic_target, "require_equal", counted)
+    model = generic_models.model("granite")
+    for _ in range(2):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate())
+    assert len(tested) == 1
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+    GenericTarget(model, None, name="x")
+    assert len(tested) == 2
+    GenericTarget(model.double(), None, name="x")
+    assert len(tested) == 3
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class SteppedMixer(nn.Module):
         return cache.steps.run(cast(int, self.mixer.layer_idx), self, hidden_states)
 
     def read(self, hidden_BTE: Tensor, cache: MixerCache) -> Tensor:
-        """The whole module, for several tokens of a text."""
+        """The whole module, for one or several tokens of each text."""
         return cast(Tensor, self.mixer(hidden_BTE, **{self._cache_argument: cache}))
 
     def enter(self, hidden_N1E: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ no code of ours lists layers that have a window.
 Outside of our passes everything registered here does what transformers does under the name "sdpa"
 or "eager": the same model stays what it was for other callers.
 
-Legend: B batch, T new tokens, S visible keys.
+Legend: B batch, T new tokens, S visible keys, G query heads of a key head.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ class PassMasks:
         self._given, self._position_ids_BT = mask_B1TS, position_ids_BT
 
     def of(self, rule: MaskFunction) -> Tensor | None:
-        """The mask of layers with this rule, bool; None is plain causal attention."""
-        return self._given if rule is causal_mask_function else self.written_out(rule)
+        """The mask of layers with this rule, bool; None where it hides nothing but the future."""
+        if self._given is None and rule is causal_mask_function:
+            return None
+        mask_B1TS = self.written_out(rule)
+        return None if _is_plain(mask_B1TS) else mask_B1TS
 
     def written_out(self, rule: MaskFunction) -> Tensor:
         """The mask of layers with this rule, bool, also of plain causal attention."""
@@ -72,6 +75,15 @@ class PassMasks:
         """Position of each key that a query sees: it sees one of each position up to its own."""
         seen = self._mask.cumsum(-1)
         return seen - seen[..., -1:] + self._position_ids_BT[:, None, :, None]
+
+
+def _is_plain(mask_B1TS: Tensor) -> bool:
+    """Whether models leave it out: it is of one token that sees all, or of a whole text."""
+    num_tokens, num_keys = mask_B1TS.shape[-2:]
+    if mask_B1TS.is_meta or num_tokens not in {1, num_keys}:
+        return False
+    plain_B1TS = torch.ones_like(mask_B1TS).tril(num_keys - num_tokens)
+    return torch.equal(mask_B1TS, plain_B1TS)
 
 
 _CURRENT: ContextVar[PassMasks | None] = ContextVar("masks of the pass", default=None)
@@ -98,6 +110,8 @@ def _bool_mask(*args: Any, mask_function: MaskFunction, **options: Any) -> Tenso
     masks = _CURRENT.get()
     if masks is None:
         return sdpa_mask(*args, mask_function=mask_function, **options)
+    if not options.get("allow_is_causal_skip", True):
+        return masks.written_out(mask_function)
     return masks.of(mask_function)
 
 
@@ -111,13 +125,37 @@ def _float_mask(*args: Any, mask_function: MaskFunction, **options: Any) -> Tens
     return torch.where(mask_B1TS, torch.zeros_like(lowest), lowest)
 
 
+def _sdpa_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Transformers' own; in our passes without its copies of keys that heads share.
+
+    The queries of the G heads that share a key head become G * T queries of one head.
+    """
+    num_tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    is_causal = attention_mask is None and num_tokens > 1
+    if groups == 1 or is_causal or _CURRENT.get() is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    query = query.unflatten(1, (-1, groups)).flatten(2, 3)
+    mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
+    options["is_causal"] = False
+    # Without the module, which would say that heads are grouped.
+    output, weights = sdpa_attention_forward(None, query, key, value, mask, **options)
+    return output.unflatten(1, (groups, num_tokens)).permute(0, 2, 3, 1, 4).flatten(2, 3), weights
+
+
 def _eager_attention(module: Any, *args: Any, **options: Any) -> Any:
     """The eager attention of this module's own file: it knows soft caps and attention sinks."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     return own(module, *args, **options)
 
 
-AttentionInterface.register(NAMES["sdpa"], sdpa_attention_forward)
+AttentionInterface.register(NAMES["sdpa"], _sdpa_attention)
 AttentionInterface.register(NAMES["eager"], _eager_attention)
 AttentionMaskInterface.register(NAMES["sdpa"], _bool_mask)
 AttentionMaskInterface.register(NAMES["eager"], _float_mask)

@@ -14,10 +14,9 @@ Legend: B rows, T tokens, E hidden size, N tokens of steps, F and G sizes inside
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +94,7 @@ class Mixer(Protocol):
     """A layer's part with a state."""
 
     def read(self, hidden_BTE: Tensor, cache: MixerCache) -> Tensor:
-        """Outputs for several tokens of a text, (B, T, E)."""
+        """Outputs for one or several tokens of each text, (B, T, E)."""
         ...
 
     def enter(self, hidden_N1E: Tensor) -> Tensor:
@@ -146,50 +145,81 @@ class StepPass:
             mixer: of the layer.
             hidden_BTE: its inputs.
         """
-        states: dict[tuple[int, int], LayerState] = {}
-        output_BTE = torch.zeros_like(hidden_BTE)
+        states = {(i, -1): row.before.get(layer, {}) for i, row in enumerate(self._rows)}
+        self._states[layer] = states
+        num_rows, num_tokens, width = hidden_BTE.shape
+        order = self._order
+        if len(order) == num_rows * num_tokens and self._is_sorted:
+            hidden_N1E = hidden_BTE.reshape(-1, 1, width)
+            return self._stepped(mixer, hidden_N1E, states).reshape(hidden_BTE.shape)
+        output_BTE = torch.zeros_like(hidden_BTE, memory_format=torch.contiguous_format)
         for i, row in enumerate(self._rows):
-            states[i, -1] = row.before.get(layer, {})
             if row.num_read:
                 cache = MixerCache(_joined([states[i, -1]]))
                 read = mixer.read(hidden_BTE[i : i + 1, : row.num_read], cache)
                 output_BTE[i, : row.num_read] = read[0]
                 states[i, row.num_read - 1] = cache.states
-        if self._levels:
-            rows_N, tokens_N = map(list, zip(*chain.from_iterable(self._levels), strict=True))
-            entered_N1F = mixer.enter(hidden_BTE[rows_N, tokens_N][:, None])
-            stepped = self._stepped(mixer, entered_N1F, states)
-            output_BTE[rows_N, tokens_N] = mixer.leave(torch.cat(stepped))[:, 0]
-        self._states[layer] = states
+        if order:
+            places = [i * num_tokens + token for i, token in order]
+            places_N = torch.tensor(places, device=hidden_BTE.device)
+            hidden_N1E = hidden_BTE.reshape(-1, 1, width)[places_N]
+            output_BTE.view(-1, 1, width)[places_N] = self._stepped(mixer, hidden_N1E, states)
         return output_BTE
 
     def _stepped(
-        self, mixer: Mixer, entered_N1F: Tensor, states: dict[tuple[int, int], LayerState]
-    ) -> list[Tensor]:
-        """Step through all levels and add the state behind each token to `states`."""
-        stepped: list[Tensor] = []
+        self, mixer: Mixer, hidden_N1E: Tensor, states: dict[tuple[int, int], LayerState]
+    ) -> Tensor:
+        """Step through all levels: outputs, (N, 1, E); add each token's state to `states`."""
+        if len(self._levels) == 1:  # nothing can be made together
+            return self._step(self._levels[0], mixer.read, hidden_N1E, states)
+        entered_N1F = mixer.enter(hidden_N1E)
         entered = entered_N1F.split([len(level) for level in self._levels])
-        for level, own_N1F in zip(self._levels, entered, strict=True):
-            cache = MixerCache(_joined([states[i, self._parent(i, token)] for i, token in level]))
-            stepped.append(mixer.step(own_N1F, cache))
-            for n, place in enumerate(level):
-                states[place] = {kind: one[n : n + 1] for kind, one in cache.states.items()}
-        return stepped
+        stepped = [
+            self._step(level, mixer.step, own_N1F, states)
+            for level, own_N1F in zip(self._levels, entered, strict=True)
+        ]
+        return mixer.leave(torch.cat(stepped))
+
+    def _step(
+        self,
+        level: Sequence[tuple[int, int]],
+        run: Callable[[Tensor, MixerCache], Tensor],
+        inputs_N1F: Tensor,
+        states: dict[tuple[int, int], LayerState],
+    ) -> Tensor:
+        cache = MixerCache(_joined([states[i, self._parent(i, token)] for i, token in level]))
+        outputs = run(inputs_N1F, cache)
+        if len(level) == 1:
+            states[level[0]] = cache.states
+            return outputs
+        for n, place in enumerate(level):
+            states[place] = {kind: one[n : n + 1] for kind, one in cache.states.items()}
+        return outputs
 
     def after(self, row: int, token: int) -> TextState:
-        """The states of all layers behind a token, as tensors of their own.
+        """The states of all layers behind a token, in tensors without those of other tokens.
 
         Args:
             row: of the pass.
             token: its index in the row.
         """
         return {
-            layer: {kind: one.clone() for kind, one in states[row, token].items()}
+            layer: {kind: _alone(one) for kind, one in states[row, token].items()}
             for layer, states in self._states.items()
         }
 
     def _parent(self, row: int, token: int) -> int:
         return self._rows[row].parents[token - self._rows[row].num_read]
+
+    @cached_property
+    def _order(self) -> list[tuple[int, int]]:
+        """(row, token) of all steps, one level after another."""
+        return [place for level in self._levels for place in level]
+
+    @cached_property
+    def _is_sorted(self) -> bool:
+        """Whether this is their order in the batch, too."""
+        return self._order == sorted(self._order)
 
     @cached_property
     def _levels(self) -> list[list[tuple[int, int]]]:
@@ -208,6 +238,11 @@ class StepPass:
 def _joined(states: Sequence[LayerState]) -> LayerState:
     """States of several texts in a batch; always a copy."""
     return {kind: torch.cat([one[kind] for one in states]) for kind in states[0]}
+
+
+def _alone(state: Tensor) -> Tensor:
+    """A copy where the tensor is a part of a larger one."""
+    return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
 
 
 def num_bytes(state: TextState) -> int:
