@@ -20,7 +20,7 @@ Weights = Literal["float32", "int8", "int8-web", "int4"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
 standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel."""
 CONTRIB = "com.microsoft"
-BLOCK = 64
+BLOCK = 32
 """Inputs that share a scale in `MatMulNBits`."""
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
