@@ -24,14 +24,13 @@ from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
 from moaspec.engine.result import Source
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
 from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import ShapedTransport
-from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.server.grpc_server import GrpcServer
 from moaspec.remote.server.service import TargetService
 from moaspec.support.paths import cache_dir

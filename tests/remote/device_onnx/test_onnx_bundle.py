@@ -17,10 +17,10 @@ from moaspec.backends.load import load_target
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, save_baseline
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device_onnx.manifest import MOST, is_onnx_bundle, read_manifest
-from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION, fingerprint
+from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
 from moaspec.train.run_config import TrainConfig, stack_config
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")

@@ -46,7 +46,7 @@ def edge(
     with loading(device.model, device.threads):
         settings = http.settings()
         from moaspec.process_memory import prepare_process
-        from moaspec.remote.server.server_only import RemoteText
+        from moaspec.remote.device.server_text import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS
 

@@ -133,7 +133,7 @@ def serve(
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):
             settings = http.settings()
-            from moaspec.generation.options import shaping_for
+            from moaspec.generation.shaping import shaping_for
             from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource

@@ -26,7 +26,7 @@ from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
-from moaspec.model.checkpoint.moa_checkpoint import published_tensors
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, published_tensors
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
@@ -41,9 +41,9 @@ from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
-from moaspec.remote.device.local_parts import Device, make_moa_proposer
+from moaspec.remote.device.device_parts import Device
+from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.remote.protocol.identity import fingerprint
 from moaspec.support.paths import why_not_trusted
 from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
@@ -114,7 +114,7 @@ class DeviceBundle(Device):
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        return make_moa_proposer(self.module, self.target, num_target_layers)
+        return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
 
 
 def export_bundle(

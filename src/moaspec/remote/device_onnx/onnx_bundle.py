@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import load_models
@@ -15,7 +16,7 @@ from moaspec.remote.device.bundle_place import replacing, require_free
 from moaspec.remote.device_onnx.draft_graph import OPSET, TOP, TargetParts, draft_graph
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, described
 from moaspec.remote.device_onnx.onnx_ops import Weights
-from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION, fingerprint
+from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
 from moaspec.target.generic.device_target import FACTOR, device_tensors
 from moaspec.target.partial import EMBEDDING, HEAD
 from moaspec.target.target import Target
