@@ -6,6 +6,7 @@ Legend: T tokens, S text slots, M memory slots, C CA's KV heads, D head dim, K d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,16 @@ class OnnxDrafter:
         self._session = onnxruntime.InferenceSession(
             str(Path(directory) / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
         )
+        self._clear()
+
+    def for_another_text(self) -> OnnxDrafter:
+        """A drafter with the same weights and caches of its own."""
+        twin = copy(self)
+        twin._clear()
+        return twin
+
+    def _clear(self) -> None:
+        """Make empty caches."""
         self.caches: dict[str, Any] = {}
         self._mask = np.zeros(0, np.bool_)
         self.reserve(min(FIRST_SLOTS, self.manifest.max_positions))
