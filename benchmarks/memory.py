@@ -25,10 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import moaspec
 from moaspec import Session
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.pack import return_freed_memory
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
+from moaspec.process_memory import return_freed_memory
 from moaspec.target.registry import find_weights, load_tokenizer
 from moaspec.train.run_config import DrafterSizes, drafter_config
 from moaspec.train.students.warm_start import random_weights

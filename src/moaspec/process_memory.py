@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import sys
-
-from moaspec.backends.pack import return_freed_memory
 
 RETURN_S = 30.0
 """Seconds between two returns of freed memory."""
@@ -57,6 +56,14 @@ def freeze_loaded_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def return_freed_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it, after packing most of a model."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library has no such call
+        return
 
 
 async def return_memory_forever(interval_s: float = RETURN_S) -> None:

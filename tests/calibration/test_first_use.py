@@ -16,7 +16,7 @@ from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.policy.assumed_costs import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 
 

@@ -20,7 +20,7 @@ from moaspec.calibration.choose_exit import known_exits
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.policy.policies import AdaptivePolicy
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 
 

@@ -22,16 +22,16 @@ from commands import Cli
 from moaspec.backends.load import load_target
 from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
+from moaspec.cli.device_options import DeviceOptions
 from moaspec.engine.result import Source
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
 from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import ShapedTransport
-from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.server.grpc_server import GrpcServer
 from moaspec.remote.server.service import TargetService
 from moaspec.support.paths import cache_dir
@@ -142,14 +142,15 @@ def test_a_planted_bundle_is_not_loaded(
 
 def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:
     """An upgrade may bring another one, and servers then have that."""
-    first = device_options.load_bundle(None, "tiny")
+    first = DeviceOptions(model="tiny").load()
+    assert isinstance(first, DeviceBundle)
     written = sorted(cache_dir().rglob("*"))
-    assert device_options.load_bundle(None, "tiny").fingerprint == first.fingerprint
+    assert DeviceOptions(model="tiny").load().fingerprint == first.fingerprint
     assert sorted(cache_dir().rglob("*")) == written  # made once
     torch.manual_seed(2)
     upgraded = MoADrafter(config_from_json(first.info.drafter))
     save_drafter(upgraded, bundled)
-    found = device_options.load_bundle(None, "tiny").fingerprint
+    found = DeviceOptions(model="tiny").load().fingerprint
     assert found == fingerprint(upgraded) != first.fingerprint
 
 

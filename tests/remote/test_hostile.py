@@ -14,11 +14,11 @@ import tiny
 from hostile import NAMES, Hostile
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError

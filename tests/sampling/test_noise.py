@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moaspec.sampling.noise import gumbel, philox, seed_bits, uniform
+from moaspec.sampling.noise import gumbel, seed_bits, uniform
+from moaspec.sampling.philox import gumbel_noise, noise_bits, philox
 
 pytestmark = pytest.mark.kernels
 
@@ -77,3 +79,23 @@ def test_gumbel_has_the_right_moments() -> None:
     # Standard errors of mean and variance at this size are 0.004 and 0.012; five of them.
     assert_close(float(drawn.mean()), 0.5772, atol=0.02, rtol=0)
     assert_close(float(drawn.var()), math.pi**2 / 6, atol=0.06, rtol=0)
+
+
+def test_numpy_draws_the_same_bits() -> None:
+    """Of seeds over the whole range; a device without PyTorch drafts with the target's noise."""
+    tokens = np.arange(0, 200_000, 37)
+    for seed, choice, position in (
+        (0, 0, 0),
+        (7, 2, 131_071),
+        (2**63 + 5, 2**32 - 1, 9),
+        (2**64 - 1, 1, 1),
+    ):
+        drawn = uniform(*(torch.tensor(v) for v in (seed_bits(seed), choice, position, tokens)))
+        bits = noise_bits(seed, choice, position, tokens)
+        assert (bits == (drawn * 2.0**53).long().numpy()).all()
+        assert bits.dtype == np.int64
+        noise = gumbel(*(torch.tensor(v) for v in (seed_bits(seed), choice, position, tokens)))
+        # Two logarithms, each within an ulp or two of the exact value.
+        np.testing.assert_allclose(
+            gumbel_noise(seed, choice, position, tokens), noise, rtol=1e-14, atol=1e-14
+        )

@@ -35,7 +35,7 @@ from moaspec import Target
 from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.sources.engine_worker import WorkerLimits
 from moaspec.serve.sources.local_source import LocalSource

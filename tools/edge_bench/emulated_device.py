@@ -9,7 +9,7 @@ from typing import Any
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import Proposer, RequestText
-from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.device_parts import Device
 
 
 class HeldDevice(Device):

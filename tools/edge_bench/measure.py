@@ -15,12 +15,12 @@ from edge_bench.emulated_device import HeldDevice
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.result import Event
-from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.emulation import COHERENT_S
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.server.server_only import RemoteText
 
 PINGS = 30
 

@@ -28,7 +28,7 @@ from moaspec.evaluate.cut_quality import score_text
 from moaspec.evaluate.pass_costs import pass_s
 from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
-from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.device_parts import Device
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService

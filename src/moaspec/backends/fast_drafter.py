@@ -30,7 +30,6 @@ from moaspec.backends.pack import (
     join_linears,
     joint_matrix,
     pack_linears,
-    return_freed_memory,
 )
 from moaspec.model.layers import (
     AttentionBlock,
@@ -43,6 +42,7 @@ from moaspec.model.layers import (
 )
 from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
 from moaspec.model.rope import LongRope
+from moaspec.process_memory import return_freed_memory
 from moaspec.target.target import Target
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -20,8 +20,9 @@ from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import pack_linears, return_freed_memory
+from moaspec.backends.pack import pack_linears
 from moaspec.model.layers import CosSin
+from moaspec.process_memory import return_freed_memory
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
 from moaspec.target.generic.generic_layers import GenericLayers

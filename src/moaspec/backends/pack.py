@@ -6,7 +6,6 @@ draft may be rounded to four bits, a quarter of the bytes to read.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -203,14 +202,6 @@ def pack_linears(
 def _is_plain(module: object) -> TypeGuard[nn.Linear]:
     """Whether it is a linear layer of numbers; torchao's tensors multiply by themselves."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter
-
-
-def return_freed_memory() -> None:
-    """Give what was freed back to the system: glibc keeps it, after packing most of a model."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library has no such call
-        return
 
 
 def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> None:

@@ -14,13 +14,14 @@ from moaspec.cli import options
 from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.support.extras import require
+from moaspec.remote.device_onnx.manifest import is_onnx_bundle
+from moaspec.support.extras import has_torch, require
 from moaspec.support.paths import make_private, require_writable, trusted
 from moaspec.support.ports import split_address
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
-    from moaspec.remote.device.bundle import DeviceBundle
+    from moaspec.remote.device.device_parts import Device
     from moaspec.remote.device.remote_session import RemoteOptions
     from moaspec.remote.protocol.transport import ServerTransport
 
@@ -110,6 +111,12 @@ class DeviceOptions:
             InputError: names the extra or the option.
         """
         require(command, *extras, *(["private"] if self.recognise else []))
+        if self.needs_torch and not has_torch():
+            raise InputError(
+                "PyTorch is not installed, so --bundle must name an ONNX bundle. `moaspec "
+                "checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on a "
+                "machine that has it."
+            )
         if not self.server.startswith(WEBSOCKETS):
             _, port = split_address(self.server, option="--server")
             if port == 0:
@@ -143,6 +150,30 @@ class DeviceOptions:
 
         return Vault(default(self.phone_region or ("US",)) if self.recognise else ())
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether drafting needs PyTorch: it does with all bundles but those for onnxruntime."""
+        return self.bundle is None or not is_onnx_bundle(self.bundle)
+
+    def load(self) -> Device:
+        """Load the named bundle, or by default that of the model's bundled drafter.
+
+        Raises:
+            InputError: none was named, and no drafter is bundled for the model.
+            CheckpointError: no bundle, or a damaged one.
+        """
+        if self.bundle is not None and not self.needs_torch:
+            try:
+                from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+            except ModuleNotFoundError as error:
+                raise InputError(
+                    f"An ONNX bundle needs {error.name}: pip install 'moaspec[device-onnx]'."
+                ) from error
+            return OnnxDevice(self.bundle, threads=self.threads or 1)
+        from moaspec.remote.device.bundle import load_device
+
+        return load_device(self.bundle or _made_bundle(self.model))
+
     def transport(self) -> ServerTransport:
         """The connection to the server, not opened yet.
 
@@ -173,21 +204,10 @@ def _token(path: Path | None) -> str | None:
     return "\n".join(options.read_lines("--token-file", path))
 
 
-def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:
-    """Load the named bundle, or by default that of the model's bundled drafter.
-
-    Raises:
-        InputError: none was named, and no drafter is bundled for the model.
-        CheckpointError: no bundle, or a damaged one.
-    """
-    from moaspec.remote.device.bundle import load_device
-
-    return load_device(bundle or _made_bundle(model))
-
-
 def _made_bundle(model: str) -> Path:
     """The directory of the bundled drafter's bundle, exported at the first use."""
-    from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle, is_bundle
+    from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle
+    from moaspec.remote.device.bundle_place import is_bundle
 
     drafter = bundled_drafters().get(model)
     if drafter is None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from moaspec.drafting.protocols import Proposer
     from moaspec.generation.options import GenerateOptions
     from moaspec.model.moa import MoADrafter
+    from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.target.generation_defaults import GenerationDefaults
-    from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
 
 
@@ -115,7 +115,7 @@ def warn_unmeasured(why_not: str, *, busy: bool) -> None:
     console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")
 
 
-def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
+def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
     """Print which of the model's own generation defaults apply, if any."""
     if defaults.words:
         console.err.print(
@@ -125,7 +125,7 @@ def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
         )
 
 
-def with_model_defaults(settings: GenerateOptions, target: TargetSpec) -> GenerateOptions:
+def with_model_defaults(settings: GenerateOptions, target: DeviceTarget) -> GenerateOptions:
     """Fill in the temperature from the model's defaults, and print which of them apply."""
     from moaspec.generation.options import defaults_of
 

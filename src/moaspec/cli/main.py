@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,10 +26,21 @@ from moaspec.cli.commands.target_server import target_server
 from moaspec.cli.commands.train import train
 from moaspec.cli.commands.vllm_config import vllm_config
 from moaspec.cli.terminal import console
-from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
+from moaspec.errors import (
+    HubError,
+    InputError,
+    MoaSpecError,
+    RemoteError,
+    ServerError,
+    TrainingError,
+)
+from moaspec.support.extras import has_torch
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
+
+ON_DEVICES = ("edge", "remote")
+"""Commands that work without PyTorch."""
 
 app = typer.Typer(
     name="moaspec",
@@ -49,6 +60,7 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def settings(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     version: Annotated[  # noqa: ARG001 - its callback does it
         bool,
@@ -57,6 +69,11 @@ def settings(
 ) -> None:
     """Options of every command."""
     console.DEBUG.set(debug)
+    if not has_torch() and context.invoked_subcommand not in ON_DEVICES:
+        raise InputError(
+            f"`moaspec {context.invoked_subcommand}` needs PyTorch, which moaspec-device does not "
+            "install: pip install moaspec."
+        )
 
 
 for command in (
@@ -79,6 +96,10 @@ add_edge_bench(app)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)
+if not has_torch():
+    entries: list[Any] = [*app.registered_commands, *app.registered_groups]
+    for entry in entries:
+        entry.hidden = entry.callback not in (edge, remote)
 
 
 def run() -> None:

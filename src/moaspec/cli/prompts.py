@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec.target.target import Target
+    from moaspec.remote.device.device_parts import DeviceTarget
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -38,7 +38,7 @@ def _standard_input(stdin: TextIO | None) -> str:
 
 
 def chat_ids(
-    target: Target, prompt: str, *, system: str | None = None, raw: bool = False
+    target: DeviceTarget, prompt: str, *, system: str | None = None, raw: bool = False
 ) -> list[int]:
     """Token ids of a user's prompt; see `message_ids`."""
     messages = [{"role": "user", "content": prompt}]
@@ -48,7 +48,7 @@ def chat_ids(
 
 
 def message_ids(
-    target: Target, messages: Sequence[Mapping[str, str]], *, raw: bool = False
+    target: DeviceTarget, messages: Sequence[Mapping[str, str]], *, raw: bool = False
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
@@ -66,7 +66,7 @@ def message_ids(
     return conversation_ids(target, messages)
 
 
-def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def conversation_ids(target: DeviceTarget, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a whole conversation, up to where the next answer begins.
 
     Raises:

@@ -17,9 +17,10 @@ from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_drafter import FastAttentionBlock, FastExitAdapter, prepared
 from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
 from moaspec.backends.pack import PackedLinear
+from moaspec.drafting.draft_noise import SHARPNESS
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.path_scores import AGREEMENT, SHARPNESS
+from moaspec.drafting.path_scores import AGREEMENT
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter

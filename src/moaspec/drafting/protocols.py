@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.sampling.params import GREEDY, Alternatives, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Need = Literal["kv", "hidden"]
 Features = Any

@@ -16,7 +16,6 @@ from moaspec.drafting.protocols import RequestText, VerifyRequest, VerifyResult
 from moaspec.engine.request_state import RequestState, Shape
 from moaspec.engine.request_table import RequestTable
 from moaspec.engine.result import Event
-from moaspec.target.target import plain_torch
 
 T = TypeVar("T")
 
@@ -72,7 +71,8 @@ class Engine(RequestTable):
     async def _round(self, requests: Sequence[RequestState]) -> list[Event]:
         """Draft, verify, accept, emit: one target pass for all requests."""
         started_s = time.perf_counter()
-        trees = self._draft(requests)
+        with self._settings():
+            trees = self._draft(requests)
         drafted_s = time.perf_counter()
         asked = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
         verified = await self._verifier.verify(asked)
@@ -82,7 +82,6 @@ class Engine(RequestTable):
             request.add_seconds(drafted_s - started_s, verify_s, verified)
         return events
 
-    @plain_torch()
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
         """A tree for each request; requests that want the same shape are drafted together."""
         trees = [DraftTree()] * len(requests)
@@ -132,7 +131,6 @@ class Engine(RequestTable):
         request.begin_policies(len(request.token_ids), self.num_active)
         return request.verify_request(request.token_ids, DraftTree())
 
-    @plain_torch()
     def _emit(
         self,
         requests: Sequence[RequestState],
@@ -143,7 +141,8 @@ class Engine(RequestTable):
         events: list[Event] = []
         for request, sent, result in zip(requests, asked, verified, strict=True):
             if self._proposer is not None and result.features is not None:
-                self._proposer.append_features(request.cache_row, result.features)
+                with self._settings():
+                    self._proposer.append_features(request.cache_row, result.features)
             event = request.append_verified(sent, result, self._max_positions)
             if event.stop_reason is not None:
                 self._finish(request, event.stop_reason)

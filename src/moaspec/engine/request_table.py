@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from moaspec.drafting.protocols import Proposer, Verifier
 from moaspec.drafting.tree_shapes import DEFAULT_TREE
@@ -39,6 +41,7 @@ class RequestTable:
         max_positions: int | None = None,
     ) -> None:
         self._verifier, self._proposer = verifier, proposer
+        self._settings = torch_settings()
         rules = PositionRules.of(target, max_positions)
         self._max_positions = rules.max_positions
         self._rules = None if rules.are_plain else rules
@@ -217,6 +220,15 @@ class RequestTable:
         self._verifier.close(request.cache_row)
         if self._proposer is not None:
             self._proposer.close(request.cache_row)
+
+
+def torch_settings() -> Callable[[], AbstractContextManager[None]]:
+    """`plain_torch`, in which proposers run; nothing in a process without PyTorch."""
+    if "torch" not in sys.modules:
+        return nullcontext
+    from moaspec.target.target import plain_torch
+
+    return plain_torch
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:

@@ -19,7 +19,7 @@ from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.result import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
 from moaspec.generation.api import generate
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.families import forget_growth

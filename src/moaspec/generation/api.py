@@ -14,9 +14,9 @@ from moaspec.generation.options import (
     Options,
     check_options,
     row_settings,
-    shaping_for,
     token_ids,
 )
+from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 
 

@@ -12,9 +12,9 @@ from moaspec.generation.options import (
     GenerateOptions,
     check_options,
     row_settings,
-    shaping_for,
     token_ids,
 )
+from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 

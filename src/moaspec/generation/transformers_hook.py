@@ -44,7 +44,7 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.target.generic.generic_target import target_of

@@ -18,21 +18,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
-from torch import Tensor
 
 from moaspec.errors import InputError
 from moaspec.sampling import grammar_worker
 from moaspec.sampling.token_ids import common_length
 from moaspec.support import limits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most training texts write it. Free white space would let a small model write
@@ -86,7 +87,10 @@ class Grammars:
             raise InputError(
                 "This target has no token that ends a text, so no grammar can; ask for plain text."
             )
-        return from_tokenizer(self._hf, n_vocab=self._vocab_size, eos_token=self._stops)
+        backend = copy(self._hf.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stops)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
         """A grammar for JSON texts that follow a schema.
@@ -249,6 +253,8 @@ class GrammarProcessor:
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""
+        import torch  # not at an edge, which only sends the grammar
+
         self._go_to(list(prefix_ids[self._prompt_length :]))
         if self._matcher.is_error():
             return logits_V

@@ -12,6 +12,8 @@ EXTRAS = {
     "adapter": ("peft",),
     "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
+    "device": ("google.protobuf", "grpc", "websockets"),
+    "device-onnx": ("onnx", "onnxruntime"),
     "hub": ("datasets",),
     "private": ("phonenumbers", "stdnum"),
     "quantize": ("torchao",),
@@ -47,8 +49,18 @@ def require(feature: str, *extras: str) -> None:
         modules = dict.fromkeys(name for names in missing.values() for name in names)
         raise InputError(
             f"{feature} needs packages that are not installed ({', '.join(modules)}): "
-            f"pip install 'moaspec[{wanted}]'."
+            f"pip install '{distribution()}[{wanted}]'."
         )
+
+
+def has_torch() -> bool:
+    """Whether PyTorch is installed; a device may do without it."""
+    return _installed("torch")
+
+
+def distribution() -> str:
+    """The name under which this package is installed."""
+    return "moaspec" if has_torch() else "moaspec-device"
 
 
 def _missing(extra: str) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
-
-from transformers import GenerationConfig
+from typing import TYPE_CHECKING, Any
 
 from moaspec.errors import InputError
 from moaspec.target.token_rules import NO_RULES, TokenRules
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 """Settings that need `do_sample: true`."""
@@ -152,6 +153,8 @@ NO_DEFAULTS = GenerationDefaults()
 
 def without_defaults(config: GenerationConfig) -> GenerationConfig:
     """A config with the special tokens of another, so that EOS ids stay the model's."""
+    from transformers import GenerationConfig
+
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     return GenerationConfig(**{name: getattr(config, name) for name in names})
 

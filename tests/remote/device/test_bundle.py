@@ -32,11 +32,11 @@ from moaspec.model.checkpoint.baseline_checkpoint import (
     load_baseline,
     save_baseline,
 )
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import export_bundle, is_bundle, load_device
-from moaspec.remote.protocol.identity import fingerprint
+from moaspec.remote.device.bundle import export_bundle, load_device
+from moaspec.remote.device.bundle_place import is_bundle
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.names import ALIASES, packaged_gguf

@@ -23,15 +23,15 @@ from certificates import Authority
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.server_only import RemoteText
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from costs import know, rated, table, watch_reused
-from moaspec.generation.options import shaping_for
+from moaspec.generation.shaping import shaping_for
 from moaspec.serve.sources.local_source import LocalSource
 
 

@@ -36,24 +36,24 @@ def edge(
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
-    device.check("`moaspec edge`", "serve", "remote")
+    device.check("`moaspec edge`", "serve", "device")
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
 
     faults = None if emulate is None else Faults()
     link = None if emulate is None else link_named(emulate)
     transport = device.transport()
-    with loading(device.model, device.threads):
+    with loading(device.model, device.threads, torch=device.needs_torch):
         settings = http.settings()
         from moaspec.process_memory import prepare_process
-        from moaspec.remote.server.server_only import RemoteText
+        from moaspec.remote.device.server_text import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
         prepare_process()
     chosen = device.remote_options()
     with bind(http.host, port) as listener:
-        loaded = device_options.load_bundle(device.bundle, device.model)
+        loaded = device.load()
         loaded.drafting(device.num_target_layers)  # a bad N is told now, not to every client
         auto = device.generation_config == "auto"
         defaults = loaded.target.generation_defaults if auto else NO_DEFAULTS

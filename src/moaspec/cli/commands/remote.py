@@ -51,14 +51,14 @@ def remote(
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
-    device.check("`moaspec remote`", "remote")
+    device.check("`moaspec remote`", "device")
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
 
     faults, emulated = Faults(), link_named(link)
     wire = device.transport()
     question = read_prompt(prompt)
-    with loading(device.model, device.threads):
+    with loading(device.model, device.threads, torch=device.needs_torch):
         from moaspec.remote.device.remote_session import RemoteSession
 
     chosen = device.remote_options()
@@ -66,7 +66,7 @@ def remote(
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
     vault = device.vault()
     hidden = vault.hide(question)
-    loaded = device_options.load_bundle(device.bundle, device.model)
+    loaded = device.load()
     ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json)

@@ -22,10 +22,10 @@ from moaspec.support.ports import bind
 if TYPE_CHECKING:
     from socket import socket
 
+    from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.serve.server_context import ServeSettings
     from moaspec.serve.sources.source import TextSource
     from moaspec.target.generation_defaults import GenerationDefaults
-    from moaspec.target.spec import TargetSpec
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def serve(
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):
             settings = http.settings()
-            from moaspec.generation.options import shaping_for
+            from moaspec.generation.shaping import shaping_for
             from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
@@ -160,7 +160,7 @@ def serve(
         http.run(source, settings, listener, what=asked.model)
 
 
-def check_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
+def check_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
     """Say which of the model's defaults hold for requests that say nothing.
 
     Raises:

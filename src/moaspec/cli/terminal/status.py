@@ -35,13 +35,16 @@ def status(message: str) -> Iterator[Status]:
 
 
 @contextmanager
-def loading(what: str, threads: int | None = None, quantize: str | None = None) -> Iterator[None]:
+def loading(
+    what: str, threads: int | None = None, quantize: str | None = None, *, torch: bool = True
+) -> Iterator[None]:
     """Show a status line while PyTorch, transformers and then the model are loaded.
 
     Args:
         what: the name of the model.
         threads: see `set_threads`.
         quantize: the option, refused before anything is loaded.
+        torch: False loads neither PyTorch nor transformers.
 
     Raises:
         InputError: see `set_threads`; or an unknown `quantize`, or its extra is not installed.
@@ -54,10 +57,12 @@ def loading(what: str, threads: int | None = None, quantize: str | None = None) 
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
         with exit_on_interrupt(shown.stop):
-            quiet_libraries()
-            import moaspec.generation.api
-            import moaspec.target.registry  # noqa: F401 - only the import is wanted
-        set_threads(threads)
+            quiet_libraries(torch=torch)
+            if torch:
+                import moaspec.generation.api
+                import moaspec.target.registry  # noqa: F401 - only the import is wanted
+        if torch:
+            set_threads(threads)
         yield
 
 
@@ -108,8 +113,8 @@ def show_log_records(screen: Console, show: Callable[[Text], object]) -> Iterato
         log.removeHandler(handler)
 
 
-def quiet_libraries() -> None:
-    """Hide progress bars and warnings of libraries, except with --debug.
+def quiet_libraries(*, torch: bool = True) -> None:
+    """Hide progress bars and warnings of libraries, of transformers with `torch`; not with --debug.
 
     Call it before the libraries are imported. Log records of `moaspec` and errors are shown.
     """
@@ -120,6 +125,8 @@ def quiet_libraries() -> None:
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_is_ours)
         logging.lastResort.setFormatter(_SafeFormatter())
+    if not torch:
+        return
     logging.getLogger("DeepSpeed").addFilter(_is_error)  # has a handler of its own, on stdout
     from transformers.utils import logging as transformers_logging
 

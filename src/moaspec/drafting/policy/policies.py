@@ -96,7 +96,7 @@ class DraftSettings:
         tree: a shape, "auto", or None for no drafts.
         free_branches: see `generate`.
         costs: by which "auto" decides. None, for a drafter without known costs, makes "auto"
-            `DEFAULT_TREE`, without free branches; see `shaping_for` (`generation/options.py`).
+            `DEFAULT_TREE`, without free branches; see `shaping_for` (`generation/shaping.py`).
         prior: acceptance rates that "auto" starts from.
         lags: whether the drafter can draft while the newest tokens are not encoded; see
             `AdaptivePolicy`.

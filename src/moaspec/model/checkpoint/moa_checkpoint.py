@@ -12,6 +12,7 @@ Sizes always come from the tensors; `config.json` adds only what tensors cannot 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -231,3 +232,17 @@ def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor]) -> None:
     }
     drafter.to(dtype)
     drafter.load_state_dict(state | shared, assign=True)
+
+
+def fingerprint(drafter: MoADrafter) -> str:
+    """Hash a drafter's weights; float32 and bfloat16 copies have the same hash.
+
+    Returns:
+        SHA-256, hexadecimal, over names, shapes and values rounded to bfloat16, of both halves.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(f"{name}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -9,12 +9,12 @@ from moaspec.drafting.draft_tree import MAX_SIZES, DraftTree, Tree
 from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.position_rules import PositionRules
-from moaspec.remote.protocol.activation_layout import ActivationParts
+from moaspec.engine.request_table import torch_settings
+from moaspec.remote.protocol.activation_layout import Activations
 from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
-from moaspec.target.target import plain_torch
 
 
 class AheadDrafter:
@@ -41,6 +41,7 @@ class AheadDrafter:
     def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
+        self._settings = torch_settings()
         self.held = PositionSet()
         self.expected: list[int] = []
         self.step_s: float | None = None
@@ -64,12 +65,10 @@ class AheadDrafter:
         """
         self._end, self.stops, self._rules = end, stops, rules
 
-    def place(self, start: int, parts: ActivationParts) -> None:
+    def place(self, start: int, activations: Activations) -> None:
         """Store activations of verified tokens."""
-        key, value, layers = parts
-        last = None if layers is None else (layers[0], layers[1])
-        self.inner.place(self.ROW, start, (key, value), last)
-        self.held.add(start, start + key.shape[2])
+        self.inner.place_activations(self.ROW, start, activations)
+        self.held.add(start, start + activations.num_tokens)
 
     def follow(self, text: Sequence[int]) -> bool:
         """Take over the verified text with its newest token; returns whether it was expected."""
@@ -82,7 +81,6 @@ class AheadDrafter:
         self._verified = len(text)
         return hit
 
-    @plain_torch()
     def extend(self, count: int = 1) -> bool:
         """Draft more expected tokens; returns False if the text ends or nothing can be drafted."""
         text = self.expected
@@ -93,7 +91,8 @@ class AheadDrafter:
             return False
         started = self._clock()
         row = RequestText(self.ROW, text, self.sampling)
-        (tree,) = self.inner.propose([row], Chain(count))
+        with self._settings():
+            (tree,) = self.inner.propose([row], Chain(count))
         if not tree.tokens:
             return False
         took = (self._clock() - started) / len(tree.tokens)

@@ -1,46 +1,48 @@
-"""The device of a session, and a device with the whole target."""
+"""A drafter of PyTorch on a device, and a device with the whole target."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Proposer
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.protocol.identity import fingerprint
-from moaspec.target.partial import PartialTarget
+from moaspec.remote.device.device_parts import Device, DeviceProposer
+from moaspec.remote.protocol.activation_layout import ActivationLayout, Activations
+from moaspec.remote.protocol.codec import CodecName, Floats
 from moaspec.target.target import Target
 
 
-class Device(ABC):
-    """What a session needs of a device.
+class DeviceMoAProposer(FastMoAProposer, DeviceProposer):
+    """A `MoAProposer` whose activations come from a server.
 
-    Attributes:
-        target: a whole target, or the parts of it in a device bundle.
-        fingerprint: of the drafter whose encoder the server must have; None where none is needed.
+    With N > 0 it has a cache for the target's last layers.
     """
 
-    target: Target | PartialTarget
-    fingerprint: str | None
+    def __init__(
+        self, drafter: MoADrafter, target: Any, *, num_target_layers: int | None = None
+    ) -> None:
+        super().__init__(drafter, target, num_target_layers=num_target_layers)
+        if self.num_target_layers:
+            self.share_target_cache(KVCache.of(target))
 
-    @abstractmethod
-    def drafting(self, num_target_layers: int | None) -> Proposer:
-        """Make a drafter for one session, with caches of its own.
+    def layout(self, codec: CodecName) -> ActivationLayout:
+        config = self.module.config
+        return ActivationLayout.of(config, codec, self.num_target_layers, self.target.head_dim)
 
-        A `MoAProposer` with N > 0 has a cache for the target's last layers.
-        """
+    def place_activations(self, row: int, start: int, activations: Activations) -> None:
+        key_CTD, value_CTD, layers_2NHTD = activations
+        features = self._tensor(key_CTD)[None], self._tensor(value_CTD)[None]
+        layers = None if layers_2NHTD is None else self._tensor(layers_2NHTD)
+        self.place(row, start, features, None if layers is None else (layers[0], layers[1]))
 
-
-def make_moa_proposer(
-    module: MoADrafter, target: Any, num_target_layers: int | None
-) -> FastMoAProposer:
-    """Make a proposer, with a cache for the target's last layers where it reuses some."""
-    proposer = FastMoAProposer(module, target, num_target_layers=num_target_layers)
-    if proposer.num_target_layers:
-        proposer.share_target_cache(KVCache.of(target))
-    return proposer
+    def _tensor(self, values: Floats) -> Tensor:
+        return torch.from_numpy(values).to(dtype=self.target.dtype, device=self.device)
 
 
 class LocalDevice(Device):
@@ -60,5 +62,7 @@ class LocalDevice(Device):
     def drafting(self, num_target_layers: int | None) -> Proposer:
         """Make a drafter for one session; see `Device`."""
         if isinstance(self._drafter, MoADrafter):
-            return make_moa_proposer(self._drafter, self.target, num_target_layers)
+            return DeviceMoAProposer(
+                self._drafter, self.target, num_target_layers=num_target_layers
+            )
         return self._drafter

@@ -15,10 +15,8 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import InputError
@@ -156,7 +154,6 @@ class DeviceActivations:
     Args:
         layout: of records.
         ahead: the drafter.
-        target: gives the dtype and device of tensors.
         rules: of the target's positions.
         store: keeps activations of prompts; None keeps none.
     """
@@ -165,12 +162,10 @@ class DeviceActivations:
         self,
         layout: ActivationLayout,
         ahead: AheadDrafter,
-        target: Any,
         rules: PositionRules,
         store: PrefixStore | None,
     ) -> None:
         self._layout, self._ahead, self._rules, self._store = layout, ahead, rules, store
-        self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
     def place(self, start: int, data: bytes, count: int) -> None:
@@ -179,10 +174,10 @@ class DeviceActivations:
         Raises:
             WireError: `data` has not the size of `count` records.
         """
-        parts = self._layout.decode(data, count, self._like)
+        activations = self._layout.decode(data, count)
         if self._store is not None:
             self._keep(start, np.frombuffer(data, np.uint8).reshape(count, -1))
-        self._ahead.place(start, parts)
+        self._ahead.place(start, activations)
 
     def _keep(self, start: int, fresh: Bytes) -> None:
         stop = start + len(fresh)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, Unpack
 
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
@@ -19,16 +18,15 @@ from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.options import GenerateOptions, check_options, row_settings, token_ids
+from moaspec.remote.device.device_parts import Device, DeviceProposer
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
-from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.prefix_cache import DeviceActivations, PrefixStore
 from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, CodecName
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
@@ -111,13 +109,14 @@ class RemoteSession:
         self.stats = LinkStats()
         self._rules = PositionRules.of(device.target)
         drafting = device.drafting(self.options.num_target_layers)
-        moa = drafting if isinstance(drafting, MoAProposer) else None
-        self._ahead = AheadDrafter(drafting, needs_memory=moa is not None, clock=now)
-        self._memory = None if moa is None else self._make_memory(moa)
+        inner = drafting if isinstance(drafting, DeviceProposer) else None
+        self._ahead = AheadDrafter(drafting, needs_memory=inner is not None, clock=now)
+        self._memory = None if inner is None else self._make_memory(inner)
+        self._chains_only = inner is not None and inner.chains_only
         self._verifier = RemoteVerifier(
             self._ahead,
             target=device.target,
-            opening=self._opening(0 if moa is None else moa.num_target_layers),
+            opening=self._opening(0 if inner is None else inner.num_target_layers),
             memory=self._memory,
             meanwhile=self._meanwhile,
             keep=self.options.on_cut == "keep",
@@ -141,16 +140,15 @@ class RemoteSession:
         self._stop: StopStrings | None = None
         self._ended_alone = False
 
-    def _make_memory(self, drafting: MoAProposer) -> DeviceActivations:
-        head_dim, layers = self.device.target.head_dim, drafting.num_target_layers
-        layout = ActivationLayout.of(drafting.module.config, self.options.codec, layers, head_dim)
+    def _make_memory(self, drafting: DeviceProposer) -> DeviceActivations:
+        layout = drafting.layout(self.options.codec)
         store = None
         if self.options.prefix_dir is not None:
             models = (
                 self.device.target.identity,
                 self.device.fingerprint,
                 self.options.codec,
-                layers,
+                drafting.num_target_layers,
             )
             store = PrefixStore(
                 self.options.prefix_dir,
@@ -158,7 +156,7 @@ class RemoteSession:
                 models=repr(models),
                 token_bytes=layout.token_bytes,
             )
-        return DeviceActivations(layout, self._ahead, drafting.target, self._rules, store)
+        return DeviceActivations(layout, self._ahead, self._rules, store)
 
     def _opening(self, num_target_layers: int) -> pb.Open:
         """The fields that all messages that open a turn share."""
@@ -235,6 +233,8 @@ class RemoteSession:
                 step_s=lambda: self._ahead.step_s,
                 ahead=self.options.draft_ahead,
             )
+        if self._chains_only and isinstance(policy, Tree) and policy.breadth > 1:
+            raise InputError(f"This device drafts chains, no {policy}; use auto or chain:LENGTH.")
         self._handle = self._engine.add(
             prompt,
             shape=policy,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree, children
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.engine.position_rules import TargetFacts
 from moaspec.errors import RefusedError, WireError
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import RoundTrip, now
@@ -22,7 +23,6 @@ from moaspec.remote.device.prefix_cache import DeviceActivations
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.support.limits import MAX_DRAFTED
-from moaspec.target.spec import TargetSpec
 
 POLL_S = 0.25
 """A waiting request checks its link at least this often."""
@@ -83,7 +83,7 @@ class RemoteVerifier:
         self,
         ahead: AheadDrafter,
         *,
-        target: TargetSpec,
+        target: TargetFacts,
         opening: pb.Open,
         memory: DeviceActivations | None,
         meanwhile: Callable[[PendingRequest], bool],

@@ -1,14 +1,10 @@
-"""Fingerprints of models, and versions of the protocol."""
+"""Identities of targets as messages, and versions of the protocol."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, fields
 
-import torch
-
 from moaspec.model.drafter_config import TargetIdentity
-from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 
 PROTOCOL = 1
@@ -19,20 +15,6 @@ SAMPLING_VERSION = 2
 
 Version 2 added `TokenRules`. Messages call it `law`.
 """
-
-
-def fingerprint(drafter: MoADrafter) -> str:
-    """Hash a drafter's weights; float32 and bfloat16 copies have the same hash.
-
-    Returns:
-        SHA-256, hexadecimal, over names, shapes and values rounded to bfloat16, of both halves.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(drafter.state_dict().items()):
-        rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-        digest.update(f"{name}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(rounded.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def to_message(identity: TargetIdentity) -> pb.TargetIdentity:

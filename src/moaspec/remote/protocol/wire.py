@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.engine.result import Source
 from moaspec.errors import InputError, WireError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CodecName
@@ -45,6 +46,9 @@ CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "int4": pb.CODEC_INT4,
 }
 CODEC_NAMES: dict[int, CodecName] = {int(number): name for name, number in CODEC_NUMBERS.items()}
+
+SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
+"""Their indices are the numbers on the wire."""
 
 RULE_VALUES = (
     "no_repeat_ngram_size",

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from moaspec.errors import InputError, RefusedError, WireError
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import ActivationLayout, RecordRequest
+from moaspec.remote.protocol.activation_layout import ActivationLayout
+from moaspec.remote.server.activation_records import RecordRequest
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.sampling.params import SamplingParams
 from moaspec.support import limits
@@ -59,7 +61,7 @@ class Capabilities:
     ) -> None:
         self._target, self._engine = target, engine
         self._config = None if drafter is None else drafter.config
-        self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
+        self._fingerprint = "" if drafter is None else fingerprint(drafter)
         self.layers = (
             (0,) if drafter is None else layers_offered(drafter, target.num_reusable_layers)
         )

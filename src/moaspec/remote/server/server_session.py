@@ -16,8 +16,8 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import ActivationRecords, RecordRequest
 from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
+from moaspec.remote.server.activation_records import ActivationRecords, RecordRequest
 from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams

@@ -17,8 +17,8 @@ from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import WireEncoder
 from moaspec.remote.protocol.transport import Connection
+from moaspec.remote.server.activation_records import WireEncoder
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream

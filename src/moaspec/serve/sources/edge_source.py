@@ -17,11 +17,11 @@ from typing import Any, Literal, Protocol, cast
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import BusyError, InputError
 from moaspec.generation.options import GenerateOptions
+from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.server.server_only import RemoteText
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Cancel,

@@ -13,11 +13,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moaspec.backends.pack import return_freed_memory
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import BusyError, InputError
+from moaspec.process_memory import return_freed_memory
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Job,

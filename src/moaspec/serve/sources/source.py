@@ -17,11 +17,11 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.engine.result import Source, StopReason
 from moaspec.errors import BusyError, InputError
+from moaspec.remote.device.device_parts import DeviceTarget
 from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.sampling.params import Alternatives, SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
-from moaspec.target.target import Target
 
 T = TypeVar("T")
 TokenSource = Source | Literal["device"]
@@ -131,7 +131,7 @@ class SourceFacts:
 
     name: str
     mode: Literal["local", "edge"]
-    target: Target
+    target: DeviceTarget
     defaults: GenerationDefaults
     speculates: bool
     fingerprint: str

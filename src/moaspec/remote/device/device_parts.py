@@ -1,0 +1,69 @@
+"""What a session needs of a device: facts of the target, and a drafter. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from moaspec.drafting.protocols import Proposer
+from moaspec.engine.position_rules import TargetFacts
+from moaspec.model.drafter_config import TargetIdentity
+from moaspec.remote.protocol.activation_layout import ActivationLayout, Activations
+from moaspec.remote.protocol.codec import CodecName
+from moaspec.target.generation_defaults import GenerationDefaults
+
+
+class DeviceTarget(TargetFacts, Protocol):
+    """Facts of the target that a device drafts for, from the target itself or from a bundle."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> TargetIdentity: ...
+    @property
+    def stop_token_ids(self) -> frozenset[int]: ...
+    @property
+    def generation_defaults(self) -> GenerationDefaults: ...
+
+
+class DeviceProposer(Proposer):
+    """A `Proposer` whose activations come from a server.
+
+    Attributes:
+        num_target_layers: N.
+        chains_only: whether it drafts chains, but no trees.
+    """
+
+    num_target_layers: int
+    chains_only = False
+
+    @abstractmethod
+    def layout(self, codec: CodecName) -> ActivationLayout:
+        """The layout of a token's activations.
+
+        Raises:
+            InputError: an unknown codec.
+        """
+
+    @abstractmethod
+    def place_activations(self, row: int, start: int, activations: Activations) -> None:
+        """Store activations of verified tokens from position `start` on, in any order."""
+
+
+class Device(ABC):
+    """What a session needs of a device.
+
+    Attributes:
+        target: a whole target, or the parts of it in a device bundle.
+        fingerprint: of the drafter whose encoder the server must have; None where none is needed.
+    """
+
+    target: DeviceTarget
+    fingerprint: str | None
+
+    @abstractmethod
+    def drafting(self, num_target_layers: int | None) -> Proposer:
+        """Make a drafter for one session, with caches of its own.
+
+        One that needs activations is a `DeviceProposer`.
+        """

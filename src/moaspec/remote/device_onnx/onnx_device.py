@@ -1,0 +1,109 @@
+"""A device that drafts from an ONNX bundle; needs no PyTorch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moaspec.errors import CorruptCheckpointError, InputError
+from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.drafter_config import TargetIdentity
+from moaspec.remote.device.device_parts import Device
+from moaspec.remote.device_onnx.device_tokenizer import DeviceTokenizer
+from moaspec.remote.device_onnx.manifest import Manifest
+from moaspec.remote.device_onnx.onnx_drafter import OnnxDrafter
+from moaspec.remote.device_onnx.onnx_proposer import OnnxProposer
+from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
+from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class BundledTarget:
+    """What a bundle says of its target; see `DeviceTarget`.
+
+    Args:
+        manifest: of the bundle.
+        directory: the bundle's.
+
+    Raises:
+        CorruptCheckpointError: the bundle records no target, or its tokenizer cannot be read.
+    """
+
+    rope_switches: tuple[int, ...] = ()
+
+    def __init__(self, manifest: Manifest, directory: Path) -> None:
+        self.name = f"the target of {directory}"
+        self.max_positions, self.rope_growth = manifest.max_positions, manifest.rope_growth
+        self.stop_token_ids = frozenset(manifest.stop_token_ids)
+        self._directory = directory
+        try:
+            self.identity = TargetIdentity(**manifest.target)
+            self.vocab_size = int(self.identity.vocab_size)
+            self.tokenizer = DeviceTokenizer(directory)
+        except (TypeError, LookupError, AttributeError, ValueError, OSError) as error:
+            raise CorruptCheckpointError(
+                f"The bundle at {directory} is damaged: {error}. Export it again."
+            ) from error
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """The defaults of its `generation_config.json`."""
+        try:
+            values = read_json(self._directory / GENERATION_CONFIG)
+        except FileNotFoundError:
+            return NO_DEFAULTS
+        config: Any = _GenerationConfig(values)
+        return GenerationDefaults.of(config, self.vocab_size)
+
+
+class _GenerationConfig:
+    """The attributes of transformers' `GenerationConfig`: None where the file has no value."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+class OnnxDevice(Device):
+    """A device that drafts from an ONNX bundle.
+
+    Args:
+        directory: written by `export_onnx`.
+        threads: of onnxruntime, for each draft.
+
+    Raises:
+        CheckpointError: no ONNX bundle, or another version of the format.
+        CorruptCheckpointError: a file is missing or has other contents than the manifest says.
+        InputError: a bundle of another version of the protocol.
+    """
+
+    target: BundledTarget
+
+    def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
+        self._drafter = OnnxDrafter(directory, threads=threads)
+        manifest = self._drafter.manifest
+        versions = manifest.protocol, manifest.law
+        if versions != (PROTOCOL, SAMPLING_VERSION):
+            raise InputError(
+                f"The bundle at {directory} is for protocol {versions}; this is "
+                f"{(PROTOCOL, SAMPLING_VERSION)}. Export it again with this version of moaspec."
+            )
+        self.target = BundledTarget(manifest, Path(directory))
+        self.fingerprint = manifest.fingerprint
+
+    def drafting(self, num_target_layers: int | None = None) -> OnnxProposer:
+        """Make a drafter for one session; see `Device`.
+
+        Raises:
+            InputError: N > 0.
+        """
+        if num_target_layers:
+            raise InputError(
+                f"num_target_layers={num_target_layers}: an ONNX bundle holds none of the target's "
+                "layers. Leave the option out, or use a bundle for PyTorch."
+            )
+        return OnnxProposer(self._drafter.for_another_text())

@@ -1,0 +1,213 @@
+"""A device imports neither PyTorch nor transformers: what `moaspec-device` installs is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import moaspec
+from bundles import save_drafter_and_target
+from moaspec.backends.load import load_target
+from moaspec.generation.drafters import load_drafter
+from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.service import TargetService
+from moaspec.support.ports import bind
+from transports import KINDS, listening
+
+pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+
+from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+ABSENT = (
+    *("accelerate", "gguf", "huggingface_hub", "onnx", "psutil", "safetensors", "torch"),
+    *("transformers", "grpc_health", "grpc_reflection", "opentelemetry"),
+)
+"""Modules that `moaspec-device` does not need."""
+
+WITHOUT = """
+import json, sys
+
+class Finder:
+    '''Finds what the finders find, except some modules.'''
+    def __init__(self, finders, hidden):
+        self.finders, self.hidden = finders, hidden
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.hidden:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in self.finders)
+        return next((spec for spec in found if spec is not None), None)
+    def find_distributions(self, *context):
+        for finder in self.finders:
+            yield from getattr(finder, "find_distributions", lambda *_: ())(*context)
+
+hidden = json.loads(sys.argv.pop(1))
+sys.meta_path[:] = [Finder(list(sys.meta_path), hidden)]
+from moaspec.cli import main
+sys.argv[0] = "moaspec"
+try:
+    main.run()
+finally:
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    assert not loaded & set(hidden), loaded & set(hidden)
+"""
+
+
+def run(*arguments: str, absent: tuple[str, ...] = ABSENT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps(absent), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("without")
+    save_drafter_and_target(made)
+    export_onnx(made / "target", made / "drafter", made / "bundle", weights="int8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def addresses(directory: Path) -> Iterator[dict[str, str]]:
+    """A server in a thread of its own: what `--server` is for each transport."""
+    found: dict[str, str] = {}
+    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        target = load_target(directory / "target")
+        drafter = load_drafter(directory / "drafter", target=target)
+        async with GrpcServer(TargetService(target, drafter), listening("websocket")) as server:
+            assert server.websocket is not None
+            found.update(grpc=server.address, websocket=server.websocket.url)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(60)
+    yield found
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(60)
+    loop.close()
+
+
+def expected(directory: Path, words: str, **settings: Any) -> list[int]:
+    target = load_target(directory / "target")
+    assert target.tokenizer is not None
+    ids = list(target.tokenizer(words)["input_ids"])
+    return moaspec.generate(target, ids, max_new_tokens=16, **settings).token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_the_text_is_the_targets(
+    directory: Path, addresses: dict[str, str], kind: str, settings: dict[str, Any]
+) -> None:
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    done = run(
+        *("remote", "w1 w2 <private>w3</private> w4", "--server", addresses[kind], "--json"),
+        *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16", *options),
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["token_ids"] == expected(directory, "w1 w2 [PRIVATE_1] w4", **settings)
+    assert facts["private_spans"] == 1
+
+
+def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str, str]) -> None:
+    done = run(
+        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--draft", "chain:2"),
+        *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
+        *("--cut-after", "5", "--cut-s", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["token_ids"] == expected(directory, "w1 w2")
+    assert facts["provisional"] > 0
+
+
+def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, str]) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    absent = [one for one in ABSENT if one != "opentelemetry"]  # FastAPI's own dependency
+    edge = subprocess.Popen(
+        [
+            *(sys.executable, "-c", WITHOUT, json.dumps(absent), "edge", "--port", str(port)),
+            *("--server", addresses["grpc"], "--bundle", str(directory / "bundle")),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert edge.stderr is not None
+    try:
+        said = next((line for line in edge.stderr if "page at" in line), None)
+        assert said is not None, edge.wait()
+        asked = {"prompt": "w1 w2", "max_tokens": 16, "temperature": 0, "model": "smollm2-135m"}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        tokenizer = load_target(directory / "target").tokenizer
+        assert tokenizer is not None
+        words = tokenizer.decode(expected(directory, "w1 w2"))
+        assert answer.json()["choices"][0]["text"].split() == words.split()
+    finally:
+        edge.send_signal(signal.SIGINT)
+        _, rest = edge.communicate(timeout=60)
+    assert "Error" not in rest
+
+
+def test_other_commands_and_bundles_tell_what_is_missing() -> None:
+    told = run("generate", "Hi")
+    assert told.returncode == 2
+    assert "`moaspec generate` needs PyTorch, which moaspec-device does not install" in told.stderr
+    told = run("remote", "Hi")
+    assert told.returncode == 2
+    assert "--bundle must name an ONNX bundle" in told.stderr
+    told = run("edge", absent=(*ABSENT, "fastapi"))
+    assert "pip install 'moaspec-device[serve]'" in told.stderr
+
+
+def test_help_shows_what_a_device_can_do() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0, shown.stderr
+    assert {"edge", "remote"} <= set(shown.stdout.split())
+    assert not {"generate", "train", "eval", "checkpoint"} & set(shown.stdout.split())
+
+
+def test_its_dependencies_are_ranges_of_ours() -> None:
+    """Both distributions have the same files, so also the same ranges of what these import."""
+    projects = [
+        tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
+        for place in (".", "packages/device-python")
+    ]
+    whole, device = (
+        {
+            one
+            for ranges in (project["dependencies"], *project["optional-dependencies"].values())
+            for one in ranges
+        }
+        for project in projects
+    )
+    # transformers brings tokenizers.
+    assert {one.partition(">")[0] for one in device - whole} == {"tokenizers", "jinja2"}
