@@ -56,12 +56,12 @@ test-kernels: install
 TORCHAO := .torchao
 test-quantize: $(TORCHAO)/.installed
 	PYTHONPATH="$(CURDIR)/$(TORCHAO)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		tests/backends/test_weight_only.py tests/cli/test_quantize.py
+		tests/backends/test_weight_only.py tests/cli/test_quantize.py tests/target/test_quantised.py
 
 $(TORCHAO)/.installed: $(INSTALLED)
 	rm -rf $(TORCHAO)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
-		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml)
+		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml) compressed-tensors loguru
 	touch $(TORCHAO)/.installed
 
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.

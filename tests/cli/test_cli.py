@@ -804,6 +804,57 @@ def test_no_tokens_have_no_speed(cli: Cli) -> None:
     assert "0 tokens (max_new_tokens), 0 rounds" in output.err
 
 
+def test_train_tells_its_phases_and_what_comes_of_it(cli: Cli, tmp_path: Path) -> None:
+    config = str(training_files(tmp_path))
+    output = cli("train", config, "steps=2", "sizes.draft_vocab=60")
+    assert output.code == 0
+    told = output.err
+    phases = (
+        "Loading ",
+        "Reading examples",
+        "Preparing a drafter from 4 examples",
+        "Warm start from up to 12000 tokens: output",
+        "tokens, fewer than sizes.draft_vocab=60",
+        "The drafter will work with: ",
+        "It will not work with moaspec checkpoint convert: ",
+        "from step 0",
+        "Measuring 1 held-out conversations",
+        "held-out accuracy",
+    )
+    places = [told.index(phase) for phase in phases]
+    assert places == sorted(places)
+
+
+def test_train_names_the_best_step(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter((2.5, 1.5))
+    monkeypatch.setattr("moaspec.train.trainer.held_out_score", lambda _: next(scores))
+    output = cli("train", str(training_files(tmp_path)))
+    assert output.code == 0
+    assert "The weights of step 2, the best on held-out text (2.50), are in" in output.err
+    assert (tmp_path / "run" / "best" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("place", ["load_target", "export"])
+def test_train_says_what_is_saved_on_sigterm(
+    place: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    name = {
+        "load_target": "moaspec.backends.load.load_target",
+        "export": "moaspec.train.trainer.Trainer.export",
+    }[place]
+    monkeypatch.setattr(name, terminate)
+    output = cli("train", str(training_files(tmp_path)), "steps=2", "save_every=1", "held_out=0")
+    assert output.code == 143
+    expected = {"load_target": "Nothing was saved in", "export": "The last saved state, step-2"}
+    assert f"Stopped by SIGTERM. {expected[place]}" in output.err
+    assert "Run the same command again" in output.err
+
+
 @pytest.mark.slow
 def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))

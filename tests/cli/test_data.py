@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["regenerate", "synth"])
 def test_stopping_in_time_and_going_on(command: str, cli: Cli, model: str, tmp_path: Path) -> None:
-    """A budget that is over at once saves nothing; without one the rows are those of one run."""
+    """At least one conversation is finished; in the end the rows are those of one run."""
     prompts = [jsonl(tmp_path / "p.jsonl", PROMPTS[:3])] if command == "regenerate" else []
     limits = () if command == "regenerate" else ("--num", "3")
     rows = []
@@ -123,10 +124,57 @@ def test_stopping_in_time_and_going_on(command: str, cli: Cli, model: str, tmp_p
             code, _, err = cli(*arguments, "--for", "0.001s")
             assert code == 75
             assert "run the same command again" in err
+            assert "1 conversations of the next group" in err
         assert cli(*arguments, "--for", "1h")[0] == 0
         rows.append(out.read_bytes())
     assert rows[0] == rows[1]
     assert cli(*arguments, "--for", "soon")[0] == 2
+
+
+def test_budgets_shorter_than_a_group_get_to_the_end(cli: Cli, model: str, tmp_path: Path) -> None:
+    prompts = jsonl(tmp_path / "p.jsonl", PROMPTS[:4])
+    rows = []
+    for name, more in (("whole", ()), ("cut", ("--for", "0.001s"))):
+        out = tmp_path / f"{name}.jsonl"
+        arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)
+        codes: list[int] = []
+        while not codes or codes[-1]:
+            codes.append(cli(*arguments, *more)[0])
+            assert codes[-1] in (0, 75)
+            assert len(codes) <= 5
+        rows.append(out.read_bytes())
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("command", ["regenerate", "synth"])
+def test_sigterm_says_what_is_saved(
+    command: str, cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [jsonl(tmp_path / "p.jsonl", PROMPTS)] if command == "regenerate" else []
+    step, calls = Engine.step, []
+
+    def terminated(self: Engine) -> Any:
+        calls.append(1)
+        if len(calls) == 25:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", terminated)
+    out = ("--out", str(tmp_path / "r.jsonl"))
+    code, _, err = cli("data", command, *prompts, *out, "--model", model, *SMALL)
+    assert code == 143
+    assert "rows are in" in err
+    assert "run the same command again" in err
+
+
+def test_synth_gives_up_and_shows_what_it_discards(cli: Cli, model: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, *SMALL)
+    code, _, err = cli("data", "synth", "--num", "50", *out, "--max-samples", "8")
+    assert code == 1
+    assert "of 8 samples discarded" in err
+    assert "of 50 prompts" in err
+    assert "--max-samples" in err
+    assert cli("data", "synth", *out, "--max-samples", "0")[0] == 2
 
 
 def test_running_again_adds_nothing(cli: Cli, model: str, tmp_path: Path) -> None:

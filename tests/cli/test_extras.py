@@ -54,6 +54,7 @@ NEEDING = {
     "edge-bench": "remote",
     "eval --suite hub:a/b": "hub",
     "eval --suite humaneval.jsonl --cut 2 --accuracy": "accuracy",
+    "generate Hi --adapter lora": "adapter",
     "generate Hi --quantize int8": "quantize",
     "remote Hi": "remote,private",
     "remote Hi --no-recognise": "remote",

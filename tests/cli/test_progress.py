@@ -52,6 +52,20 @@ def test_without_a_terminal_a_line_tells_it(unit_s: float, lines: list[str], clo
     assert file.getvalue().splitlines() == lines
 
 
+def test_without_a_terminal_long_runs_print_a_line_now_and_then(clock: Clock) -> None:
+    file = io.StringIO()
+    screen = Screen(file=file, force_terminal=False, soft_wrap=True)
+    shown = ProgressBar("step", 6, screen=screen, period_s=30.0, clock=clock)
+    shown.resume(1)
+    for step in range(2, 7):
+        clock.now_s = (step - 1) * 20.0
+        shown.update(step, f"loss {step}")
+    assert file.getvalue().splitlines() == [
+        "step 3/6 loss 3 60 s left",
+        "step 5/6 loss 5 20 s left",
+    ]
+
+
 def test_units_are_counted() -> None:
     def state(bar: ProgressBar) -> tuple[float, float | None, str]:
         return bar.task.completed, bar.task.total, bar.task.description

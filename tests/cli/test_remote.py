@@ -32,10 +32,11 @@ from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import ShapedTransport
 from moaspec.remote.protocol.identity import fingerprint
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.grpc_server import GrpcServer
 from moaspec.remote.server.service import TargetService
 from moaspec.support.paths import cache_dir
 from moaspec.support.ports import bind
+from transports import KINDS, listening
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 
@@ -46,27 +47,32 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
-    """A server in a thread of its own."""
-    found: list[str] = []
+def addresses(bundle: Path) -> Iterator[dict[str, str]]:
+    """A server in a thread of its own: what `--server` is for each transport."""
+    found: dict[str, str] = {}
     ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
         target = load_target(bundle.parent / "target")
         drafter = load_drafter(bundle.parent / "drafter", target=target)
-        where = ServerOptions(host="127.0.0.1", port=0)
-        async with GrpcServer(TargetService(target, drafter), where) as server:
-            found.append(f"127.0.0.1:{server.port}")
+        async with GrpcServer(TargetService(target, drafter), listening("websocket")) as server:
+            assert server.websocket is not None
+            found.update(grpc=server.address, websocket=server.websocket.url)
             ready.set()
             await stop.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     assert ready.wait(60)
-    yield found[0]
+    yield found
     loop.call_soon_threadsafe(stop.set)
     thread.join(60)
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def address(addresses: dict[str, str]) -> str:
+    return addresses["grpc"]
 
 
 def expected(bundle: Path, words: str, new_tokens: int) -> list[int]:
@@ -76,11 +82,12 @@ def expected(bundle: Path, words: str, new_tokens: int) -> list[int]:
     return moaspec.generate(target, ids, max_new_tokens=new_tokens).token_ids
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_targets_and_private_words_stay(
-    cli: Cli, bundle: Path, address: str
+    cli: Cli, bundle: Path, addresses: dict[str, str], kind: str
 ) -> None:
     output = cli(
-        *("remote", PROMPT, "--server", address, "--bundle", str(bundle)),
+        *("remote", PROMPT, "--server", addresses[kind], "--bundle", str(bundle)),
         *("--max-new-tokens", "12", "--json"),
     )
     assert output.code == 0, output.err
@@ -229,6 +236,8 @@ def test_options_that_cannot_be_read_are_refused_before_loading(
         (("--server", "example.org"), "HOST:PORT"),
         (("--server", "http://example.org:50051"), "HOST:PORT"),
         (("--server", "example.org:99999"), "HOST:PORT"),
+        (("--server", "example.org:0"), "name a port"),
+        (("--server", "ws://example.org/?token=secret"), "ws://HOST:PORT"),
         (("--bundle", "/nowhere/bundle"), "export-device"),
         (("--model", "somebody/else"), "export-device"),
         (("--codec", "int3"), "codec must be one of"),

@@ -15,7 +15,7 @@ from moaspec.cli.terminal.status import show_log_records
 def test_long_steps_are_told(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     log = logging.getLogger("moaspec.backends.cpu")
-    with console.status("Loading") as status, show_log_records(console, status):
+    with console.status("Loading") as status, show_log_records(console, status.update):
         log.info("Compiling, once")
         assert (str(status.status) == "Compiling, once") is terminal
     log.info("Later")

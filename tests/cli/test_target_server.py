@@ -19,6 +19,8 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,11 @@ from moaspec.remote.protocol.grpc_transport import GrpcTransport
         (["--tls-key", "key.pem"], "come together"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
         (["--tokens", "nowhere.json"], "Cannot read nowhere.json"),
+        (["--websocket", "8443"], "--websocket must be HOST:PORT"),
+        (["--websocket", "0.0.0.0:8443"], "Listening on 0.0.0.0 without TLS"),
+        (["--allow-origin", "example.org"], "--allow-origin must be an origin"),
+        (["--allow-origin", "*"], "--allow-origin must be an origin"),
+        (["--allow-origin", "https://example.org"], "--allow-origin needs --websocket"),
     ],
 )
 def test_bad_settings_are_noticed_before_anything_is_loaded(
@@ -45,6 +52,7 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
     arguments = ["target-server", "--model", str(tmp_path), "--port", "0", "--threads", "1"]
+    arguments += ["--websocket", "127.0.0.1:0", "--allow-origin", "https://example.org"]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
         [sys.executable, "-m", "moaspec", *arguments],
@@ -54,18 +62,20 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     ) as server:
         try:
             assert server.stdout is not None
-            address = json.loads(server.stdout.readline())["address"]
-            asyncio.run(_read(moaspec.load_target(str(tmp_path)), address))
+            facts = json.loads(server.stdout.readline())
+            read = moaspec.load_target(str(tmp_path))
+            asyncio.run(_read(read, GrpcTransport(facts["address"])))
+            asyncio.run(_read(read, WebSocketTransport(facts["websocket"])))
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0
         finally:
             server.kill()
 
 
-async def _read(target: moaspec.Target, address: str) -> None:
+async def _read(target: moaspec.Target, transport: Transport) -> None:
     options = RemoteOptions(link=LinkOptions(dead_after_s=60.0, connect_s=60.0))
     device = LocalDevice(target, moaspec.NgramProposer())
-    session = RemoteSession(device, GrpcTransport(address), options)
+    session = RemoteSession(device, transport, options)
     got = await session.generate(tiny.PROMPTS[0], max_new_tokens=8)
     expected = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=8)
     assert got.token_ids == expected.token_ids

@@ -31,6 +31,7 @@ from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 from moaspec.support import limits
+from transports import KINDS, listening, reach
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -253,7 +254,8 @@ def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
 
 
 @pytest.mark.slow
-def test_a_token_that_expires_ends_with_its_connection() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_expires_ends_with_its_connection(kind: str) -> None:
     async def turns_without_end(remote: RemoteSession) -> None:
         while True:
             await remote.generate(PROMPT, max_new_tokens=NEW)
@@ -261,10 +263,10 @@ def test_a_token_that_expires_ends_with_its_connection() -> None:
     async def run() -> None:
         until: dict[str, float] = {}
         guard = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
-        options = ServerOptions(port=0, guard=guard, connection_s=1.0)
+        options = listening(kind, guard=guard, connection_s=1.0)
         async with GrpcServer(service(), options) as server:
-            address = f"127.0.0.1:{server.port}"
-            remote = session(GrpcTransport(address, Credentials(token="secret")), on_cut="wait")
+            transport = reach(server, kind, Credentials(token="secret"))
+            remote = session(transport, on_cut="wait")
             await remote.generate(PROMPT, max_new_tokens=3)
             until["alice"] = 0.0
             with pytest.raises(RefusedError, match="expired"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.support.ports import bind, held
+from moaspec.support.ports import bind, held, split_address
 
 
 @pytest.fixture
@@ -47,3 +47,21 @@ def test_held_ports_are_free_afterwards() -> None:
         again.listen()
         with pytest.raises(InputError):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("example.org:65535", ("example.org", 65535)),
+        ("[::1]:50051", ("::1", 50051)),
+    ],
+)
+def test_addresses(address: str, parts: tuple[str, int]) -> None:
+    assert split_address(address, option="--server") == parts
+
+
+@pytest.mark.parametrize("address", ["", "example.org", ":1", "a:65536", "http://a:1", "::1:1"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(InputError, match="--websocket must be HOST:PORT"):
+        split_address(address, option="--websocket")

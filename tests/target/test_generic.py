@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, T5Config
 
 import generic_models
 import moaspec
@@ -22,6 +22,7 @@ from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.generic_target import GenericTarget, target_of
 from moaspec.target.generic.pass_cache import PassCache
 from moaspec.target.generic.pass_masks import NAMES, PassMasks
+from moaspec.target.generic.rules import require_generic_config
 from moaspec.train.dataset.examples import Example
 
 LENGTH = 12
@@ -154,9 +155,9 @@ def test_the_self_test_finds_faults(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({}, "chooses keys by their content"),
     "falcon": ({}, "number of tokens before these"),
-    "mamba": ({"state_size": 4}, "state-space"),
+    "mamba": ({"state_size": 4}, "none of its layers keeps keys and values"),
     "opt": ({"ffn_dim": 56, "word_embed_proj_dim": 48}, "number of tokens before these"),
-    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "linear"),
+    "minimax": ({"layer_types": ["linear_attention", "full_attention"]}, "keep these in"),
 }
 
 
@@ -168,6 +169,11 @@ def test_refused_models(kind: str) -> None:
     with pytest.raises(UnsupportedTargetError, match=reason) as caught:
         GenericTarget(model, None, name="x")
     assert f"{kind!r} model" in str(caught.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match="encoder"):
+        require_generic_config(T5Config(), "x")
 
 
 @pytest.mark.parametrize(

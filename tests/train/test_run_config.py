@@ -215,6 +215,9 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"seed": 2**80},
         {"drafter": "eagle", "staircase": True},
         {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
+        {"sizes": DrafterSizes(publishable=True, draft_vocab=9)},
+        {"sizes": DrafterSizes(publishable=True), "num_target_layers": (0, 1)},
+        {"sizes": DrafterSizes(publishable=True), "drafter": "eagle"},
     ],
     ids=str,
 )
@@ -244,6 +247,19 @@ def test_files_that_are_no_config(text: bytes, message: str, tmp_path: Path) -> 
     path.write_bytes(text)
     with pytest.raises(InputError, match=message):
         read_train_config(path)
+
+
+def test_sizes_to_publish() -> None:
+    """LSA has the target's heads, if they divide K; other sizes win."""
+    target = tiny.fresh_target(num_attention_heads=4, hidden_size=64)
+    lsa = drafter_config(target, DrafterSizes(publishable=True)).layer_self_attention
+    assert (lsa.num_heads, lsa.head_dim * 4) == (4, target.identity.kv_size)
+    sizes = DrafterSizes(publishable=True, lsa_heads=2)
+    assert drafter_config(target, sizes).layer_self_attention.num_heads == 2
+    with pytest.raises(InputError, match="does not divide"):
+        drafter_config(
+            tiny.fresh_target(num_attention_heads=6), DrafterSizes(publishable=True, lsa_heads=7)
+        )
 
 
 def test_more_reused_layers_than_there_are() -> None:

@@ -25,6 +25,7 @@ def load_target(
     device: str = "cpu",
     packed: bool = True,
     quantize: str | None = None,
+    adapter: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target.
@@ -38,6 +39,7 @@ def load_target(
             is as transformers loads it, for training and comparisons.
         quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
             changes the target: its texts, with drafts or without, are those of the rounded weights.
+        adapter: directory of a LoRA adapter of peft, which is merged into the weights.
         generation_config: "auto" keeps the defaults of the model's `generation_config.json`; None
             keeps only the ids that end a text.
 
@@ -45,8 +47,8 @@ def load_target(
         The frozen target, with transformers' own `tokenizer` and `config`.
 
     Raises:
-        InputError: unknown dtype, a device that cannot be used here, or `quantize` where it cannot
-            be done.
+        InputError: unknown dtype, a device that cannot be used here, or a `quantize` or `adapter`
+            where it cannot be done.
         UnknownModelError: nothing of that name can be found or read, or its weights are not those
             of its config, or not finite.
         UnsupportedTargetError: a model that cannot be drafted for.
@@ -55,7 +57,12 @@ def load_target(
     if quantize is not None:
         require_quantize(quantize, dtype=dtype, device=device)
     target = read_target(
-        name, dtype=dtype, device=device, quantize=quantize, generation_config=generation_config
+        name,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        adapter=adapter,
+        generation_config=generation_config,
     )
     if quantize is not None:
         quantise(target.model, quantize, name=target.name, packed=packed)

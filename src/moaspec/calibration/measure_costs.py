@@ -146,7 +146,7 @@ def fingerprint(
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "target": asdict(target.identity),
+        "target": target.identity.as_facts(),
         "inner": inner_size(target.config),
         # Plain dtypes as they have always been written, so that stored tables stay valid.
         "dtype": str(target.dtype) if target.quantize is None else target.precision,

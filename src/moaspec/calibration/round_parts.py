@@ -22,7 +22,7 @@ from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
-from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.engine.result import Event
 from moaspec.target.target import Target
 
@@ -70,7 +70,7 @@ class RoundParts:
 
     def __init__(self, target: Target, proposer: MoAProposer | None) -> None:
         self.target, self.proposer = target, proposer
-        self._cache = LocalVerifier(target).cache
+        self._cache = local_verifier(target).cache
 
     def target_pass(self, num_tokens: int, context: int) -> TimedPart:
         """A pass over `num_tokens` tokens after `context` others, without the head."""
@@ -152,7 +152,7 @@ class TimedRounds:
 
     def __init__(self, parts: RoundParts, shape: Chain | None) -> None:
         target, self._parts, self._shape = parts.target, parts, shape
-        self._verifier = LocalVerifier(target, parts.proposer)
+        self._verifier = local_verifier(target, parts.proposer)
         self._engine = Engine(self._verifier, parts.proposer, target=target)
         self._rounds: list[tuple[float, Event]] = []
 

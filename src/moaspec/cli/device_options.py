@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,22 +16,29 @@ from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
 from moaspec.support.paths import make_private, require_writable, trusted
+from moaspec.support.ports import split_address
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.bundle import DeviceBundle
     from moaspec.remote.device.remote_session import RemoteOptions
-    from moaspec.remote.protocol.grpc_transport import GrpcTransport
+    from moaspec.remote.protocol.transport import ServerTransport
 
 SERVER = "127.0.0.1:50051"
-_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+WEBSOCKETS = ("ws://", "wss://")
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
     """What a device drafts with, its server, and how it uses the link to it."""
 
-    server: Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")] = SERVER
+    server: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of `moaspec target-server`; ws://HOST:PORT or wss://HOST:PORT where it "
+            "listens for WebSockets."
+        ),
+    ] = SERVER
     bundle: Annotated[
         Path | None,
         typer.Option(
@@ -88,7 +94,7 @@ class DeviceOptions:
         str | None,
         typer.Option(
             help="TLS: PEM file of the CA that signed the server's certificate, or system for this "
-            "machine's CAs; default: no TLS."
+            "machine's CAs; default: no TLS, or system with wss://."
         ),
     ] = None
     certificate: Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")] = (
@@ -104,11 +110,10 @@ class DeviceOptions:
             InputError: names the extra or the option.
         """
         require(command, *extras, *(["private"] if self.recognise else []))
-        found = _ADDRESS.fullmatch(self.server)
-        if found is None or not 0 < int(found[1]) < 2**16:
-            raise InputError(
-                f"--server must be HOST:PORT, such as {SERVER} or [::1]:50051, got {self.server!r}."
-            )
+        if not self.server.startswith(WEBSOCKETS):
+            _, port = split_address(self.server, option="--server")
+            if port == 0:
+                raise InputError(f"--server must name a port, got {self.server!r}.")
         if self.draft != "auto":
             # Imported here: it imports NumPy.
             from moaspec.drafting.tree_shapes import parse_shape
@@ -138,13 +143,12 @@ class DeviceOptions:
 
         return Vault(default(self.phone_region or ("US",)) if self.recognise else ())
 
-    def transport(self) -> GrpcTransport:
+    def transport(self) -> ServerTransport:
         """The connection to the server, not opened yet.
 
         Raises:
             InputError: a token that cannot be read, or options that do not go together.
         """
-        from moaspec.remote.protocol.grpc_transport import GrpcTransport
         from moaspec.remote.server.auth import Credentials
 
         credentials = Credentials(
@@ -153,6 +157,12 @@ class DeviceOptions:
             certificate=self.certificate,
             key=self.key,
         )
+        if self.server.startswith(WEBSOCKETS):
+            from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+
+            return WebSocketTransport(self.server, credentials)
+        from moaspec.remote.protocol.grpc_transport import GrpcTransport
+
         return GrpcTransport(self.server, credentials)
 
 

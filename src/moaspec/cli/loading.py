@@ -42,6 +42,7 @@ def load_pair(
         dtype=asked.dtype,
         device=device,
         quantize=asked.quantize,
+        adapter=asked.adapter,
         generation_config=generation_config,
     )
     module = choose_drafter(asked.drafter, asked.model, target) if speculation else None
@@ -68,6 +69,8 @@ def target_summary(target: Target) -> str:
     from moaspec.backends.cpu.build import instructions
 
     parts = [f"{target.name} in {target.precision}"]
+    if target.adapter is not None:
+        parts.append(f"adapter {target.adapter}")
     if target.device.type == "cpu":
         parts.append(num_threads(torch.get_num_threads(), "CPU "))
         kernels = instructions() if target.packed and target.dtype == torch.bfloat16 else None

@@ -37,13 +37,16 @@ class MethodSources:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     quantize: str | None = None
+    adapter: str | None = None
     generation_config: Literal["auto"] | None = "auto"
 
     def as_facts(self) -> dict[str, Any]:
-        """The settings that results depend on; a default newer than old results is left out."""
+        """The settings that results depend on; defaults newer than old results are left out."""
         facts = asdict(self)
         if self.generation_config == "auto":
             del facts["generation_config"]
+        if self.adapter is None:
+            del facts["adapter"]
         return facts
 
 
@@ -89,6 +92,7 @@ def _target(sources: MethodSources, *, packed: bool = True) -> Target:
         device=sources.device,
         packed=packed,
         quantize=sources.quantize,
+        adapter=sources.adapter,
         generation_config=sources.generation_config,
     )
 

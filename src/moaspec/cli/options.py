@@ -94,6 +94,13 @@ Quantize = Annotated[
         "target's, with drafts and without, and not the original's."
     ),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory of a LoRA adapter of peft, merged into the target's weights: its text is "
+        "then the adapted target's."
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads at most; default: PyTorch's number.")
 ]
@@ -109,6 +116,7 @@ class LoadOptions:
     drafter: DrafterName = None
     dtype: Dtype = "auto"
     quantize: Quantize = None
+    adapter: Adapter = None
     threads: Threads = None
 
 

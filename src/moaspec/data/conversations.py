@@ -125,5 +125,5 @@ def parse(record: Record) -> Conversation:
     except MalformedError as error:
         raise DataError(f"{record.where}: {error}") from error
     identifier = row.get("id")
-    name = identifier if isinstance(identifier, str) else ""
+    name = str(identifier) if isinstance(identifier, str | int) else ""
     return Conversation(where=record.where, name=name, unused=row.unused(), **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from moaspec.drafting.baseline_proposers import baseline_drafting
@@ -15,6 +16,12 @@ from moaspec.model.moa import MoADrafter
 from moaspec.support.hub import cached_if_offline
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target, plain_torch
+
+log = logging.getLogger(__name__)
+_OTHER_ADAPTER = (
+    "The drafter %s was trained for %s with another adapter or without one: the text is the same, "
+    "fewer drafts may be accepted. `moaspec train` with initial= adapts it."
+)
 
 
 @plain_torch()
@@ -30,6 +37,9 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
         CheckpointError: unreadable, damaged, or made for another target.
     """
     drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
+    trained = drafter.config.target
+    if (None if trained is None else trained.adapter) != target.adapter:
+        log.warning(_OTHER_ADAPTER, name, target.name)
     return drafter.to(device=target.device, dtype=target.dtype)
 
 

@@ -7,6 +7,7 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import PROPOSER_METHODS, Proposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
@@ -41,7 +42,7 @@ def local_parts(
 ) -> tuple[LocalVerifier, Proposer | None]:
     """Verifier and proposer of `local_engine`, for callers with an engine of their own."""
     proposer = _proposer(target, drafter, num_target_layers)
-    verifier = LocalVerifier(target, proposer)
+    verifier = local_verifier(target, proposer)
     if isinstance(proposer, MoAProposer):
         proposer.share_target_cache(verifier.cache)
     return verifier, proposer

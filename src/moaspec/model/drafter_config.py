@@ -6,6 +6,7 @@ from the tensors (see `checkpoint/moa_config.py`); these classes only hold the r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +62,20 @@ class TargetIdentity:
     head_dim: int
     vocab_size: int
     tokenizer_hash: str | None = None
+    adapter: str | None = None
+    """Hash of the adapter merged into it; drafters of the base model go with it all the same."""
 
     @property
     def kv_size(self) -> int:
         """K: numbers in one layer's key and value of one token."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    def as_facts(self) -> dict[str, Any]:
+        """All fields as JSON; one newer than old records is left out where it says nothing."""
+        facts = dataclasses.asdict(self)
+        if self.adapter is None:
+            del facts["adapter"]
+        return facts
 
 
 @dataclass(frozen=True, kw_only=True)

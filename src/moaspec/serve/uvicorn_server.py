@@ -168,6 +168,7 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=HeadDeadline,
+        ws="none",  # the application has none
         log_level="warning",
         server_header=False,
         limit_concurrency=limits.MAX_HTTP_CONNECTIONS,

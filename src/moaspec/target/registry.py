@@ -23,6 +23,7 @@ from transformers import (
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.support.hub import cached_if_offline
+from moaspec.target.adapter import adapter_hash, merged
 from moaspec.target.families import is_family, require_supported
 from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.generic.generic_target import target_of
@@ -37,6 +38,7 @@ from moaspec.target.gguf import (
     key_of,
 )
 from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.quantised import prepare_config, widen
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
@@ -50,6 +52,7 @@ def read_target(
     dtype: str,
     device: str = "cpu",
     quantize: str | None = None,
+    adapter: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target as transformers loads it.
@@ -59,25 +62,34 @@ def read_target(
         dtype: "float32", "bfloat16" or "float16".
         device: see `moaspec.load_target`.
         quantize: what the caller will round its weights to.
+        adapter: see `moaspec.load_target`.
         generation_config: see `moaspec.load_target`.
 
     Raises:
-        UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     name = str(name)
+    hashed = None if adapter is None else adapter_hash(adapter)
     with _faults_named(name) as source:
         model = _load_model(source, name, dtype).to(device)
+        if adapter is not None:
+            model = merged(model, adapter, name)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
-        return target_of(model, load_tokenizer(source), name=name, quantize=quantize)
+        target = target_of(model, load_tokenizer(source), name=name, quantize=quantize)
+        target.adapter = hashed
+        return target
 
 
-def read_skeleton(name: str | Path, *, dtype: str) -> Target:
+def read_skeleton(
+    name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
+) -> Target:
     """Read a target without its weights: its model lies on the meta device.
 
     Args:
         name: see `moaspec.load_target`.
         dtype: see `read_target`.
+        generation_config: see `moaspec.load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -88,6 +100,8 @@ def read_skeleton(name: str | Path, *, dtype: str) -> Target:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
         model.generation_config = _generation_config(source, config)
+        if generation_config is None:
+            model.generation_config = without_defaults(model.generation_config)
         return target_of(model, load_tokenizer(source), name=name)
 
 
@@ -97,13 +111,20 @@ def skeleton_of(config: Any, dtype: str) -> Any:
         return _auto_class(config).from_config(config, **_loading_options(config, dtype))
 
 
-def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
+def target_facts(
+    name: str | Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    generation_config: Literal["auto"] | None = "auto",
+) -> TargetSpec:
     """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
         name: see `moaspec.load_target`.
         dtype: that it will run in.
         device: that it will run on.
+        generation_config: see `moaspec.load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -113,12 +134,13 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     with _faults_named(name) as source:
         config = _read_config(source, name)
         require_supported(config, name)  # without weights nothing else is known to be right
+        defaults = _generation_config(source, config)
         return TargetSpec(
             config,
             load_tokenizer(source),
             name=name,
             dtype=DTYPES[dtype],
-            generation_config=_generation_config(source, config),
+            generation_config=defaults if generation_config else without_defaults(defaults),
             device=device,
         )
 
@@ -224,6 +246,7 @@ def _loading_options(config: Any, dtype: str) -> dict[str, Any]:
 def _load_model(source: str, name: str, dtype: str) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
     config = _read_config(source, name)
+    prepare_config(config, name)
     with _in_this_thread():
         loaded: Any = _auto_class(config).from_pretrained(
             source,
@@ -234,6 +257,7 @@ def _load_model(source: str, name: str, dtype: str) -> Any:
             output_loading_info=True,
         )
     model, info = loaded
+    widen(model)
     problem = _key_problem(info) or _value_problem(model)
     if problem is not None:
         raise _unusable(name, source, problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,9 @@ class TargetSpec:
         device: where keys and values are.
         quantize: what weights were rounded to ("int8", "int4"), which makes this another target;
             None where they were not.
+
+    Attributes:
+        adapter: hash of the adapter in its weights, which makes this another target; None without.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class TargetSpec:
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self._dtype, self._generation_config = dtype, generation_config
         self._device, self.quantize = torch.device(device), quantize
+        self.adapter: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +133,7 @@ class TargetSpec:
     @cached_property
     def identity(self) -> TargetIdentity:
         """The record of this target in its drafters' checkpoints."""
-        return identity_of(self.config, self.tokenizer, self)
+        return replace(identity_of(self.config, self.tokenizer, self), adapter=self.adapter)
 
 
 def identity_of(

@@ -76,6 +76,8 @@ class DrafterSizes:
         sa_intermediate, ca_intermediate: MLP widths; default: the target's.
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
+        publishable: give LSA the target's number of heads, as `moaspec checkpoint convert` needs,
+            and refuse settings that cannot be converted.
         layers: layers of an independent drafter.
         without: parts to leave out in an ablation; see `DrafterConfig`.
     """
@@ -89,6 +91,7 @@ class DrafterSizes:
     ca_intermediate: int = 0
     ca_kv_heads: int = 0
     draft_vocab: int = 0
+    publishable: bool = False
     layers: int = 2
     without: tuple[Literal["lsa", "sa", "ca"], ...] = ()
 
@@ -105,6 +108,7 @@ class TrainConfig:
 
     Attributes:
         target: alias, directory, GGUF file or hub id of the frozen target.
+        adapter: directory of a LoRA adapter that is merged into the target; "" for none.
         data: files, directories or hub data sets, in any format that `docs/data.md` lists.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
@@ -153,11 +157,13 @@ class TrainConfig:
             "deepspeed" gradients and optimiser state (ZeRO stage 2, needs DeepSpeed), "none"
             nothing (DDP).
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
+        license: of the drafter, for its model card: a name that the hub knows, such as apache-2.0.
     """
 
     target: str
     data: tuple[str, ...]
     output: str
+    adapter: str = ""
     max_length: int = 768
     held_out: int = 32
     batch_size: int = 8
@@ -194,6 +200,7 @@ class TrainConfig:
     ] = "no"
     sharding: Literal["none", "fsdp", "deepspeed"] = "none"
     trackers: tuple[str, ...] = ()
+    license: str = ""
     loss: LossWeights = field(default_factory=LossWeights)
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
 
@@ -219,10 +226,21 @@ class TrainConfig:
                 f"drafter={self.drafter} has neither parts to leave out nor a staircase: drop "
                 "sizes.without and staircase."
             )
+        if self.sizes.publishable:
+            self._check_publishable()
         if self.initial and self.drafter != "moa":
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and self.sharding != "none":
             raise InputError("frozen_lsa works with sharding=none only.")
+
+    def _check_publishable(self) -> None:
+        several = len(self.num_target_layers) > 1
+        if self.drafter != "moa" or self.sizes.draft_vocab or several or self.initial:
+            raise InputError(
+                "sizes.publishable: the published forms hold a new drafter=moa with the full "
+                "vocabulary and one N. Drop sizes.draft_vocab, further num_target_layers and "
+                "initial, or sizes.publishable."
+            )
 
     def _check_numbers(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -365,7 +383,10 @@ def drafter_config(
     sizes = _widest(sizes, lambda one: MoADrafter(drafter_config(target, one, num_target_layers)))
     config, identity = target.config, target.identity
     head_dim = target.head_dim
-    lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
+    usual_heads = identity.kv_size // head_dim
+    if sizes.publishable:
+        usual_heads = int(config.num_attention_heads)
+    lsa_heads = sizes.lsa_heads or usual_heads
     if identity.kv_size % lsa_heads:
         raise InputError(
             f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}. Choose a divisor."

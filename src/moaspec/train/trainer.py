@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import time
@@ -22,7 +23,8 @@ from moaspec.support.locks import claimed
 from moaspec.target.target import Target
 from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example
-from moaspec.train.model_card import write_card
+from moaspec.train.held_out_history import BestStep, held_out_score, overfitting
+from moaspec.train.model_card import decoded_tau, write_card
 from moaspec.train.parallelism import (
     make_directory,
     new_accelerator,
@@ -32,7 +34,8 @@ from moaspec.train.parallelism import (
 )
 from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate, num_passes
 from moaspec.train.run_failures import explain_failures
-from moaspec.train.run_log import OnStep, RunLog, step_metrics, tracker_values
+from moaspec.train.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
+from moaspec.train.run_notes import run_notes
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec.train.students.losses import (
@@ -50,6 +53,11 @@ from moaspec.train.students.students import (
 )
 from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
+
+log = logging.getLogger(__name__)
+
+LAST, BEST = "drafter", "best"
+"""Directories of the last weights, and of those with the highest held-out simulated tau."""
 
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
 """Settings that a resumed run must share with the saved one; the examples must be the same, too."""
@@ -93,15 +101,18 @@ class Trainer:
             before,
             finals_only=config.drafter != "moa",
         )
+        self.states = StateFiles(self.output / "state", config.shard_bytes)
+        saved = self.states.load()
+        # Earlier versions counted the tokens of held-out examples, too.
+        self._counts_all = saved is not None and saved[1].get("vocabulary", "all") == "all"
         self.student = self._new_student()
         ids = self.student.draft_token_ids
         vocabulary = target.vocab_size if ids is None else len(ids)
         self._chunk = logit_chunk_size(vocabulary, self.accelerator.device)
-        self.states = StateFiles(self.output / "state", config.shard_bytes)
         self.step = self.tokens = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
-        saved = self.states.load()
+        self.best: BestStep | None = None
         if saved is None:
             self.student.start(self.data.train_ids)
         self.strategy = new_strategy(self.accelerator, self.student.module, config)
@@ -110,12 +121,20 @@ class Trainer:
         self.log = RunLog(self.output / "log.jsonl")
 
     def _new_student(self) -> Student:
+        ids = range(len(self.data.examples)) if self._counts_all else self.data.train_ids
+        given = self.target, self.activations, self.config, [self.data.examples[i] for i in ids]
         if self.config.drafter == "moa":
-            return MoAStudent(self.target, self.activations, self.config, self.output)
-        return BaselineStudent(self.target, self.activations, self.config)
+            return MoAStudent(*given, self.output)
+        return BaselineStudent(*given)
+
+    def notes(self) -> list[str]:
+        """What to know before the first step, one sentence each."""
+        return run_notes(self.student, self.config, self.data)
 
     def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:
         """Train until `config.steps`, a signal or the time limit; then write the drafter.
+
+        `drafter/` has the last weights, `best/` those of the highest held-out simulated tau.
 
         Args:
             report: called with every step's metrics.
@@ -127,11 +146,11 @@ class Trainer:
         """
         stop, ending = StopCondition(seconds), StopCause.FINISHED
         self._start_trackers()
-        with self._locked(), explain_failures("while training", self._saved_message):
+        with self._locked(), explain_failures("while training", self.states.sentence):
             with stop.on_signals():
                 while self.step < self.config.steps and ending is StopCause.FINISHED:
                     ending = self._train_and_report(stop, report)
-            self.export()
+            self.export(decode=ending is StopCause.FINISHED)
         self.accelerator.end_training()
         return ending
 
@@ -149,13 +168,6 @@ class Trainer:
         finally:
             os.close(file)
 
-    def _saved_message(self) -> str:
-        """A sentence about the saved state, for errors."""
-        latest = self.states.latest()
-        if latest is None:
-            return f"Nothing was saved in {self.output} yet."
-        return f"The last saved state, {latest.name} in {self.output}, is intact."
-
     def _train_and_report(self, stop: StopCondition, report: OnStep) -> StopCause:
         """Train a step, log it, and save if that is due or the run ends."""
         started = time.perf_counter()
@@ -169,10 +181,23 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.log.write(dataclasses.asdict(progress))
         self.accelerator.log(tracker_values(progress), step=self.step)
+        if progress.held_out_accuracy:
+            self._judge(progress)
         if due or ending is not StopCause.FINISHED:
             self.save()
         report(progress)
         return ending
+
+    def _judge(self, progress: StepMetrics) -> None:
+        """Export the weights if they are the best so far; warn of overfitting."""
+        score = held_out_score(progress)
+        if self.best is None or score > self.best.score:
+            self.best = BestStep(self.step, score)
+            self.export(BEST)
+        if self.accelerator.is_main_process:
+            warning = overfitting(self.log.rows())
+            if warning is not None:
+                log.warning(warning)
 
     def train_step(self) -> LossSums:
         """One optimiser step over all processes and accumulation steps.
@@ -195,7 +220,7 @@ class Trainer:
         if not math.isfinite(norm):
             raise TrainingError(
                 f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
-                f"{self._saved_message()} Resume with a lower learning_rate; if that fails too, "
+                f"{self.states.sentence()} Resume with a lower learning_rate; if that fails too, "
                 "the run had gone wrong before: begin again, in another output directory."
             )
         self.step += 1
@@ -251,6 +276,8 @@ class Trainer:
         return DraftVocabularyHead(self.target, None)
 
     def _held_out(self) -> dict[str, Any]:
+        if self.data.held_out_ids:
+            log.info("Measuring %d held-out conversations", len(self.data.held_out_ids))
         found = self.measure()
         if not found:
             return {}
@@ -274,6 +301,8 @@ class Trainer:
             "tokens": self.tokens,
             "order": self.data.state(),
             "acceptance": self._acceptance,
+            "best": None if self.best is None else dataclasses.asdict(self.best),
+            "vocabulary": "all" if self._counts_all else "training",
         }
         if self._head_moment_EE is not None:
             tensors[MOMENT] = self._head_moment_EE
@@ -292,12 +321,17 @@ class Trainer:
         if wrong:
             raise TrainingError(
                 f"After step {self.step}, {wrong[0]} is not finite, so this step is not saved. "
-                f"{self._saved_message()} Resume with a lower learning_rate."
+                f"{self.states.sentence()} Resume with a lower learning_rate."
             )
         return tensors
 
-    def export(self) -> None:
-        """Write the drafter's checkpoint, which `load_drafter` reads, and its model card."""
+    def export(self, name: str = LAST, *, decode: bool = False) -> None:
+        """Write the drafter's checkpoint, which `load_drafter` reads, and its model card.
+
+        Args:
+            name: directory in `config.output`.
+            decode: measure tau by decoding held-out prompts with it.
+        """
         weights, _ = split_state(self._finite_state())
         if self.accelerator.is_main_process:
             facts = {
@@ -306,11 +340,15 @@ class Trainer:
                 "loss_tokens": self.tokens,
                 "examples": len(self.data.train_ids),
             }
-            directory = self.output / "drafter"
+            directory = self.output / name
             if self._acceptance:
                 self.student.record(self._acceptance, self._head_moment_EE)
             self.student.save(weights, directory, facts)
-            write_card(directory, self.target, self.config, facts, self.log.rows())
+            prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
+            if decode and prompts:
+                log.info("Decoding held-out prompts with the drafter")
+            tau = decoded_tau(directory, self.target, prompts) if decode else None
+            write_card(directory, self.student, self.config, facts, self.log.rows(), tau=tau)
         self.accelerator.wait_for_everyone()
 
     @property
@@ -338,6 +376,7 @@ class Trainer:
             self.data.restore(facts["order"])
             self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
             self._acceptance = _by_exit(facts.get("acceptance", ()))
+            self.best = BestStep(**facts["best"]) if facts.get("best") else None
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingError(
                 f"The saved state in {self.states.directory} is damaged ({error!r}). Delete it to "

@@ -38,6 +38,13 @@ class StateFiles:
         found = {int(path.name.removeprefix("step-")): path for path in self._states()}
         return found[max(found)] if found else None
 
+    def sentence(self) -> str:
+        """What is saved, for messages."""
+        latest = self.latest()
+        if latest is None:
+            return f"Nothing was saved in {self.directory.parent} yet."
+        return f"The last saved state, {latest.name} in {self.directory.parent}, is intact."
+
     def _states(self) -> list[Path]:
         return [path for path in self.directory.glob("step-*") if path.name[5:].isdigit()]
 

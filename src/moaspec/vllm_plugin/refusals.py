@@ -70,7 +70,7 @@ def check_settings(vllm_config: Any) -> None:
 
     Raises:
         ServingError: names the setting, the reason and the remedy.
-        UnsupportedTargetError: the target family's keys and values cannot be captured.
+        UnsupportedTargetError: the target is of no family that is supported here.
     """
     for applies, reason in _RULES:
         if applies(vllm_config):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import AsyncExitStack
-from types import SimpleNamespace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import grpc
@@ -18,9 +17,11 @@ import tiny
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.grpc_transport import SERVICE
 from moaspec.remote.server.admission import Admission
-from moaspec.remote.server.auth import ANONYMOUS, CallAuth
+from moaspec.remote.server.auth import CallAuth
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.session_store import NoRoomError
+from moaspec.remote.server.telemetry import Telemetry
 from moaspec.support import limits, refusal_delay
 
 TOKEN = "good"
@@ -148,7 +149,7 @@ def test_five_hundred_connections_keep_nobody_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limit", "said"), [("MAX_GRPC_HANDSHAKE_S", b""), ("MAX_GRPC_IDLE_S", PREFACE)]
+    ("limit", "said"), [("MAX_HANDSHAKE_S", b""), ("MAX_GRPC_IDLE_S", PREFACE)]
 )
 def test_connections_without_calls_end(
     monkeypatch: pytest.MonkeyPatch, limit: str, said: bytes
@@ -185,54 +186,26 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(run())
 
 
-class Caller:
-    """The context of a call from an address."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def peer(self) -> str:
-        return f"ipv4:{self.address}:1234"
-
-    async def abort(self, code: grpc.StatusCode, _: str) -> None:
-        raise RuntimeError(code.name)
-
-
 @pytest.mark.parametrize(
-    ("method", "most"),
-    [("/grpc.health.v1.Health/Watch", limits.MAX_OPEN_CALLS_PER_ADDRESS), (f"/{SERVICE}/X", 5)],
+    ("open_to_all", "most"), [(True, limits.MAX_OPEN_CALLS_PER_ADDRESS), (False, 5)]
 )
-def test_one_address_cannot_take_all_calls(method: str, most: int) -> None:
+def test_one_address_cannot_take_all_calls(open_to_all: bool, most: int) -> None:
     """Where it has shown no token, or where there are none."""
 
-    async def lasting(_: Any, __: Any) -> None:
-        await asyncio.sleep(3600)
-
-    handler = grpc.stream_stream_rpc_method_handler(lasting)
-
-    async def find(_: Any) -> Any:
-        return handler
-
-    async def anybody(_: Any) -> str:
-        return ANONYMOUS
-
     async def run() -> None:
-        details: Any = SimpleNamespace(method=method)
-        admitted = await Admission(SERVICE, anybody, 10).intercept_service(find, details)
+        admission = Admission(CallAuth(), Telemetry(), max_calls=10, call_s=3600.0)
 
-        async def call(address: str) -> asyncio.Task[None]:
-            task = asyncio.create_task(admitted.stream_stream(None, Caller(address)))
-            await asyncio.sleep(0.01)
-            return task
+        def admitted(address: str) -> AbstractAsyncContextManager[Any]:
+            if open_to_all:
+                return admission.open_call(address)
+            return admission.call(None, None, address)
 
-        held = [await call("192.0.2.1") for _ in range(most)]
-        more = await call("192.0.2.1")
-        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-            await more
-        held.append(await call("192.0.2.2"))
-        assert not any(one.done() for one in held)
-        for one in held:
-            one.cancel()
+        async with AsyncExitStack() as held:
+            for _ in range(most):
+                await held.enter_async_context(admitted("192.0.2.1"))
+            with pytest.raises(NoRoomError):
+                await held.enter_async_context(admitted("192.0.2.1"))
+            await held.enter_async_context(admitted("192.0.2.2"))
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The service on a real network: TLS, tokens, health, reflection, metrics, draining."""
+"""The service on a real network, over each transport: TLS, tokens, health, metrics, draining."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.identity import fingerprint
-from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials
+from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.server_only import RemoteText
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
+from transports import KINDS, listening, reach
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -51,19 +53,20 @@ def service() -> TargetService:
     return TargetService(tiny.target(), tiny.agreeing_drafter("llama"))
 
 
-def session(transport: GrpcTransport, **options: Any) -> RemoteSession:
+def session(transport: Transport, **options: Any) -> RemoteSession:
     device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
     return RemoteSession(device, transport, RemoteOptions(link=PATIENT, **options))
 
 
-def test_text_description_and_health(service: TargetService) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_description_and_health(service: TargetService, kind: str) -> None:
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with GrpcServer(service, listening(kind)) as server:
+            transport = reach(server, kind)
             described = await transport.describe()
             assert described.drafter == fingerprint(tiny.agreeing_drafter("llama"))
             assert described.max_tokens == tiny.target().max_positions
-            async with grpc.aio.insecure_channel(transport.address) as channel:
+            async with grpc.aio.insecure_channel(server.address) as channel:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 asked = health_pb2.HealthCheckRequest(service="moaspec.remote.v1.Target")
                 assert (await check(asked)).status == health_pb2.HealthCheckResponse.SERVING
@@ -81,10 +84,11 @@ def test_text_description_and_health(service: TargetService) -> None:
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-def test_the_server_alone(service: TargetService, speculate: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_server_alone(service: TargetService, speculate: bool, kind: str) -> None:
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            text = RemoteText(GrpcTransport(f"127.0.0.1:{server.port}"))
+        async with GrpcServer(service, listening(kind)) as server:
+            text = RemoteText(reach(server, kind))
             options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 2}
             events = [e async for e in text.stream(PROMPT, speculate=speculate, **options)]
             expected = moaspec.generate(tiny.target(), PROMPT, **options)
@@ -117,7 +121,10 @@ def test_the_server_alone_drafts_nothing_for_reused_layers() -> None:
 
 
 @pytest.mark.slow
-def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_tls_and_tokens(
+    service: TargetService, authority: Authority, tmp_path: Path, kind: str
+) -> None:
     other = Authority(tmp_path, "other")
     names = {"alice": "secret-a", "bob": "secret-b"}
     entries = {n: {"sha256": hashlib.sha256(t.encode()).hexdigest()} for n, t in names.items()}
@@ -125,34 +132,37 @@ def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: 
     (tmp_path / "tokens.json").write_text(json.dumps(entries))
 
     async def run() -> None:
-        where = ServerOptions(
+        files: Any = (*authority.certificate("localhost"), authority.ca)
+        where = listening(
+            kind,
             host="localhost",
-            port=0,
-            credentials=server_credentials(
-                *authority.certificate("localhost"), client_ca=authority.ca
-            ),
+            tls=server_tls(*files),
+            credentials=server_credentials(*files),
             guard=CallAuth.read(tmp_path / "tokens.json"),
         )
         certificate, key = authority.certificate("device")
         own: dict[str, Any] = {"ca": authority.ca, "certificate": certificate, "key": key}
         async with GrpcServer(service, where) as server:
-            address = f"localhost:{server.port}"
-            remote = session(GrpcTransport(address, Credentials(token="secret-a", **own)))
+            remote = session(reach(server, kind, Credentials(token="secret-a", **own)))
             result = await remote.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
             assert [one.owner for one in service.sessions] == ["alice"]
             await remote.close()
             for token, why in (("secret-b", "expired"), ("guess", "does not know"), (None, "No t")):
-                refused = session(GrpcTransport(address, Credentials(token=token, **own)))
+                refused = session(reach(server, kind, Credentials(token=token, **own)))
                 with pytest.raises(RefusedError, match=why):
                     await refused.generate(PROMPT, max_new_tokens=2)
                 await refused.close()
             for credentials, error, give_up_s in (
                 (Credentials(token="secret-a", **(own | {"ca": other.ca})), RefusedError, 60.0),
                 (Credentials(token="secret-a", ca=authority.ca), LinkError, 1.0),
-                (Credentials(token="secret-a"), LinkError, 1.0),
+                # Without a CA: wss:// trusts those of this system, gRPC speaks no TLS.
+                (
+                    Credentials(token="secret-a"),
+                    *((LinkError, 1.0) if kind == "grpc" else (RefusedError, 60.0)),
+                ),
             ):
-                stranger = session(GrpcTransport(address, credentials), give_up_s=give_up_s)
+                stranger = session(reach(server, kind, credentials), give_up_s=give_up_s)
                 with pytest.raises(error):
                     await stranger.generate(PROMPT, max_new_tokens=2)
                 await stranger.close()
@@ -161,10 +171,11 @@ def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: 
 
 
 @pytest.mark.slow
-def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_draining_ends_work_and_refuses_more(service: TargetService, kind: str) -> None:
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with GrpcServer(service, listening(kind)) as server:
+            transport = reach(server, kind)
             remote = session(transport, draft=Chain(1), give_up_s=3.0, on_cut="wait")
             got: list[int] = []
 
@@ -189,14 +200,15 @@ def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
 
 
 @pytest.mark.slow
-def test_no_room_is_waited_for() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_room_is_waited_for(kind: str) -> None:
     """One session at a time: the second waits until the first is closed."""
     options = ServiceOptions(sessions=StoreOptions(max_sessions=1))
     service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with GrpcServer(service, listening(kind)) as server:
+            transport = reach(server, kind)
             first, second = session(transport), session(transport)
             await first.generate(PROMPT, max_new_tokens=3)
             waiting = asyncio.create_task(second.generate(PROMPT, max_new_tokens=NEW))
@@ -305,7 +317,8 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
 
 
 @pytest.mark.slow
-def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_the_server_alone_count_end_and_leave_nothing(kind: str) -> None:
     options = ServiceOptions(
         sessions=StoreOptions(max_sessions=1), passes=PassOptions(min_pass_s=0.05)
     )
@@ -313,8 +326,8 @@ def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
     own = list(tiny.own_texts("llama")[1])
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with GrpcServer(service, listening(kind)) as server:
+            transport = reach(server, kind)
             text: list[int] = []
 
             async def read() -> None:

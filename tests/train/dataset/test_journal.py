@@ -56,6 +56,21 @@ def test_groups_follow_one_another(name: str, tmp_path: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == [name, name + ".progress"]
 
 
+def test_a_part_of_the_next_group_is_kept_until_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        journal.commit(GROUPS[0])
+        journal.keep({3: [{"n": 9}], 10: []})
+    assert written(path) == [0, 1]
+    with Journal(path, SETTINGS) as journal:
+        assert journal.kept == {3: [{"n": 9}], 10: []}
+        journal.commit(GROUPS[2])
+        assert journal.kept == {}
+    with Journal(path, SETTINGS) as journal:
+        assert journal.kept == {}
+        assert journal.rows == 3
+
+
 class Killed(BaseException):
     """Ends everything at once, like a signal that cannot be caught."""
 

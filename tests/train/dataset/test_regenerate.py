@@ -75,8 +75,8 @@ def test_rows_are_what_the_target_writes_alone(target: Target, tmp_path: Path) -
         assert row["response_ids"] == expected.token_ids
         assert row["stop_reason"] == expected.stop_reason
     assert {row["stop_reason"] for row in rows} == {"stop_token", "max_new_tokens"}
-    assert list(dict.fromkeys(row["id"] for row in rows)) == ["0", "1", "2", "3", "4"]
-    assert {row["source"] for row in rows} == {"here:1", "ids"}
+    assert list(dict.fromkeys(row["id"] for row in rows)) == ["0", "1", "2", "ids", "4"]
+    assert {row["source"] for row in rows} == {"here:1", "here:4"}
 
 
 def test_prompts_come_from_the_chat_template(target: Target, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_prompts_come_from_the_chat_template(target: Target, tmp_path: Path) -> 
     by_id = {row["id"]: row for row in rows if row["turn"] == 0}
     assert by_id["0"]["prompt_ids"] == [0, 3, 8, 20, 1, 8, 0, 4, 8]
     assert by_id["2"]["prompt_ids"][:7] == [0, 2, 8, 12, 13, 1, 8]
-    assert by_id["3"]["prompt_ids"] == [40, 41, 42]
-    assert "messages" not in by_id["3"]
+    assert by_id["ids"]["prompt_ids"] == [40, 41, 42]
+    assert "messages" not in by_id["ids"]
     decode = tiny_text(target)
     answer = {"role": "assistant", "content": decode(by_id["0"]["response_ids"])}
     assert by_id["0"]["messages"] == [{"role": "user", "content": "w20"}, answer]
@@ -185,6 +185,36 @@ def test_interrupted_and_continued(
     before = len(calls)
     write(target, tmp_path / "cut.jsonl")
     assert len(calls) == before
+
+
+@pytest.mark.parametrize("stop", [9, 14, 25])
+def test_finished_conversations_of_a_group_are_kept(
+    stop: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group has all conversations; the rows are those of a run without a stop."""
+    write(target, tmp_path / "whole.jsonl", group_size=5)
+    values = {"max_new_tokens": NEW_TOKENS, "batch_size": 2, "group_size": 5}
+    path, calls, step = tmp_path / "cut.jsonl", [0], Engine.step
+
+    def interrupted(self: Engine) -> list[Event]:
+        calls[0] += 1
+        if calls[0] == stop:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    for run in range(2):
+        writer = ResponseWriter(target, None, WriterOptions(**values))
+        with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
+            writer.kept = journal.kept
+            if run:
+                regenerate(writer, TALKS, journal)
+                continue
+            with pytest.raises(KeyboardInterrupt):
+                regenerate(writer, TALKS, journal)
+            journal.keep(writer.finished)
+            assert 0 < len(journal.kept) < len(TALKS)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_other_prompts_do_not_continue_a_file(target: Target, tmp_path: Path) -> None:

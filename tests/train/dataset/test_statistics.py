@@ -24,6 +24,17 @@ def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.cache_bytes == 12 * facts.bytes_per_token
 
 
+def test_coverage_of_held_out_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the examples have tokens of their own, so few held-out tokens are in a vocabulary."""
+    monkeypatch.setattr(module, "VOCABULARIES", (1, 64))
+    examples = [Example((1,), (2, i)) for i in range(3, 43)]
+    facts = statistics(examples, tiny.target().identity, always=[])
+    assert facts.held_out_coverage == {1: 0.5, 64: 0.5}
+    assert facts.coverage[64] == 1.0
+    few = statistics(examples[:9], tiny.target().identity, always=[])
+    assert few.held_out_coverage == {}
+
+
 def test_padding() -> None:
     examples = [Example((1,), (2,) * n) for n in (4, 4, 9, 9, 9, 9, 9, 19)]
     facts = statistics(examples, tiny.target().identity, always=[])

@@ -94,6 +94,28 @@ def test_nothing_new(tmp_path: Path) -> None:
         imagine(chat_tokenizers.target(), tmp_path / "a.jsonl", 5, temperature=0.0, group_size=1)
 
 
+def test_a_limit_of_samples(tmp_path: Path) -> None:
+    """It counts those of earlier runs; a higher one continues."""
+    target = chat_tokenizers.target()
+    generator = PromptGenerator(target)
+    options = WriterOptions(max_new_tokens=40, batch_size=3, group_size=8, temperature=1.0)
+    writer = ResponseWriter(target, None, options, stop_token_ids=generator.stop_token_ids)
+    told: list[tuple[int, int]] = []
+    with Journal(tmp_path / "a.jsonl", writer.settings()) as journal:
+        for limit in (16, 24):
+            with pytest.raises(TrainingError, match=f"limit of {limit} samples is reached"):
+                synth(
+                    writer,
+                    generator,
+                    journal,
+                    1000,
+                    max_samples=limit,
+                    report=lambda prompts, samples: told.append((prompts, samples)),
+                )
+    assert [samples for _, samples in told] == [8, 16, 24]
+    assert all(prompts <= samples for prompts, samples in told)
+
+
 def test_a_template_that_ends_turns_with_plain_text(tmp_path: Path) -> None:
     """A line break ends the user's turn there, and no stop token does."""
     target = chat_tokenizers.target(PLAIN_END.replace("m.content + '\n'", "m.content + ' w63\n'"))

@@ -45,8 +45,10 @@ def chat(
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
     settings = decoding.settings(max_new_tokens)
-    if url is not None and asked.quantize is not None:
-        raise InputError("--quantize is for a target here; with --url the server has the target.")
+    if url is not None and (asked.quantize or asked.adapter):
+        raise InputError(
+            "--quantize and --adapter are for a target here; with --url the server has the target."
+        )
     if url is not None and decoding.generation_config != "auto":
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:

@@ -74,6 +74,7 @@ def check(
                 model,
                 dtype=one,
                 quantize=asked.quantize,
+                adapter=asked.adapter,
                 generation_config=options.generation_defaults(generation_config),
             )
             target = load()

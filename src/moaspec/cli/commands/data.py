@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,14 +15,8 @@ import typer
 
 from moaspec.cli.options import (
     MODEL,
-    Device,
-    Dtype,
-    GenerationConfig,
     Json,
     Model,
-    Threads,
-    generation_defaults,
-    read_lines,
     with_groups,
 )
 from moaspec.cli.terminal import console
@@ -29,18 +24,24 @@ from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import loading, status
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
+from moaspec.cli.writing_options import (
+    EndpointOptions,
+    WritingOptions,
+    endpoint_writer,
+    load_spec,
+)
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records, refuse
 from moaspec.errors import DataError, InputError
 from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.stopping import StopCondition, parse_duration
+from moaspec.train.stopping import StopCondition
 
 if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
     from moaspec.train.dataset.overlap import Overlap
-    from moaspec.train.dataset.response_writer import WriterOptions
+    from moaspec.train.dataset.response_writer import Writer
     from moaspec.train.dataset.statistics import Statistics
 
 app = typer.Typer(
@@ -49,6 +50,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 SHOWN_FINDINGS = 20
+SAMPLES_PER_PROMPT = 20
+"""Of `data synth`, on average, before it gives up."""
 
 Sources = Annotated[
     list[str],
@@ -69,56 +72,6 @@ Skip = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class WritingOptions:
-    """The target that writes, and how."""
-
-    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")]
-    model: Model = MODEL
-    drafter: Annotated[
-        str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
-    ] = None
-    system_prompts: Annotated[
-        Path | None, typer.Option(help="Text file, one system prompt per line.")
-    ] = None
-    batch_size: Annotated[int, typer.Option(help="Conversations decoded together.")] = 8
-    group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
-    generation_config: GenerationConfig = "auto"
-    dtype: Dtype = "auto"
-    device: Device = "cpu"
-    threads: Threads = None
-    for_: Annotated[
-        str | None,
-        typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h."),
-    ] = None
-
-    def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
-        """How to write, and for how many seconds; refuses a file that cannot be written.
-
-        Args:
-            **sampling: the other fields of `WriterOptions`.
-        """
-        from moaspec.train.dataset.response_writer import WriterOptions
-
-        require_writable_file("--out", self.out)
-        seconds = None if self.for_ is None else parse_duration(self.for_)
-        options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
-        return options, seconds
-
-    def systems(self) -> list[str]:
-        """The system prompts."""
-        path = self.system_prompts
-        return [] if path is None else read_lines("--system-prompts", path)
-
-    def load(self) -> tuple[Target, Any]:
-        """The target, and the drafter if one is named."""
-        auto = generation_defaults(self.generation_config)
-        target = _load(self.model, self.dtype, self.device, self.threads, auto)
-        from moaspec.generation.drafters import load_any_drafter
-
-        return target, self.drafter and load_any_drafter(self.drafter, target=target)
-
-
 @app.command("synth")
 @with_groups
 def synth_command(
@@ -131,15 +84,20 @@ def synth_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    max_samples: Annotated[
+        int | None,
+        typer.Option(help="Give up after this many samples; default: 20 for each prompt."),
+    ] = None,
 ) -> None:
     """Let the target imagine prompts.
 
-    No data set is needed. Run the command again to continue after a stop.
+    No data set is needed. Samples that do not end, or repeat a prompt, are discarded. Run the
+    command again to continue after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
-    if num < 1:
-        raise InputError(f"--num must be at least 1, got {num}.")
+    if num < 1 or (max_samples is not None and max_samples < 1):
+        raise InputError(f"--num and --max-samples must be at least 1, got {num}, {max_samples}.")
     writing, seconds = options.checked(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -157,12 +115,21 @@ def synth_command(
             module,
             writing,
             stop_token_ids=generator.stop_token_ids,
-            advance=lambda tokens, _: bar.add(tokens, 0),
+            advance=lambda tokens, finished: bar.add(tokens, finished, rows=0),
         )
+
+        def report(prompts: int, samples: int) -> None:
+            bar.note(prompts, f"{samples - prompts} of {samples} samples discarded")
+
         settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
-        with Journal(options.out, settings) as journal, stoppable(journal):
+        with (
+            Journal(options.out, settings) as journal,
+            stoppable(journal, lambda: writer.finished),
+        ):
             bar.resume(journal.rows)
-            synth(writer, generator, journal, num, bar.update)
+            writer.kept = journal.kept
+            limit = SAMPLES_PER_PROMPT * num if max_samples is None else max_samples
+            synth(writer, generator, journal, num, max_samples=limit, report=report)
     _report(journal, None)
 
 
@@ -172,6 +139,7 @@ def regenerate_command(
     sources: Sources,
     *,
     options: WritingOptions,
+    elsewhere: EndpointOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 512,
     without_system: Annotated[
         float, typer.Option(help="Share of conversations that get no system prompt.")
@@ -186,7 +154,8 @@ def regenerate_command(
 ) -> None:
     """Let the target write responses.
 
-    Run the command again to continue after a stop.
+    Run the command again to continue after a stop. With --endpoint a server decodes, and no weights
+    are loaded here.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
@@ -200,15 +169,24 @@ def regenerate_command(
     on_malformed = skipped or refuse
     report = ReadReport()
     found = list(islice(read_conversations(sources, on_malformed, report), limit))
-    target, module = options.load()
+    endpoint = elsewhere.checked(
+        drafter=options.drafter, threads=options.threads, adapter=options.adapter
+    )
+    target: TargetSpec
+    opened: Callable[..., AbstractContextManager[Writer]]
+    if endpoint is None:
+        target, opened = options.writer(writing)
+    else:
+        target = load_spec(options.model, options.auto)
+        opened = partial(endpoint_writer, target, endpoint, writing)
 
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,
         regenerate,
+        short_prompt,
         with_system_prompts,
     )
-    from moaspec.train.dataset.response_writer import ResponseWriter
 
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with status("Checking prompts"):
@@ -219,11 +197,17 @@ def regenerate_command(
         )
     stop = StopCondition(seconds)
     with WritingProgress("conversations", len(conversations), stop) as bar:
-        writer = ResponseWriter(target, module, writing, advance=bar.add)
-        settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
-        with Journal(options.out, settings) as journal, stoppable(journal):
-            bar.resume(min(journal.groups * options.group_size, len(conversations)))
-            regenerate(writer, conversations, journal)
+        tried = short_prompt(target, conversations)
+        with opened(prompt_ids=tried, advance=bar.add) as writer:
+            settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
+            with (
+                Journal(options.out, settings) as journal,
+                stoppable(journal, lambda: writer.finished),
+            ):
+                writer.kept = journal.kept
+                done = journal.groups * options.group_size + len(journal.kept)
+                bar.resume(min(done, len(conversations)))
+                regenerate(writer, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
 
@@ -244,7 +228,7 @@ def stats_command(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = _facts(model)
+    target = load_spec(model, "auto")
     skipped, report = _Skipped() if skip_malformed else None, ReadReport()
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
@@ -307,7 +291,7 @@ def overlap_command(
         require_writable_file("--out", out)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    target = _facts(model) if model else None
+    target = load_spec(model, "auto") if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
@@ -369,27 +353,6 @@ class _Skipped:
             console.warn(f"Skipped: {error}")
 
 
-def _load(
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    generation_config: Literal["auto"] | None = "auto",
-) -> Target:
-    with loading(model, threads):
-        from moaspec.backends.load import load_target
-
-        return load_target(model, dtype=dtype, device=device, generation_config=generation_config)
-
-
-def _facts(model: str) -> TargetSpec:
-    """Config and tokenizer of a target."""
-    with loading(model):
-        from moaspec.target.registry import read_skeleton
-
-        return read_skeleton(model, dtype="float32")
-
-
 def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:
     if target is None or target.tokenizer is None:
         raise InputError("Some rows have token ids only: name the target with --model.")
@@ -425,5 +388,10 @@ def _show(facts: Statistics) -> None:
         f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
         f"({facts.bytes_per_token} bytes a token)."
     )
-    headings = ("sizes.draft_vocab", "share of response tokens in it")
-    show_table(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))
+    headings = ("sizes.draft_vocab", "share of response tokens in it", "of held-out ones")
+    held_out = facts.held_out_coverage
+    rows = [
+        (str(size), f"{one:.2%}", f"{held_out[size]:.2%}" if size in held_out else "too few rows")
+        for size, one in facts.coverage.items()
+    ]
+    show_table(Table(headings, rows))

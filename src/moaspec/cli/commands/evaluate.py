@@ -161,6 +161,7 @@ def evaluate(
             read_checkpoints(checkpoint or []),
             device,
             asked.quantize,
+            asked.adapter,
             generation_defaults(generation_config),
         )
         around = {**sources.as_facts(), "system": system, **surroundings()}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +21,12 @@ from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
-from moaspec.support.ports import held
+from moaspec.support.ports import held, split_address
 
 if TYPE_CHECKING:
     from moaspec.remote.server.service import ServiceOptions, TargetService
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 
 
 @options.with_groups
@@ -34,6 +37,17 @@ def target_server(
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = 50051,
+    websocket: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT to listen on for WebSockets too; default: gRPC only."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose web pages may connect over WebSockets, as https://example.org; may "
+            "be given several times; default: none."
+        ),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Certificate chain of this server, PEM.")
     ] = None,
@@ -92,24 +106,41 @@ def target_server(
     """
     require("`moaspec target-server`", "remote")
     _check(host, tls_certificate, tls_key, client_ca)
+    beside = None
+    if websocket is not None:
+        beside = split_address(websocket, option="--websocket")
+        _check(beside[0], tls_certificate, tls_key, client_ca)
+    origins = _origins(allow_origin or [])
+    if origins and beside is None:
+        raise InputError("--allow-origin needs --websocket.")
     if asked.quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
-    from moaspec.remote.server.auth import CallAuth, server_credentials
+    if asked.adapter is not None and engine == "vllm":
+        raise InputError(
+            "--adapter is for --engine torch. Merge it with peft, and name the result."
+        )
+    from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
-    secure = None
+    secure = tls = None
     if tls_certificate is not None and tls_key is not None:
         secure = server_credentials(tls_certificate, tls_key, client_ca)
+        tls = server_tls(tls_certificate, tls_key, client_ca)
     if traces:
         _print_traces()
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
     ports = {"--port": port, "--metrics-port": metrics_port}
-    with held(host, ports), loading(asked.model, asked.threads, asked.quantize):
+    with (
+        held(host, ports),
+        held(beside[0], {"--websocket": beside[1]}) if beside else contextlib.nullcontext(),
+        loading(asked.model, asked.threads, asked.quantize),
+    ):
         from moaspec.process_memory import prepare_process
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
+        from moaspec.remote.server.websocket_server import WebSocketOptions
 
         limits = ServiceOptions(
             max_tokens=max_tokens,
@@ -125,7 +156,10 @@ def target_server(
         service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
-    where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
+    sockets = None
+    if beside is not None:
+        sockets = WebSocketOptions(host=beside[0], port=beside[1], tls=tls, origins=origins)
+    where = ServerOptions(host=host, port=port, credentials=secure, guard=guard, websocket=sockets)
     # Made inside the loop, to which gRPC ties a server when it is made.
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
@@ -139,7 +173,9 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
 
-    target = load_target(asked.model, dtype=asked.dtype, quantize=asked.quantize)
+    target = load_target(
+        asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
+    )
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
     return TargetService(target, module, limits)
 
@@ -197,6 +233,21 @@ def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Pat
         )
 
 
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """Check origins, as browsers write them.
+
+    Raises:
+        InputError: one is none.
+    """
+    for origin in given:
+        if not _ORIGIN.fullmatch(origin):
+            raise InputError(
+                f"--allow-origin must be an origin such as https://example.org or "
+                f"http://localhost:8000, in lower case, got {origin!r}."
+            )
+    return tuple(given)
+
+
 def _serve_metrics(service: Any, host: str, port: int) -> None:
     from prometheus_client import start_http_server
 
@@ -228,6 +279,8 @@ async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any])
             loop.add_signal_handler(number, stop.set)
     freeze_loaded_objects()
     async with make() as server:
+        if server.websocket is not None:
+            facts = {"websocket": server.websocket.url, **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
         await stop.wait()
         console.err.print("Draining", style="dim")

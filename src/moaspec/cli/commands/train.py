@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.plan_table import plan_table
-from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import loading, set_threads, status
+from moaspec.cli.terminal.progress_bar import PERIOD_S, ProgressBar
+from moaspec.cli.terminal.status import loading, set_threads, show_log_records, status
 from moaspec.cli.terminal.table import show_table
 from moaspec.data.conversations import ReadReport
 from moaspec.errors import InputError
@@ -20,10 +23,12 @@ from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
+    from moaspec.cli.terminal.console import Screen
     from moaspec.target.spec import TargetSpec
     from moaspec.train.dataset.examples import Example
     from moaspec.train.run_config import TrainConfig
     from moaspec.train.run_log import StepMetrics as StepProgress
+    from moaspec.train.trainer import Trainer
 
 
 def train(
@@ -41,7 +46,8 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Tell what the run needs and leads to, and load no weights."
+            "--dry-run",
+            help="Show memory, disk, time and expected tau; load no weights.",
         ),
     ] = False,
     gpu: Annotated[
@@ -91,24 +97,32 @@ def train(
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
-    with status(f"Loading {settings.target}"):
+    saved = partial(_saved_sentence, Path(settings.output))
+    with _explained_sigterm(saved), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,
             device=str(accelerator.device),
             packed=False,
+            adapter=settings.adapter or None,
         )
-        unused = ReadReport()
+    unused = ReadReport()
+    with _explained_sigterm(saved), status("Reading examples"):
         examples = _read_examples(settings, target, unused)
+    with _explained_sigterm(saved), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
-    for line in unused.lines():
+    for line in (*unused.lines(), *trainer.notes()):
         told.print(line)
     size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
     told.print(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
         f"from step {trainer.step}"
     )
-    with ProgressBar("step", settings.steps, screen=told, transient=False) as bar:
+    with (
+        _explained_sigterm(saved),
+        ProgressBar("step", settings.steps, screen=told, transient=False, period_s=PERIOD_S) as bar,
+        show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
+    ):
         bar.resume(trainer.step)
 
         def report(step: StepProgress) -> None:
@@ -117,13 +131,21 @@ def train(
                 bar.screen.print(_measured(step))
 
         ending = trainer.run(report, seconds=seconds)
+    _tell_end(trainer, ending, out, told)
+
+
+def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) -> None:
+    """Say where the drafters are; leave with the exit code of a run that is not over."""
     written = f"drafter written to {trainer.output / 'drafter'}"
+    if trainer.best is not None and trainer.best.step != trainer.step:
+        best = f"step {trainer.best.step}, the best on held-out text ({trainer.best.score:.2f})"
+        told.print(f"The weights of {best}, are in {trainer.output / 'best'}.")
     if ending is StopCause.FINISHED:
         out.print(f"Finished: {written}")
         return
     told.print(
-        f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
-        f"continue. As it is now, {written}"
+        f"Stopped after step {trainer.step} of {trainer.config.steps}, which is saved; run it "
+        f"again to continue. As it is now, {written}"
     )
     raise typer.Exit(130 if ending is StopCause.INTERRUPTED else EXIT_UNFINISHED)
 
@@ -164,6 +186,23 @@ def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport
         stop_token_ids=target.stop_token_ids,
         report=report,
     )
+
+
+@contextmanager
+def _explained_sigterm(saved: Callable[[], str]) -> Iterator[None]:
+    """On SIGTERM, say what is saved and leave; `Trainer.run` saves the last step first."""
+    try:
+        with raise_on_sigterm():
+            yield
+    except TerminatedError as reason:
+        console.warn(f"Stopped by SIGTERM. {saved()} Run the same command again to continue.")
+        raise typer.Exit(TERMINATED) from reason
+
+
+def _saved_sentence(output: Path) -> str:
+    from moaspec.train.training_state import StateFiles
+
+    return StateFiles(output / "state").sentence()
 
 
 def _write_recipe(name: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C during output: recorded, so that the output in progress is complete."""
+"""Ctrl-C during output, recorded so that the output is complete; SIGTERM as an exception."""
 
 from __future__ import annotations
 
@@ -10,6 +10,31 @@ from contextlib import contextmanager
 
 PATIENCE_S = 2.0
 """A second Ctrl-C raises if it comes this long after the first: something hangs."""
+
+
+TERMINATED = 143
+"""Exit code of a command that SIGTERM has ended."""
+
+
+class TerminatedError(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt it is no Exception, which libraries might catch."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise a `TerminatedError` on SIGTERM inside this block; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupts:

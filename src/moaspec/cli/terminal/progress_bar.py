@@ -24,6 +24,8 @@ BAR_COLUMNS = 8
 """A whole line then fits 80 columns."""
 LONG_S = 10.0
 """Where no bar can be drawn, a remaining time from this on is printed once."""
+PERIOD_S = 30.0
+"""Where no bar can be drawn, seconds between the lines of a run that takes hours."""
 
 
 class TimeLeft(ProgressColumn):
@@ -58,8 +60,9 @@ class TimeLeft(ProgressColumn):
 class ProgressBar:
     """A bar of finished units with the remaining time, as a context manager.
 
-    Where no bar can be drawn, one line says how long the rest takes once a unit is done. `total` is
-    None until `begin` gives it; `screen` is standard error by default.
+    Where no bar can be drawn, one line says how long the rest takes once a unit is done, or, with
+    `period_s`, a line is printed at this interval. `total` is None until `begin` gives it;
+    `screen` is standard error by default.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ProgressBar:
         *,
         screen: Screen | None = None,
         transient: bool = True,
+        period_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         columns = (
@@ -88,6 +92,7 @@ class ProgressBar:
         )
         self._id = self._progress.add_task(name, total=total, before=0, text="")
         self._printed, self._begun = False, 0
+        self._period_s, self._told_s = period_s, self._progress.get_time()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -130,8 +135,23 @@ class ProgressBar:
         self._progress.update(self._id, completed=done, text=text)
         self._print_long_rest()
 
+    def _print_line(self, period_s: float) -> None:
+        """Print the bar as a line, if `period_s` have passed since the last one."""
+        now_s = self._progress.get_time()
+        if now_s - self._told_s < period_s:
+            return
+        self._told_s = now_s
+        task, left = self.task, TimeLeft().render(self.task).plain
+        parts = (f"{task.completed:.0f}/{task.total:.0f}", task.fields["text"], left)
+        self.screen.print(" ".join((task.description, *filter(None, parts))))
+
     def _print_long_rest(self) -> None:
-        if self._printed or self.screen.is_terminal:
+        if self.screen.is_terminal:
+            return
+        if self._period_s is not None:
+            self._print_line(self._period_s)
+            return
+        if self._printed:
             return
         left_s = TimeLeft().left_s(self.task)
         self._printed = left_s is not None

@@ -30,7 +30,7 @@ def status(message: str) -> Iterator[Status]:
     """Show what is being done until it is done; in files and pipes, print it once."""
     if not console.err.is_terminal:
         console.err.print(message)
-    with console.err.status(Text(message)) as shown, show_log_records(console.err, shown):
+    with console.err.status(Text(message)) as shown, show_log_records(console.err, shown.update):
         yield shown
 
 
@@ -81,24 +81,24 @@ def measuring() -> Iterator[Callable[[str], None]]:
 class _StatusHandler(logging.Handler):
     """Shows long steps (INFO) in the status line, or prints them where there is no terminal."""
 
-    def __init__(self, screen: Console, shown: Status) -> None:
+    def __init__(self, screen: Console, show: Callable[[Text], object]) -> None:
         super().__init__(logging.INFO)
-        self._screen, self._status = screen, shown
+        self._screen, self._show = screen, show
 
     def emit(self, record: logging.LogRecord) -> None:
         text = Text(record.getMessage())
         if record.levelno > logging.INFO:
             self._screen.print(text, style="yellow")
         elif self._screen.is_terminal:
-            self._status.update(text)
+            self._show(text)
         else:
             self._screen.print(text)
 
 
 @contextmanager
-def show_log_records(screen: Console, shown: Status) -> Iterator[None]:
-    """Show the package's log records in this status line."""
-    handler, level = _StatusHandler(screen, shown), log.level
+def show_log_records(screen: Console, show: Callable[[Text], object]) -> Iterator[None]:
+    """Show the package's log records: long steps by `show` on a terminal, others printed."""
+    handler, level = _StatusHandler(screen, show), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

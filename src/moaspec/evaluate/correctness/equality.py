@@ -34,6 +34,8 @@ from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors
 from moaspec.target.families import forget_growth
+from moaspec.target.generic.hybrid_layers import mixers
+from moaspec.target.generic.rules import has_states
 from moaspec.target.target import Target
 
 FLOAT32_TIE = 1e-3
@@ -205,11 +207,12 @@ def _logits(
     """Yield position, float32 and rounded logits for every position from `start` on.
 
     LongRoPE depends on the length of a call, so either side of its switch takes a pass. With
-    dynamic NTK cached keys keep their rotation, so each token takes a pass, as in `generate` of
-    transformers.
+    dynamic NTK cached keys keep their rotation, and layers with states may compute one token in
+    another way than several, so there each token takes a pass, as in `generate` of transformers.
     """
     ids_1T = torch.tensor([text], device=target.device)
-    if target.rope_growth is not None and len(text) > target.rope_growth:
+    grown = target.rope_growth is not None and len(text) > target.rope_growth
+    if grown or has_states(target.config):
         stepped = partial(_stepped, target.model, ids_1T, start)
         yield from _both(target, stepped, range(start, len(text)))
         return
@@ -238,9 +241,11 @@ def _stepped(model: nn.Module, ids_1T: Tensor, start: int) -> list[Tensor]:
     forget_growth(model)
     # The name since transformers 5.24.
     new_name = "cache" in inspect.signature(model.forward).parameters
-    cache = {"cache" if new_name else "past_key_values": DynamicCache()}
+    own = DynamicCache(config=getattr(model, "config", None))
+    cache: dict[str, Any] = {"cache" if new_name else "past_key_values": own}
     logits = []
     for first, stop in pairwise([0, *range(start, ids_1T.shape[1])]):
+        cache["position_ids"] = torch.arange(first, stop, device=ids_1T.device)[None]
         output = model(ids_1T[:, first:stop], use_cache=True, logits_to_keep=1, **cache)
         logits.append(output.logits[0, -1].float())
     return logits
@@ -257,17 +262,20 @@ def _in_float32(target: Target) -> Iterator[None]:
     if target.packed:
         raise ValueError("A packed target cannot compute in float32; load it with packed=False.")
     own: dict[nn.Parameter, Tensor] = {}
+    whole = set(mixers(target.model))  # they use weights of their parts without calling these
+    parts = {part for one in whole for part in one.modules()} - whole
 
     def widen(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=module in whole):
             own[parameter] = parameter.data
             parameter.data = parameter.data.float()
 
     def restore(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=module in whole):
             parameter.data = own.pop(parameter)
 
-    modules = [m for m in target.model.modules() if any(True for _ in m.parameters(False))]
+    modules = [m for m in target.model.modules() if m not in parts]
+    modules = [m for m in modules if m in whole or any(True for _ in m.parameters(False))]
     hooks = [module.register_forward_pre_hook(widen) for module in modules]
     hooks += [module.register_forward_hook(restore) for module in modules]
     try:

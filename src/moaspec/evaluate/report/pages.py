@@ -21,7 +21,7 @@ from moaspec.evaluate.report.plots import draw_plots
 from moaspec.evaluate.report.verdict import eval_command, prompt_speedups, speedup, verdict
 from moaspec.evaluate.results_store import write_whole
 
-SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
+SAME = ("model", "drafter", "dtype", "quantize", "adapter", "device", "threads")
 """Settings that all results on a page must share."""
 
 NUM_SHORT_PLOTS = 2

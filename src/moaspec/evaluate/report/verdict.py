@@ -18,7 +18,7 @@ TRANSFORMERS = "hf"
 
 FLAGS = (
     *("suite", "limit", "turns", "max_new_tokens", "repeats", "batch", "temperature", "seed"),
-    *("system", "model", "drafter", "dtype", "quantize", "device", "threads"),
+    *("system", "model", "drafter", "dtype", "quantize", "adapter", "device", "threads"),
 )
 """Settings of a report that are options of `moaspec eval`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import grpc
@@ -12,15 +12,12 @@ import grpc.aio
 
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.transport import CALL_S, STREAM_S
 from moaspec.remote.protocol.wire import one_line
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
 
 SERVICE = "moaspec.remote.v1.Target"
-STREAM_S = 3600.0
-"""Deadline of one connection; a session continues on the next."""
-CALL_S = 10.0
-"""Deadline of a call that is answered at once."""
 
 REFUSALS = frozenset(
     {
@@ -76,12 +73,7 @@ class GrpcTransport:
         return connection
 
     async def describe(self) -> pb.Description:
-        """Ask the server to describe itself.
-
-        Raises:
-            LinkError: the server cannot be reached.
-            RefusedError: the server does not accept these credentials.
-        """
+        """Ask the server to describe itself; see `ServerTransport`."""
         async with self._channel() as channel:
             ask = channel.unary_unary(
                 f"/{SERVICE}/Describe", response_deserializer=pb.Description.FromString
@@ -89,13 +81,10 @@ class GrpcTransport:
             with translated_errors():
                 return await ask(b"", metadata=self._metadata(), timeout=CALL_S)
 
-    async def generate(self, request: pb.GenerateRequest, timeout_s: float = STREAM_S) -> Any:
-        """Let the server decode alone; yields `Generated` messages.
-
-        Raises:
-            LinkError: the link broke.
-            RefusedError: the server refuses.
-        """
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
+    ) -> AsyncGenerator[pb.Generated]:
+        """Let the server decode alone; see `ServerTransport`."""
         async with self._channel() as channel:
             call = channel.unary_stream(
                 f"/{SERVICE}/Generate",

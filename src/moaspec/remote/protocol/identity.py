@@ -43,13 +43,15 @@ def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
 def from_message(message: pb.TargetIdentity) -> TargetIdentity:
     """Convert a message to an identity."""
     values = {one.name: getattr(message, one.name) for one in fields(TargetIdentity)}
-    return TargetIdentity(**values | {"tokenizer_hash": message.tokenizer_hash or None})
+    hashes = {name: values[name] or None for name in ("tokenizer_hash", "adapter")}
+    return TargetIdentity(**values | hashes)
 
 
 def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
     """Describe the differences of two targets; None if there are none.
 
-    Hashes of tokenizers are compared only if both are known.
+    Hashes of tokenizers are compared only if both are known, and those of adapters if both have
+    one: a device may hold the drafter of the base model.
     """
     said = []
     for name in (one.name for one in fields(TargetIdentity)):

@@ -47,7 +47,7 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ...) -> None: ...
 
 class TargetIdentity(_message.Message):
-    __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash")
+    __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash", "adapter")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class TargetIdentity(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     num_layers: int
     hidden_size: int
@@ -62,7 +63,8 @@ class TargetIdentity(_message.Message):
     head_dim: int
     vocab_size: int
     tokenizer_hash: str
-    def __init__(self, model_type: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, model_type: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "grammar", "rules")

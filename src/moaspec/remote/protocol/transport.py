@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from moaspec.errors import LinkError, MoaSpecError
+from moaspec.remote.protocol import target_pb2 as pb
 
 T = TypeVar("T")
+
+STREAM_S = 3600.0
+"""Deadline of one connection; a session continues on the next."""
+
+CALL_S = 10.0
+"""Deadline of a call that is answered at once."""
 
 MAX_QUEUED_FRAMES = 64
 """Frames that an in-process connection queues in each direction before senders wait."""
@@ -48,6 +55,30 @@ class Transport(Protocol):
         Raises:
             LinkError: the server cannot be reached.
             RefusedError: the server does not accept these credentials.
+        """
+        ...
+
+
+class ServerTransport(Transport, Protocol):
+    """Makes all calls of target.proto."""
+
+    async def describe(self) -> pb.Description:
+        """Ask the server to describe itself.
+
+        Raises:
+            LinkError: the server cannot be reached.
+            RefusedError: the server does not accept these credentials.
+        """
+        ...
+
+    def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
+    ) -> AsyncGenerator[pb.Generated]:
+        """Let the server decode alone; yields its messages.
+
+        Raises:
+            LinkError: the link broke.
+            RefusedError: the server refuses.
         """
         ...
 

@@ -89,7 +89,7 @@ def parse_client(frame: bytes) -> pb.ClientMessage:
     Raises:
         WireError: an invalid message.
     """
-    message = _parse(frame, pb.ClientMessage())
+    message = parse(frame, pb.ClientMessage())
     if len(message.session) != SESSION_BYTES or message.WhichOneof("kind") is None:
         raise WireError(
             f"A message names its session in {SESSION_BYTES} bytes and has one content; got "
@@ -104,7 +104,7 @@ def parse_server(frame: bytes) -> pb.ServerMessage:
     Raises:
         WireError: an invalid message.
     """
-    return _parse(frame, pb.ServerMessage())
+    return parse(frame, pb.ServerMessage())
 
 
 def parse_generate(frame: bytes) -> pb.GenerateRequest:
@@ -113,7 +113,7 @@ def parse_generate(frame: bytes) -> pb.GenerateRequest:
     Raises:
         WireError: an invalid message, or a limit is exceeded.
     """
-    request = _parse(frame, pb.GenerateRequest())
+    request = parse(frame, pb.GenerateRequest())
     _at_most(len(request.stop), MAX_STOP_STRINGS, "stop strings")
     _at_most(len(request.stop_token_ids), MAX_STOP_TOKENS, "stop tokens")
     _at_most(max(map(len, request.stop), default=0), MAX_STOP_CHARACTERS, "characters to stop at")
@@ -126,7 +126,12 @@ def _at_most(number: int, most: int, what: str) -> None:
         raise WireError(f"A request has at most {most} {what}; got {number}.")
 
 
-def _parse(frame: bytes, message: M) -> M:
+def parse(frame: bytes, message: M) -> M:
+    """Parse a message of target.proto into an empty one.
+
+    Raises:
+        WireError: it is too long, or not such a message.
+    """
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"A message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}.")
     try:

@@ -1,109 +1,104 @@
-"""Admission of gRPC calls: a budget for each kind of call, and deadlines for requests."""
+"""Admission of calls, for all transports of a server: who calls, how many at once, how long."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import grpc
-import grpc.aio
-
-from moaspec.remote.server.auth import ANONYMOUS
-from moaspec.remote.server.session_store import NoRoomError, Quota
+from moaspec.errors import LinkError
+from moaspec.remote.server.auth import ANONYMOUS, CallAuth, UnknownClientError
+from moaspec.remote.server.session_store import Quota
+from moaspec.remote.server.telemetry import Telemetry
 from moaspec.support import limits
-
-Context = Any
-Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+from moaspec.support.refusal_delay import RefusalDelay
 
 
-class Admission(grpc.aio.ServerInterceptor):
+class LateRequestError(LinkError):
+    """The request of a call did not arrive in time."""
+
+
+class Admission:
     """Limits calls before their requests are read.
 
     Args:
-        service: name of the service whose calls need credentials.
-        owner: finds the owner of a call; aborts calls with wrong credentials.
-        max_calls: number of calls with valid credentials at the same time.
+        guard: decides which clients are accepted.
+        observer: counts refusals.
+        max_calls: number of calls with valid credentials at the same time; one client may have half
+            of them. Clients without credentials are identified by address.
+        call_s: longest duration of a call.
     """
 
     def __init__(
-        self, service: str, owner: Callable[[Context], Awaitable[str]], max_calls: int
+        self, guard: CallAuth, observer: Telemetry, *, max_calls: int, call_s: float
     ) -> None:
-        self._prefix, self._find_owner = f"/{service}/", owner
+        self._guard, self._observer, self._call_s = guard, observer, call_s
+        self._slow = RefusalDelay()
         self._all = Quota(lambda _: max_calls, "calls, all clients together")
         self._own = Quota(lambda _: max(1, max_calls // 2), "calls")
         self._open = Quota(lambda _: limits.MAX_OPEN_CALLS, "calls without a token")
         most = limits.MAX_OPEN_CALLS_PER_ADDRESS
         self._open_here = Quota(lambda _: most, "calls without a token from this address")
 
-    async def intercept_service(
-        self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
-        """See gRPC; calls are served as streams, so that this class reads the request."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        known = str(handler_call_details.method).startswith(self._prefix)
+    @asynccontextmanager
+    async def call(self, bearer: str | None, peer: str | None, address: str) -> AsyncIterator[str]:
+        """Admit a call, and yield the owner of its credentials.
 
-        async def call(requests: Any, context: Context) -> None:
-            admitted = self._known if known else self._unknown
-            await admitted(handler, requests, context)
+        Args:
+            bearer: the token that was sent.
+            peer: name in the client's certificate, if TLS has verified one.
+            address: of the client, without the port.
 
-        return grpc.stream_stream_rpc_method_handler(
-            call, handler.request_deserializer, handler.response_serializer
-        )
-
-    async def _known(self, handler: Any, requests: Any, context: Context) -> None:
-        owner = await self._find_owner(context)
-        client = _address(context) if owner == ANONYMOUS else owner
+        Raises:
+            UnknownClientError: wrong credentials; raised late, which slows down guessing.
+            NoRoomError: too many calls at the same time.
+            LinkError: the call has lasted for too long.
+        """
         try:
-            with self._own.one(client), self._all.one(""):
-                await _answer(handler, requests, context)
-        except NoRoomError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            owner = self._guard.owner(bearer, peer)
+        except UnknownClientError:
+            self._observer.refused("credentials")
+            await self._slow.wait()
+            raise
+        client = address if owner == ANONYMOUS else owner
+        with self._own.one(client), self._all.one(""):
+            try:
+                async with asyncio.timeout(self._call_s):
+                    yield owner
+            except TimeoutError as error:
+                raise LinkError(
+                    f"A connection lasts at most {self._call_s:g} s; connect again."
+                ) from error
 
-    async def _unknown(self, handler: Any, requests: Any, context: Context) -> None:
-        try:
-            with self._open_here.one(_address(context)), self._open.one(""):
+    @asynccontextmanager
+    async def open_call(self, address: str) -> AsyncIterator[None]:
+        """Admit a call that needs no credentials.
+
+        Raises:
+            NoRoomError: too many of them at the same time.
+            LinkError: the call has lasted for too long.
+        """
+        with self._open_here.one(address), self._open.one(""):
+            try:
                 async with asyncio.timeout(limits.MAX_OPEN_CALL_S):
-                    await _answer(handler, requests, context)
-        except NoRoomError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except TimeoutError:
-            message = f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
-            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+                    yield
+            except TimeoutError as error:
+                raise LinkError(
+                    f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
+                ) from error
 
 
-def _address(context: Context) -> str:
-    """The address of a client without the port: "ipv4:192.0.2.1"."""
-    return str(context.peer()).rpartition(":")[0]
+@asynccontextmanager
+async def request_deadline() -> AsyncIterator[None]:
+    """Limit the time until a call's request is here.
 
-
-async def _answer(handler: Any, requests: Any, context: Context) -> None:
-    """Call a handler of any kind as gRPC does."""
-    given = requests
-    if not handler.request_streaming:
-        given = await _request(context)
-    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-    behaviour = next(one for one in kinds if one is not None)
-    result = behaviour(given, context)
-    if inspect.isasyncgen(result):
-        async for message in result:
-            await context.write(message)
-        return
-    message = await result
-    if message is not None:
-        await context.write(message)
-
-
-async def _request(context: Context) -> Any:
+    Raises:
+        LateRequestError: it is not.
+    """
     try:
         async with asyncio.timeout(limits.MAX_REQUEST_S):
-            request = await context.read()
-    except TimeoutError:
-        message = f"The request did not arrive within {limits.MAX_REQUEST_S} s."
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
-    if request is grpc.aio.EOF:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The call has no request.")
-    return request
+            yield
+    except TimeoutError as error:
+        raise LateRequestError(
+            f"The request did not arrive within {limits.MAX_REQUEST_S} s."
+        ) from error

@@ -11,10 +11,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError, RefusedError
+
+if TYPE_CHECKING:
+    import grpc
 
 ANONYMOUS = "anonymous"
 """The owner of all sessions if clients have neither tokens nor certificates."""
@@ -23,6 +25,10 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Connections to these hosts stay on this machine and need no TLS."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class UnknownClientError(RefusedError):
+    """The credentials of a client are missing, unknown or expired."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +79,35 @@ class Credentials:
         """
         if self.ca is None:
             return None
+        import grpc  # other transports do without
+
         roots = None if str(self.ca) == "system" else _read(self.ca)
         key = None if self.key is None else _read(self.key)
         certificate = None if self.certificate is None else _read(self.certificate)
         return grpc.ssl_channel_credentials(roots, key, certificate)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Settings of TLS, for connections that are not gRPC's; None without TLS.
+
+        Raises:
+            InputError: a file cannot be read or is invalid.
+        """
+        if self.ca is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if str(self.ca) == "system":
+                context.load_default_certs()
+            else:
+                context.load_verify_locations(self.ca)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        except (ssl.SSLError, OSError) as error:
+            raise InputError(
+                f"Cannot use {self.ca}, {self.certificate} and {self.key} as CA, certificate and "
+                f"key: {error.strerror or error}."
+            ) from error
+        return context
 
 
 @dataclass
@@ -130,7 +161,7 @@ class CallAuth:
             peer: name in the device's certificate, if TLS has verified one.
 
         Raises:
-            RefusedError: the token is missing, unknown or expired.
+            UnknownClientError: the token is missing, unknown or expired.
         """
         if self.tokens is None:
             return peer or ANONYMOUS
@@ -138,9 +169,9 @@ class CallAuth:
         for known, owner in self.tokens.items():
             if hmac.compare_digest(known.encode(), digest.encode()):
                 if time.time() > self.until_s.get(owner, float("inf")):
-                    raise RefusedError("The token has expired; get a new one.")
+                    raise UnknownClientError("The token has expired; get a new one.")
                 return owner
-        raise RefusedError("No token, or one that this server does not know.")
+        raise UnknownClientError("No token, or one that this server does not know.")
 
 
 def _read(path: Path | str) -> bytes:
@@ -158,15 +189,17 @@ def server_credentials(
     Raises:
         InputError: a file cannot be read or is invalid.
     """
-    _require_pair(certificate, key, client_ca)
+    import grpc
+
+    server_tls(certificate, key, client_ca)  # gRPC would only report that it cannot listen
     roots = None if client_ca is None else _read(client_ca)
     return grpc.ssl_server_credentials(
         [(_read(key), _read(certificate))], roots, require_client_auth=client_ca is not None
     )
 
 
-def _require_pair(certificate: Path, key: Path, client_ca: Path | None) -> None:
-    """Check the files, for which gRPC would only report that it cannot listen.
+def server_tls(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """TLS settings of a server that is not gRPC's; see `server_credentials`.
 
     Raises:
         InputError: a file is invalid.
@@ -179,8 +212,11 @@ def _require_pair(certificate: Path, key: Path, client_ca: Path | None) -> None:
             f"{certificate} and {key} are no certificate chain and its private key, in PEM and "
             f"without a password: {error.strerror or error}."
         ) from error
+    if client_ca is None:
+        return context
     try:
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
+        context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
         raise InputError(f"{client_ca} holds no CA certificates: {error.strerror}.") from error
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -1,12 +1,14 @@
-"""A gRPC server around a `TargetService`."""
+"""A gRPC server around a `TargetService`, with WebSockets beside it where they are asked for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -16,22 +18,26 @@ from grpc_reflection.v1alpha import reflection
 
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.process_memory import return_memory_forever
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.grpc_transport import OPTIONS, SERVICE
-from moaspec.remote.server.admission import Admission
-from moaspec.remote.server.auth import CallAuth
+from moaspec.remote.server.admission import Admission, LateRequestError, request_deadline
+from moaspec.remote.server.auth import CallAuth, UnknownClientError
+from moaspec.remote.server.calls import CALLS, Call
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError
+from moaspec.remote.server.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.support import limits
-from moaspec.support.refusal_delay import RefusalDelay
+
+Context = Any  # gRPC has no types
+Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (UnknownClientError, grpc.StatusCode.UNAUTHENTICATED),
     (ForeignSessionError, grpc.StatusCode.PERMISSION_DENIED),
     (NoRoomError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (WireError, grpc.StatusCode.INVALID_ARGUMENT),
     (InputError, grpc.StatusCode.INVALID_ARGUMENT),
     (RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LateRequestError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (LinkError, grpc.StatusCode.UNAVAILABLE),
     (MoaSpecError, grpc.StatusCode.INTERNAL),
 )
@@ -51,6 +57,7 @@ class ServerOptions:
             refused for now. Clients without credentials are identified by address.
         connection_s: longest duration of a connection, after which credentials are checked again.
         sweep_s: seconds between two searches for idle sessions.
+        websocket: where to listen for WebSockets too; None does not.
     """
 
     host: str = "127.0.0.1"
@@ -60,14 +67,18 @@ class ServerOptions:
     max_connections: int = 256
     connection_s: float = 3600.0
     sweep_s: float = 5.0
+    websocket: WebSocketOptions | None = None
 
 
 class GrpcServer:
-    """Serves until `drain` or until the context ends.
+    """Serves over gRPC, and over WebSockets if asked, until `drain` or until the context ends.
 
     Args:
         service: answers.
         options: see `ServerOptions`.
+
+    Attributes:
+        websocket: listens for WebSockets; None where the options name no address for them.
 
     Raises:
         InputError: on entering, where the address cannot be listened on.
@@ -75,6 +86,15 @@ class GrpcServer:
 
     def __init__(self, service: TargetService, options: ServerOptions | None = None) -> None:
         self.service, self._options = service, options or ServerOptions()
+        self._admission = Admission(
+            self._options.guard,
+            service.observer,
+            max_calls=self._options.max_connections,
+            call_s=self._options.connection_s,
+        )
+        self.websocket: WebSocketListener | None = None
+        if self._options.websocket is not None:
+            self.websocket = WebSocketListener(service, self._admission, self._options.websocket)
         self._server = grpc.aio.server(
             options=[
                 # Of an option that is given twice, gRPC takes the first.
@@ -82,7 +102,7 @@ class GrpcServer:
                 *OPTIONS,
                 ("grpc.max_allowed_incoming_connections", limits.MAX_GRPC_CONNECTIONS),
                 ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
-                ("grpc.server_handshake_timeout_ms", limits.MAX_GRPC_HANDSHAKE_S * 1000),
+                ("grpc.server_handshake_timeout_ms", limits.MAX_HANDSHAKE_S * 1000),
                 ("grpc.max_connection_idle_ms", limits.MAX_GRPC_IDLE_S * 1000),
                 # Devices may send HTTP/2 pings besides our heartbeats.
                 ("grpc.http2.min_ping_interval_without_data_ms", 200),
@@ -91,9 +111,8 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.so_reuseport", 0),
             ],
-            interceptors=[Admission(SERVICE, self._owner, self._options.max_connections)],
+            interceptors=[_OpenCalls(self._admission)],
         )
-        self._slow = RefusalDelay()
         self._health = health.HealthServicer()
         self._repeated: list[asyncio.Task[None]] = []
         self.port = 0
@@ -110,6 +129,8 @@ class GrpcServer:
         except RuntimeError as error:
             raise InputError(f"Cannot listen on {address}: is the port in use?") from error
         self._add_services()
+        if self.websocket is not None:
+            await self.websocket.start()
         await self._server.start()
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         self._repeated = [
@@ -132,6 +153,8 @@ class GrpcServer:
             task.cancel()
         await asyncio.gather(*self._repeated, return_exceptions=True)
         await self._server.stop(0)
+        if self.websocket is not None:
+            await self.websocket.stop()
         await self.service.stop()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
@@ -139,16 +162,14 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
         await self.service.drain(timeout_s)
         await self._server.stop(timeout_s / 10)
+        if self.websocket is not None:
+            await self.websocket.stop()
 
     def _add_services(self) -> None:
-        handlers: dict[str, Any] = {
-            "Describe": grpc.unary_unary_rpc_method_handler(
-                self._describe, response_serializer=pb.Description.SerializeToString
-            ),
-            "Converse": grpc.stream_stream_rpc_method_handler(self._converse),
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self._generate, response_serializer=pb.Generated.SerializeToString
-            ),
+        # As streams: gRPC would read the request of another call before the call is admitted.
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(self._handler(call))
+            for name, call in CALLS.items()
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, handlers),)
@@ -162,61 +183,81 @@ class GrpcServer:
             await asyncio.sleep(self._options.sweep_s)
             self.service.sessions.sweep()
 
-    async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await self._owner(context)
-        return self.service.capabilities.describe()
+    def _handler(self, call: Call) -> Callable[[Any, Context], Awaitable[None]]:
+        async def handle(_: Any, context: Context) -> None:
+            client = (*_credentials(context), _address(context))
+            async with _told_errors(context), self._admission.call(*client) as owner:
+                await context.send_initial_metadata(())
+                await call(self.service, owner, _ServerConnection(context))
 
-    async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        owner = await self._owner(context)
-        await context.send_initial_metadata(())
-        connection = _ServerConnection(context)
-        try:
-            async with self._limit_duration():
-                await self.service.converse(owner, connection)
-        except MoaSpecError as error:
-            await context.abort(_status(error), str(error))
+        return handle
 
-    async def _generate(
-        self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.Generated]:
-        owner = await self._owner(context)
-        try:
-            request = wire.parse_generate(frame)
-            async with (
-                self._limit_duration(),
-                aclosing(self.service.generate(owner, request)) as texts,
-            ):
-                async for generated in texts:
-                    yield generated
-        except MoaSpecError as error:
-            await context.abort(_status(error), str(error))
 
-    @asynccontextmanager
-    async def _limit_duration(self) -> AsyncIterator[None]:
-        """Limit the duration of a call.
+def _credentials(context: Context) -> tuple[str | None, str | None]:
+    """The bearer token of a call, and the name in the client's certificate."""
+    metadata = dict(context.invocation_metadata() or ())
+    scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
+    names = context.auth_context().get("x509_common_name", ())
+    peer = next((name.decode(errors="replace") for name in names), None)
+    return token if scheme == "Bearer" else None, peer
 
-        Raises:
-            LinkError: the limit is reached.
-        """
-        try:
-            async with asyncio.timeout(self._options.connection_s):
-                yield
-        except TimeoutError as error:
-            most = self._options.connection_s
-            raise LinkError(f"A connection lasts at most {most:g} s; connect again.") from error
 
-    async def _owner(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        metadata = dict(context.invocation_metadata() or ())
-        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
-        names = context.auth_context().get("x509_common_name", ())
-        peer = next((name.decode(errors="replace") for name in names), None)
-        try:
-            return self._options.guard.owner(token if scheme == "Bearer" else None, peer)
-        except RefusedError as error:
-            self.service.observer.refused("credentials")
-            await self._slow.wait()
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-            raise
+def _address(context: Context) -> str:
+    """The address of a client without the port: "192.0.2.1" for "ipv4:192.0.2.1:1234"."""
+    host = str(context.peer()).partition(":")[2].rpartition(":")[0]
+    return unquote(host).strip("[]")
+
+
+class _OpenCalls(grpc.aio.ServerInterceptor):
+    """Admits calls of the services that need no credentials, before their requests are read."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def intercept_service(
+        self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """See gRPC; calls are served as streams, so that this class reads the request."""
+        handler = await continuation(handler_call_details)
+        if handler is None or str(handler_call_details.method).startswith(f"/{SERVICE}/"):
+            return handler
+
+        async def call(requests: Any, context: Context) -> None:
+            async with _told_errors(context), self._admission.open_call(_address(context)):
+                await _answer(handler, requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+
+async def _answer(handler: Any, requests: Any, context: Context) -> None:
+    """Call a handler of any kind as gRPC does."""
+    given = requests
+    if not handler.request_streaming:
+        async with request_deadline():
+            given = await context.read()
+        if given is grpc.aio.EOF:
+            raise WireError("The call has no request.")
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    behaviour = next(one for one in kinds if one is not None)
+    result = behaviour(given, context)
+    if inspect.isasyncgen(result):
+        async for message in result:
+            await context.write(message)
+        return
+    message = await result
+    if message is not None:
+        await context.write(message)
+
+
+@asynccontextmanager
+async def _told_errors(context: Context) -> AsyncIterator[None]:
+    """Tell the client of our errors."""
+    try:
+        yield
+    except MoaSpecError as error:
+        await context.abort(_status(error), str(error))
 
 
 def _status(error: Exception) -> grpc.StatusCode:
@@ -226,7 +267,7 @@ def _status(error: Exception) -> grpc.StatusCode:
 class _ServerConnection:
     """A `Connection` over one gRPC stream."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
 
     async def send(self, frame: bytes) -> None:

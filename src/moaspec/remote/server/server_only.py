@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
@@ -20,15 +20,13 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import ActivationParts
+from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-
-if TYPE_CHECKING:
-    from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
 SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
 """Their indices are the numbers on the wire."""
@@ -136,7 +134,7 @@ class RemoteText:
 
     def __init__(
         self,
-        transport: GrpcTransport,
+        transport: ServerTransport,
         stop_token_ids: frozenset[int] = frozenset(),
         defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from moaspec.drafting.protocols import Verifier
 from moaspec.engine.large_batches import client_rows
-from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.position_rules import PositionRules
+from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import LinkError, RefusedError, WireError
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
@@ -138,7 +138,7 @@ class TargetService:
         else:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
-            self.verifier = LocalVerifier(target, encoder)
+            self.verifier = local_verifier(target, encoder)
             passes = replace(passes, owner_rows=min(passes.owner_rows, client_rows(target.device)))
         self.shared = SharedVerifier(self.verifier, passes, self.verifier.release)
         self._room = self.options.fitting(target)

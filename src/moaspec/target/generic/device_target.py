@@ -92,16 +92,10 @@ class _Parts(nn.Module):
 class GenericPartialTarget(PartialTarget):
     """`PartialTarget` of a `GenericTarget`; no layers can be reused.
 
-    Args:
+    Args are those of `PartialTarget`, but for these:
         config: transformers' config of the target's text part.
-        tensors: see `device_tensors`; weights in eight bits where scales are beside them.
-        tokenizer: the target's.
-        name: how messages call it.
+        tensors: see `device_tensors`.
         identity: of the whole target.
-        head_token_ids: which rows of the head there are, None for all.
-        stop_token_ids: ids that end a turn.
-        dtype: to compute in.
-        generation_config: the target's; None where it is not known.
 
     Raises:
         CorruptCheckpointError: weights are missing or have impossible shapes.

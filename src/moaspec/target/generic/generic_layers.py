@@ -90,11 +90,16 @@ class GenericLayers(DecoderLayers):
             output = self._base(
                 input_ids=input_ids_BT,
                 position_ids=position_ids_BT,
-                attention_mask=None,
+                attention_mask=self.padding(position_ids_BT, write),
                 use_cache=True,
                 **cache,
             )
         return cast(Tensor, output.last_hidden_state)
+
+    def padding(self, position_ids_BT: Tensor, write: WriteKV) -> Tensor | None:
+        """False for tokens that must not enter a layer's state; None where layers have none."""
+        del position_ids_BT, write
+        return None
 
     def run(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: a model's `forward` begins with its first layer.

@@ -15,6 +15,7 @@ from moaspec.target.decoder_layers import LMHead, WatchLayer, WriteKV
 from moaspec.target.families import is_family
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
+from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.pass_cache import ShortTextCache
 from moaspec.target.generic.pass_masks import attend_by_pass
 from moaspec.target.generic.self_test import require_equal
@@ -98,7 +99,8 @@ class GenericTarget(Target):
         )
         self._base: Any = rules.text_model(model)
         attend_by_pass(self._base.config)
-        self.layers = GenericLayers(self._base)
+        kind = HybridLayers if rules.has_states(self.config) else GenericLayers
+        self.layers = kind(self._base)
         if rules.uses_cache_length(self.config):
             self.layers.cache_class = ShortTextCache
         head = cast(nn.Linear, model.get_output_embeddings())

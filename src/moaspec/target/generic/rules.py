@@ -16,6 +16,9 @@ from moaspec.target.generic.pass_masks import NAMES
 
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid", "mamba"}
+"""Of layers with a recurrent or convolution state; hybrid ones attend as well."""
+_STATELESS_TYPES = {"moe", "mlp"}
 _REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: getattr(c, "is_encoder_decoder", False),
@@ -26,9 +29,13 @@ _REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "its attention is bidirectional, so it does not generate token by token",
     ),
     (
-        lambda c: any(getattr(c, name, None) for name in _STATE_SIZES) or _other_layers(c),
-        "not all of its layers keep keys and values of every token (state-space, linear, "
-        "convolutional or sparse layers)",
+        lambda c: any(getattr(c, name, None) for name in _STATE_SIZES) and not _attends(c),
+        "none of its layers keeps keys and values",
+    ),
+    (
+        lambda c: _types(c) - _ATTENTION_TYPES - _STATE_TYPES - _STATELESS_TYPES,
+        "it has layers that keep neither keys and values of every token nor a state that can be "
+        "saved and restored",
     ),
     (
         lambda c: getattr(c, "keep_window_size", None),
@@ -91,8 +98,19 @@ def refusal(config: Any, name: str, reason: str) -> UnsupportedTargetError:
     )
 
 
-def _other_layers(config: Any) -> bool:
-    return bool(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
+def has_states(config: Any) -> bool:
+    """Whether some layers keep a recurrent or convolution state."""
+    return bool(_types(text_config(config)) & _STATE_TYPES)
+
+
+def _types(config: Any) -> set[str]:
+    """Kinds of layers; Zamba has them under a name of its own."""
+    names = ("layer_types", "layers_block_type")
+    return set(next((found for name in names if (found := getattr(config, name, None))), ()))
+
+
+def _attends(config: Any) -> bool:
+    return bool(_types(config) & {*_ATTENTION_TYPES, "hybrid"})
 
 
 def context_length(config: Any) -> int:
@@ -128,5 +146,7 @@ def head_rule(config: Any) -> tuple[float | None, float]:
     The names are those of transformers' configs; the self-test compares the logits.
     """
     scale = getattr(config, "logit_scale", None) or 1.0
+    factor = getattr(config, "lm_head_multiplier", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
-    return getattr(config, "final_logit_softcapping", None), float(scale) / float(divisor)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return cap, float(scale) * float(factor) / float(divisor)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.target.generic.hybrid_layers import HybridLayers
+from moaspec.target.generic.hybrid_test import hybrid_distance, relative_distance
 from moaspec.target.generic.pass_cache import KVShape
 from moaspec.target.target import plain_torch
 
@@ -50,7 +52,7 @@ def require_equal(target: GenericTarget) -> KVShape:
             if ids_1T.is_meta:
                 return shape
             while trials and distance > limit:
-                distance = min(distance, _distance(target, trials.pop(0)))
+                distance = min(distance, _distance(target, trials.pop(0), limit))
     except UnsupportedTargetError:
         raise
     # Models raise almost anything where they do not keep to the interfaces.
@@ -67,12 +69,12 @@ def require_equal(target: GenericTarget) -> KVShape:
     return shape
 
 
-def _distance(target: GenericTarget, trial: list[int]) -> float:
+def _distance(target: GenericTarget, trial: list[int], limit: float) -> float:
     """Of the logits of two drafts, the larger distance relative to their length."""
     ids_1T = torch.tensor([trial], device=target.model.device)
-    ours_2V, own_2V = _our_logits(target, ids_1T), _own_logits(target, ids_1T)
-    distance = float(((ours_2V - own_2V).norm(dim=1) / own_2V.norm(dim=1)).max())
-    return math.inf if math.isnan(distance) else distance
+    if isinstance(target.layers, HybridLayers):
+        return hybrid_distance(target, target.layers, ids_1T, limit)
+    return relative_distance(_our_logits(target, ids_1T), _own_logits(target, ids_1T))
 
 
 def _our_logits(target: GenericTarget, ids_1T: Tensor) -> Tensor:

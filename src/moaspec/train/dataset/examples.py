@@ -189,6 +189,19 @@ def frequent_tokens(
     return torch.tensor(sorted(kept))
 
 
+def coverage(examples: Iterable[Example], vocabulary: Tensor | None) -> float | None:
+    """Share of the response tokens that are in a draft vocabulary; None without responses.
+
+    Args:
+        examples: whose response tokens are counted.
+        vocabulary: ids, or None for all.
+    """
+    counts = response_counts(examples)
+    inside = counts.keys() if vocabulary is None else set(vocabulary.tolist())
+    total = counts.total()
+    return sum(n for token, n in counts.items() if token in inside) / total if total else None
+
+
 def response_counts(examples: Iterable[Example]) -> Counter[int]:
     """Count the response tokens."""
     return Counter(token for example in examples for token in example.response_ids)

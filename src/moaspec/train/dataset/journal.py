@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.support.locks import claimed
@@ -27,12 +27,14 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     Attributes:
         settings: determine the rows; a resumed run must have the same.
         groups, rows, num_bytes: written so far.
+        kept: rows of finished conversations of the next group, by their index in it.
     """
 
     settings: dict[str, Any]
     groups: NonNegativeInt = 0
     rows: NonNegativeInt = 0
     num_bytes: NonNegativeInt = 0
+    kept: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
 
 
 class Journal:
@@ -75,6 +77,25 @@ class Journal:
     @property
     def rows(self) -> int:
         return self._progress.rows
+
+    @property
+    def kept(self) -> dict[int, list[dict[str, Any]]]:
+        """What `keep` was given, of a group that is not written yet."""
+        return {int(index): rows for index, rows in self._progress.kept.items()}
+
+    def keep(self, finished: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+        """Keep rows of a part of the next group, so that its conversations need not be repeated.
+
+        Args:
+            finished: rows by the conversation's index in the group.
+
+        Raises:
+            TrainingError: the disk is full or broken.
+        """
+        kept = {str(index): [dict(row) for row in rows] for index, rows in finished.items()}
+        self._progress = self._progress.model_copy(update={"kept": kept})
+        with self._explained():
+            self._record(self._progress)
 
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the next group and flush it to disk.

@@ -16,44 +16,48 @@ from moaspec.data.templates.call_reader import CallReader
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import DataError
-from moaspec.target.target import Target
+from moaspec.target.spec import TargetSpec
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.response_writer import (
     ConversationTask,
     OutputRow,
-    ResponseWriter,
+    Writer,
     WriteRequest,
 )
 
 REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
 
 
-def regenerate(
-    writer: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
-) -> None:
+def regenerate(writer: Writer, conversations: Sequence[Conversation], journal: Journal) -> None:
     """Generate the responses of all conversations that are not in the journal yet.
 
-    Each assistant turn becomes a row of `id`, `source`, `turn`, `prompt_ids`, `response_ids`,
-    `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Each turn
-    follows the target's own earlier turns. Assistant turns with tool calls are kept, because their
-    results follow. A conversation ends after a turn that was cut short or calls tools, or before a
-    prompt that leaves no room in the target's context.
+    Each assistant turn becomes a row of `id` (the conversation's own, or its number), `source`,
+    `turn`, `prompt_ids`, `response_ids`, `stop_reason` and, for conversations in messages,
+    `messages` up to and with that turn. Each turn follows the target's own earlier turns. Assistant
+    turns with tool calls are kept, because their results follow. A conversation ends after a turn
+    that was cut short or calls tools, or before a prompt that leaves no room in the target's
+    context or whose answer cannot be used.
 
     Raises:
         DataError: the chat template refuses a conversation.
         TrainingError: the output file cannot be written.
     """
     size, template = writer.options.group_size, ChatTemplate(writer.target.tokenizer)
-    for start in range(journal.groups * size, len(conversations), size):
-        group = conversations[start : start + size]
-        tasks = [
-            _conversation_task(writer.target, template, c, start + i) for i, c in enumerate(group)
+    groups = (
+        [
+            _conversation_task(writer.target, template, conversation, start + i)
+            for i, conversation in enumerate(conversations[start : start + size])
         ]
-        journal.commit(writer.write(tasks))
+        for start in range(journal.groups * size, len(conversations), size)
+    )
+    for rows in writer.write_groups(groups):
+        journal.commit(rows)
 
 
 def check_prompts(
-    target: Target, conversations: Sequence[Conversation], on_malformed: Callable[[DataError], None]
+    target: TargetSpec,
+    conversations: Sequence[Conversation],
+    on_malformed: Callable[[DataError], None],
 ) -> list[Conversation]:
     """Return the conversations that the target can answer, before the long run starts."""
     kept, template = [], ChatTemplate(target.tokenizer)
@@ -79,7 +83,7 @@ def _first_request(conversation: Conversation) -> Conversation:
     return dataclasses.replace(conversation, messages=conversation.messages[:stop])
 
 
-def _require_room(target: Target, conversation: Conversation, ids: Sequence[int]) -> None:
+def _require_room(target: TargetSpec, conversation: Conversation, ids: Sequence[int]) -> None:
     if len(ids) >= target.max_positions:
         raise DataError(
             f"{conversation.where}: the prompt has {len(ids)} tokens, the target's context is "
@@ -136,7 +140,7 @@ def _with_system(conversation: Conversation, text: str) -> Conversation:
 
 
 def _conversation_task(
-    target: Target, template: ChatTemplate, conversation: Conversation, number: int
+    target: TargetSpec, template: ChatTemplate, conversation: Conversation, number: int
 ) -> ConversationTask:
     if not conversation.messages:
         return (yield from _token_task(conversation, number))
@@ -150,7 +154,10 @@ def _conversation_task(
         ids = _next_prompt(target, template, request)
         if ids is None:
             break
-        result = yield WriteRequest(ids, number)
+        try:
+            result = yield WriteRequest(ids, number)
+        except DataError:
+            break
         answer = read_answer(template, result.token_ids, conversation.tools, target.stop_token_ids)
         history = list(normal_messages([*history, answer]))
         row = _row(conversation, number, ids, result)
@@ -160,8 +167,14 @@ def _conversation_task(
     return rows
 
 
+def short_prompt(target: TargetSpec, conversations: Sequence[Conversation]) -> list[int]:
+    """The shortest prompt of the first conversations, all of which `check_prompts` has kept."""
+    template = ChatTemplate(target.tokenizer)
+    return min((_prompt(template, _first_request(one)) for one in conversations[:32]), key=len)
+
+
 def _next_prompt(
-    target: Target, template: ChatTemplate, conversation: Conversation
+    target: TargetSpec, template: ChatTemplate, conversation: Conversation
 ) -> list[int] | None:
     """The next turn's prompt, or None if the context or the template ends the conversation."""
     try:
@@ -174,7 +187,10 @@ def _next_prompt(
 
 def _token_task(conversation: Conversation, number: int) -> ConversationTask:
     """Generate the response to a prompt of token ids."""
-    result = yield WriteRequest(conversation.prompt_ids, number)
+    try:
+        result = yield WriteRequest(conversation.prompt_ids, number)
+    except DataError:
+        return []
     return [{**_row(conversation, number, conversation.prompt_ids, result), "turn": 0}]
 
 
@@ -204,8 +220,8 @@ def _row(
     conversation: Conversation, number: int, ids: Sequence[int], result: GenerationResult
 ) -> OutputRow:
     row: OutputRow = {
-        "id": str(number),
-        "source": conversation.name or conversation.where,
+        "id": conversation.name or str(number),
+        "source": conversation.where,
         "prompt_ids": list(ids),
         "response_ids": list(result.token_ids),
         "stop_reason": result.stop_reason,

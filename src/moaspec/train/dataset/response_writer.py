@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from moaspec.errors import InputError
+from moaspec.errors import DataError, InputError
 from moaspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moaspec.engine.result import GenerationResult
     from moaspec.generation.options import GenerateOptions
     from moaspec.model.moa import MoADrafter
+    from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
 
 OutputRow = dict[str, Any]
@@ -32,7 +33,10 @@ class WriteRequest:
 
 
 ConversationTask = Generator[WriteRequest, "GenerationResult", list[OutputRow]]
-"""A coroutine of one conversation: yields requests, receives results, returns output rows."""
+"""A coroutine of one conversation: yields requests, receives results, returns output rows.
+
+It receives a DataError in place of a result that cannot be used.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,41 @@ OnProgress = Callable[[int, int], None]
 """Called with (new tokens, finished conversations) after each step of the engine."""
 
 
+class Writer(Protocol):
+    """Decodes conversations: `ResponseWriter` here, `EndpointWriter` by a server.
+
+    Attributes:
+        kept: rows of conversations of the next group that an earlier run finished, by index.
+    """
+
+    kept: dict[int, list[OutputRow]]
+
+    @property
+    def finished(self) -> dict[int, list[OutputRow]]:
+        """Rows of finished conversations of the group under way, by index."""
+        ...
+
+    @property
+    def target(self) -> TargetSpec:
+        """The target that writes."""
+        ...
+
+    @property
+    def options(self) -> WriterOptions:
+        """How it writes."""
+        ...
+
+    def settings(self, **more: object) -> dict[str, object]:
+        """What determines the rows."""
+        ...
+
+    def write_groups(
+        self, groups: Iterable[Sequence[ConversationTask]]
+    ) -> Iterator[list[OutputRow]]:
+        """The rows of each group, in order."""
+        ...
+
+
 class ResponseWriter:
     """Decodes groups of conversations with one target.
 
@@ -78,6 +117,10 @@ class ResponseWriter:
         options: of generation.
         stop_token_ids: ids that end a turn; None takes the target's own.
         advance: called with the progress.
+
+    Attributes:
+        kept: rows of conversations of the next group that an earlier run finished, by index.
+        finished: rows of finished conversations of the group under way, by index.
     """
 
     def __init__(
@@ -90,8 +133,16 @@ class ResponseWriter:
         advance: OnProgress = lambda *_: None,
     ) -> None:
         self.target, self.options = target, options
+        self.kept: dict[int, list[OutputRow]] = {}
+        self.finished: dict[int, list[OutputRow]] = {}
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+
+    def write_groups(
+        self, groups: Iterable[Sequence[ConversationTask]]
+    ) -> Iterator[list[OutputRow]]:
+        """The rows of each group, in order."""
+        return map(self.write, groups)
 
     def write(self, tasks: Sequence[ConversationTask]) -> list[OutputRow]:
         """Run the tasks of one group; the rows are in the order of the tasks.
@@ -102,8 +153,11 @@ class ResponseWriter:
         from moaspec.generation.local_engine import local_engine
 
         engine = local_engine(self.target, self._drafter)
-        rows: list[list[OutputRow]] = [[] for _ in tasks]
-        started = enumerate(_next_step(task, None) for task in tasks)
+        self.finished, self.kept = self.kept, {}
+        started = (
+            (i, self.finished[i] if i in self.finished else next_step(task, None))
+            for i, task in enumerate(tasks)
+        )
         waiting = deque(sorted(started, key=_prompt_length, reverse=True))
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
@@ -113,21 +167,24 @@ class ResponseWriter:
                     handle = self._add(engine, step)
                     running[handle] = (index, engine.result(handle))
                 else:
-                    rows[index] = step
-                    self._advance(0, 1)
+                    known = index in self.finished
+                    self.finished[index] = step
+                    if not known:
+                        self._advance(0, 1)
             for event in engine.step():
                 self._advance(len(event.token_ids), 0)
                 if event.stop_reason is not None:
                     index, result = running.pop(event.handle)
                     # A next turn goes first, to keep the number of open conversations small.
-                    waiting.appendleft((index, _next_step(tasks[index], result)))
-        return [row for part in rows for row in part]
+                    waiting.appendleft((index, next_step(tasks[index], result)))
+        finished, self.finished = self.finished, {}
+        return [row for index in range(len(tasks)) for row in finished[index]]
 
     def settings(self, **more: object) -> dict[str, object]:
         defaults = self.target.generation_defaults.as_facts()
         return {
             "target": self.target.name,
-            "identity": dataclasses.asdict(self.target.identity),
+            "identity": self.target.identity.as_facts(),
             "dtype": str(self.target.dtype),
             **dataclasses.asdict(self.options),
             "top_p": self._sampling(0).top_p,
@@ -160,11 +217,18 @@ def _prompt_length(waiting: tuple[int, WriteRequest | list[OutputRow]]) -> int:
     return len(step.prompt_ids) if isinstance(step, WriteRequest) else 0
 
 
-def _next_step(
-    task: ConversationTask, result: GenerationResult | None
+def next_step(
+    task: ConversationTask, result: GenerationResult | DataError | None
 ) -> WriteRequest | list[OutputRow]:
-    """Start the task, or resume it with a result, up to its next request or its rows."""
+    """Start the task, or resume it, up to its next request or its rows.
+
+    Args:
+        task: of a conversation.
+        result: of its last request; None starts it.
+    """
     try:
+        if isinstance(result, DataError):
+            return task.throw(result)
         return next(task) if result is None else task.send(result)
     except StopIteration as done:
         return done.value

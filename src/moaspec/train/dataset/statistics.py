@@ -10,6 +10,7 @@ import torch
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.train.dataset.examples import (
     Example,
+    coverage,
     epoch_batches,
     frequent_tokens,
     padding_share,
@@ -20,6 +21,7 @@ from moaspec.train.students.target_activations import activation_widths, bytes_p
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768)
 PERCENTILES = (50, 90, 99, 100)
 BATCH_SIZE = 8
+HELD_OUT_PART = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Statistics:
         distinct_tokens: number of different response tokens.
         lengths: tokens of an example, by percentile.
         coverage: fraction of response tokens in a draft vocabulary, by its size.
+        held_out_coverage: the same of a random tenth of the examples, for vocabularies counted on
+            the others; empty with fewer than ten examples.
         padding: fraction of pads in batches of 8 examples, and in batches of the same size by
             tokens.
         bytes_per_token: of the activation cache.
@@ -43,6 +47,7 @@ class Statistics:
     distinct_tokens: int
     lengths: dict[int, int]
     coverage: dict[int, float]
+    held_out_coverage: dict[int, float]
     padding: dict[str, float]
     bytes_per_token: int
 
@@ -57,6 +62,7 @@ def statistics(
     """Compute the statistics."""
     lengths = sorted(map(len, examples))
     counts = response_counts(examples)
+    held_out, others = _split(examples)
     return Statistics(
         examples=len(examples),
         responses=sum(len(example.pieces) // 2 for example in examples),
@@ -64,17 +70,29 @@ def statistics(
         response_tokens=counts.total(),
         distinct_tokens=len(counts),
         lengths={p: lengths[(len(lengths) - 1) * p // 100] for p in PERCENTILES},
-        coverage={size: _coverage(examples, size, always) for size in VOCABULARIES},
+        coverage=_coverage(examples, examples, always),
+        held_out_coverage=_coverage(others, held_out, always),
         padding=_padding(examples),
         bytes_per_token=bytes_per_token(activation_widths(identity)),
     )
 
 
-def _coverage(examples: Sequence[Example], size: int, always: Collection[int]) -> float:
-    kept = frequent_tokens(examples, size=size, always=always)
-    counts = response_counts(examples)
-    inside = set() if kept is None else set(kept.tolist())
-    return sum(n for token, n in counts.items() if token in inside) / counts.total()
+def _coverage(
+    counted: Sequence[Example], covered: Sequence[Example], always: Collection[int]
+) -> dict[int, float]:
+    """Share of the response tokens of `covered` in vocabularies of `counted`, by size."""
+    shares = {
+        size: coverage(covered, frequent_tokens(counted, size=size, always=always))
+        for size in VOCABULARIES
+    }
+    return {size: share for size, share in shares.items() if share is not None}
+
+
+def _split(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """A random tenth of the examples, and the others."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
+    num = len(examples) // HELD_OUT_PART
+    return [examples[i] for i in order[:num]], [examples[i] for i in order[num:]]
 
 
 def _padding(examples: Sequence[Example]) -> dict[str, float]:

@@ -109,21 +109,38 @@ def synth(
     generator: PromptGenerator,
     journal: Journal,
     num: int,
-    report: Callable[[int], None] = lambda _: None,
+    *,
+    max_samples: int | None = None,
+    report: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
     """Generate `num` different prompts, continuing at the end of the journal.
 
+    Args:
+        writer: decodes samples.
+        generator: creates their tasks.
+        journal: of the prompts.
+        num: of prompts in the journal.
+        max_samples: end after so many samples, those of earlier runs included; None: no limit.
+        report: called after each group with (prompts, samples) in all.
+
     Raises:
-        TrainingError: generation yields no new prompts, or the output file cannot be written.
+        TrainingError: generation yields no new prompts or reaches the limit, or the output file
+            cannot be written.
     """
     seen = {_prompt_key(record.value) for record in read_records(journal.path)}
     size, fruitless = writer.options.group_size, 0
     while journal.rows < num:
         first = journal.groups * size
+        if max_samples is not None and first >= max_samples:
+            raise TrainingError(
+                f"{first} samples brought {journal.rows} of {num} prompts, which are in "
+                f"{journal.path}: the limit of {max_samples} samples is reached. Allow more "
+                "tokens, raise the temperature, or raise --max-samples and run it again."
+            )
         rows = writer.write([generator.task(first + i) for i in range(size)])
         fresh = _new_prompts(rows, seen)[: num - journal.rows]
         journal.commit(fresh)
-        report(journal.rows)
+        report(journal.rows, journal.groups * size)
         fruitless = 0 if fresh else fruitless + 1
         if fruitless == MAX_FRUITLESS_GROUPS:
             raise TrainingError(

@@ -6,6 +6,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +30,11 @@ from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config, lsa_is_frozen, stack_config
 from moaspec.train.students.losses import ExitStates
+from moaspec.train.students.output_fit import fit_output, layer_inputs, non_massive_states
 from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
-from moaspec.train.students.warm_start import (
-    fit_exits,
-    layer_inputs,
-    non_massive_states,
-    random_weights,
-    warm_start,
-)
+from moaspec.train.students.warm_start import fit_exits, random_weights, warm_start
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Student(ABC):
 
     Attributes:
         module: the drafter.
+        target: that it drafts for.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
         simulates_chain: whether a training pass drafts what a real chain would, so that simulated
@@ -74,7 +73,7 @@ class Student(ABC):
         config: TrainConfig,
         save_checkpoint: Callable[..., None],
     ) -> None:
-        self._target, self._activations, self._config = target, activations, config
+        self.target, self._activations, self._config = target, activations, config
         self._save_checkpoint = save_checkpoint
         self.module = module
         self.exits = config.num_target_layers
@@ -118,7 +117,13 @@ class Student(ABC):
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
-    """Create a drafter of the kind `config.drafter` with random weights."""
+    """Create a drafter of the kind `config.drafter` with random weights.
+
+    Args:
+        target: that it drafts for.
+        config: of the run.
+        examples: their response tokens are counted for a trimmed draft vocabulary.
+    """
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
@@ -216,10 +221,23 @@ class DraftVocabularyHead:
 
 
 class MoAStudent(Student):
-    """A Mixture-of-Attentions drafter with one or several exits."""
+    """A Mixture-of-Attentions drafter with one or several exits.
+
+    Args:
+        target: the frozen target.
+        activations: of the target.
+        config: of the run.
+        counted: examples whose response tokens make up a trimmed draft vocabulary.
+        output: directory of the run.
+    """
 
     def __init__(
-        self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
+        self,
+        target: Target,
+        activations: TargetActivations,
+        config: TrainConfig,
+        counted: Sequence[Example],
+        output: Path,
     ) -> None:
         if config.sizes.draft_vocab > target.vocab_size:
             raise InputError(
@@ -228,9 +246,9 @@ class MoAStudent(Student):
             )
         self._former_n: int | None = None
         if config.initial:
-            module, self._former_n = load_initial_drafter(target, config, activations.examples)
+            module, self._former_n = load_initial_drafter(target, config, counted)
         else:
-            module = new_drafter(target, config, activations.examples)
+            module = new_drafter(target, config, counted)
         super().__init__(module, target, activations, config, save_drafter)
         self._output = output
         self._means: LayerMeanCache | None = None
@@ -242,11 +260,15 @@ class MoAStudent(Student):
         sample = self._activations.sample(ids, config.warm_start_tokens)
         if config.initial:
             if self._former_n is not None:
-                fit_exits(self._target, self.module, sample, former_n=self._former_n)
+                fit_exits(self.target, self.module, sample, former_n=self._former_n)
             return
         if config.warm_start:
-            warm_start(self._target, self.module, sample)
-        if self.module.exits:
+            log.info("Warm start from up to %d tokens: LSA, SA, CA", config.warm_start_tokens)
+            warm_start(self.target, self.module, sample)
+            log.info("Warm start from up to %d tokens: output", config.warm_start_tokens)
+            again = self._activations.sample(ids, config.warm_start_tokens)
+            fit_output(self.target, self.module, again)
+        elif self.module.exits:
             _, result = next(self._activations.sample(ids, 1))
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
@@ -256,7 +278,7 @@ class MoAStudent(Student):
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Run all exits; while LSA is frozen its means are read from the cache."""
-        batch, blocks, target = part.batch, part.blocks, self._target
+        batch, blocks, target = part.batch, part.blocks, self.target
         kv_or_means, result = self._encoder_input(part, step)
         aggregated_BTE, *outputs = model(
             target.embed(batch.input_ids_BT).float(),
@@ -291,8 +313,8 @@ class MoAStudent(Student):
         if n:
             inner = (states_BTE[loss_BT].float(), result.before[n][loss_BT].float())
             mask_BT = part.batch.attention_mask_BT
-            final_BTE = self._target.reuse_layers(
-                states_BTE.to(self._target.dtype),
+            final_BTE = self.target.reuse_layers(
+                states_BTE.to(self.target.dtype),
                 positions(mask_BT),
                 mask=reused_layer_mask(text_mask(mask_BT), part.blocks.last_verified_BT),
                 kv_BTLK=result.kv_BTLK,
@@ -321,8 +343,14 @@ class BaselineStudent(Student):
     Their attention ignores blocks, which only select the queries with loss.
     """
 
-    def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
-        module = new_drafter(target, config, activations.examples)
+    def __init__(
+        self,
+        target: Target,
+        activations: TargetActivations,
+        config: TrainConfig,
+        counted: Sequence[Example],
+    ) -> None:
+        module = new_drafter(target, config, counted)
         super().__init__(module, target, activations, config, save_baseline)
         # In real chains EAGLE reads its own predictions, in training the target's states.
         self.simulates_chain = config.drafter == "independent"
@@ -332,7 +360,7 @@ class BaselineStudent(Student):
         batch = part.batch
         hidden_BTE = self._activations.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
-        inputs = [self._target.embed(batch.input_ids_BT).float()]
+        inputs = [self.target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)

@@ -3,12 +3,13 @@
 With random weights CA attends uniformly and LSA's output carries no information, so the drafter
 learns from the text alone for a long time. Instead:
 
-- SA starts as a copy of the target's first layer, which reads token embeddings too.
+- SA starts as a copy of the target's first layer, which reads token embeddings too; norms that SA
+  lacks are folded into the weights (`folded_layer`).
 - LSA's heads prefer the target's last layers, some sharply and some broadly. Their values are the
   directions that a regression of the target's final state uses.
 - The projection after LSA is the ridge regression of the target's final state on the mean over
   layers.
-- CA's heads prefer the newest readable tokens, recent ones, or none.
+- CA's heads prefer the newest readable tokens, recent ones, or none. `output_fit` fits its MLP.
 
 Both preferences are functions of a distance in layers or tokens. With rotary embedding, a constant
 query and a constant key score a sum of cosines and sines of the distance; `distance_query` fits its
@@ -20,9 +21,10 @@ H query heads, C KV heads, D head dim, X distances.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import islice, tee
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +37,14 @@ from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 from moaspec.train.dataset.examples import Batch
+from moaspec.train.students.folded_layer import folded_layer_state
+from moaspec.train.students.output_fit import fit_exit, layer_inputs
+from moaspec.train.students.regression import RIDGE, fit_linear, ridge
 
-RIDGE = 1e-3
-"""Relative to the mean square of the inputs."""
+log = logging.getLogger(__name__)
+
+FOLD_EXAMPLES = 16
+"""Examples that show what the norms of the first layer do."""
 LAYER_SLOPES = (1.0, 0.5, 0.25)
 """Increase of the score per layer, for LSA's heads in turn."""
 LSA_GAIN = 4.0
@@ -46,9 +53,6 @@ signal dominates."""
 TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
 """Decrease of the score per token of distance, and largest decrease, for CA's heads in turn."""
 MAX_DISTANCE = 1024
-MASSIVE_RATIO = 3.0
-"""Hidden states above this multiple of the median norm (usually the first token's) are excluded:
-they would dominate the regression."""
 
 
 def random_weights(drafter: nn.Module) -> None:
@@ -74,7 +78,9 @@ def warm_start(
     Raises:
         InputError: SA has other shapes than the target's first layer, or the sample is too small.
     """
-    copy_first_layer(target, drafter)
+    sample, shown = tee(sample)
+    copy_first_layer(target, drafter, (batch for batch, _ in shown))
+    del shown  # `tee` keeps what it has not read
     kv, finals, texts = [], [], []
     for batch, result in sample:
         kv.append(result.kv_BTLK[0].float())
@@ -92,11 +98,29 @@ def warm_start(
     )
 
 
-def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
-    """Copy the target's first layer to SA, unless it is not a plain layer."""
+def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batch] = ()) -> None:
+    """Copy the target's first layer to SA, its further norms folded into the weights.
+
+    Logs a warning where SA stays random.
+
+    Args:
+        target: the frozen target.
+        drafter: with random weights.
+        batches: of one example each; needed to fold norms.
+    """
     source = first_layer_weights(target, drafter)
-    if source is not None:
-        drafter.decoder.self_attention.load_state_dict(source)
+    if source is None:
+        folded = folded_layer_state(target, islice(batches, FOLD_EXAMPLES))
+        source = None if folded is None else _named_as_in_sa(folded)
+        if source is None or _shapes(source) != _sa_shapes(drafter):
+            log.warning(
+                "Warm start: SA keeps random weights, because the first layer of %s (%s) has "
+                "other parts or sizes.",
+                target.name,
+                target.identity.model_type,
+            )
+            return
+    drafter.decoder.self_attention.load_state_dict(source)
 
 
 def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Tensor] | None:
@@ -108,18 +132,28 @@ def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Te
     state = target.plain_layer_state(0)
     if state is None:
         return None
-    source = {
-        name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
-        for name, tensor in state.items()
-    }
-    own = drafter.decoder.self_attention.state_dict()
-    expected = {name: tensor.shape for name, tensor in own.items()}
-    if {name: tensor.shape for name, tensor in source.items()} != expected:
+    source = _named_as_in_sa(state)
+    if _shapes(source) != _sa_shapes(drafter):
         raise InputError(
             "warm_start needs SA to have the shapes of the target's first layer; "
             "drop sizes.sa_* and sizes.parameters, or set warm_start=false."
         )
     return source
+
+
+def _named_as_in_sa(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
+        for name, tensor in state.items()
+    }
+
+
+def _sa_shapes(drafter: MoADrafter) -> dict[str, torch.Size]:
+    return _shapes(drafter.decoder.self_attention.state_dict())
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
@@ -134,7 +168,7 @@ def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tenso
     normed_NLK = layer.input_layernorm(kv_NLK.to(encoder.projection.weight.dtype))
     averages = _layer_averages(encoder, normed_NLK, kinds)
     x, y = torch.cat(averages, dim=1), final_NE - final_NE.mean(0)
-    weight_XE = _ridge(x - x.mean(0), y)
+    weight_XE = ridge(x - x.mean(0), y)
     head_dim = layer.key_value.head_dim
     directions = [
         _main_directions(average_NK, part_KE)
@@ -203,14 +237,6 @@ def _main_directions(average_NK: Tensor, weight_KE: Tensor) -> Tensor:
     return rows / (centred @ rows.T).std(0).clamp(min=1e-6)[:, None]
 
 
-def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None:
-    """Set a layer with bias to the ridge regression of outputs on inputs."""
-    input_mean, output_mean = inputs_NK.mean(0), outputs_NE.mean(0)
-    weight_EK = _ridge(inputs_NK - input_mean, outputs_NE - output_mean).T
-    linear.weight.copy_(weight_EK)
-    linear.bias.copy_(output_mean - weight_EK @ input_mean)
-
-
 @torch.no_grad()
 def fit_exits(
     target: Target,
@@ -245,31 +271,7 @@ def fit_exits(
             states.append(states_BTE[0] if n == former_n else layer_inputs(result, n)[0].float())
     given_NE = torch.cat(given)
     for n, states in wanted.items():
-        adapter: Any = drafter.exits[str(n)]
-        wanted_NE = torch.cat(states)
-        usual_N, scale = non_massive_states(wanted_NE)
-        adapter.scale.fill_(scale)
-        fit_linear(adapter.linear, adapter.norm(given_NE[usual_N]), wanted_NE[usual_N] / scale)
-
-
-def layer_inputs(result: TargetPass, num_target_layers: int) -> Tensor:
-    """The states before the last N layers, or before the head for N = 0, (B, T, E)."""
-    return result.before[num_target_layers] if num_target_layers else result.hidden_BTE
-
-
-def non_massive_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask of the states that are not massive, (N,) bool, and their root mean square."""
-    size_N = states_NE.float().square().mean(1).sqrt()
-    usual_N = size_N < MASSIVE_RATIO * size_N.median()
-    return usual_N, size_N[usual_N].square().mean().sqrt()
-
-
-def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
-    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E)."""
-    x, y = x_NK.double(), y_NE.double()
-    gram = x.T @ x
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype).to(gram.device)
-    return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
+        fit_exit(drafter.exits[str(n)], given_NE, torch.cat(states))
 
 
 def init_cross_attention(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
@@ -294,7 +296,7 @@ def init_cross_attention(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Te
         (drafter.decoder.cross_attention.self_attn.q_proj, queries_HD, queries_NE),
         (drafter.encoder.memory_key_value.k_proj, keys_CD, keys_NE),
     ):
-        direction_E1 = _ridge(inputs_NE, torch.ones_like(inputs_NE[:, :1]))
+        direction_E1 = ridge(inputs_NE, torch.ones_like(inputs_NE[:, :1]))
         linear.weight += constant.flatten()[:, None] * direction_E1.T
 
 

@@ -1,0 +1,192 @@
+"""Who writes rows for `moaspec data synth | regenerate`: a target here, or a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from moaspec.cli.options import (
+    MODEL,
+    Adapter,
+    Device,
+    Dtype,
+    GenerationConfig,
+    Model,
+    Threads,
+    generation_defaults,
+    read_lines,
+)
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading, status
+from moaspec.errors import InputError
+from moaspec.support.paths import require_writable_file
+from moaspec.train.stopping import parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.target.spec import TargetSpec
+    from moaspec.target.target import Target
+    from moaspec.train.dataset.endpoint_client import Endpoint
+    from moaspec.train.dataset.endpoint_writer import EndpointWriter
+    from moaspec.train.dataset.response_writer import OnProgress, Writer, WriterOptions
+
+KEY = "MOASPEC_API_KEY"
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    """The target that writes, and how."""
+
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")]
+    model: Model = MODEL
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
+    ] = None
+    system_prompts: Annotated[
+        Path | None, typer.Option(help="Text file, one system prompt per line.")
+    ] = None
+    batch_size: Annotated[
+        int, typer.Option(help="Conversations decoded together, or asked of --endpoint together.")
+    ] = 8
+    group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
+    generation_config: GenerationConfig = "auto"
+    adapter: Adapter = None
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+    threads: Threads = None
+    for_: Annotated[
+        str | None,
+        typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h."),
+    ] = None
+
+    def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
+        """How to write, and for how many seconds; refuses a file that cannot be written.
+
+        Args:
+            **sampling: the other fields of `WriterOptions`.
+        """
+        from moaspec.train.dataset.response_writer import WriterOptions
+
+        require_writable_file("--out", self.out)
+        seconds = None if self.for_ is None else parse_duration(self.for_)
+        options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
+        return options, seconds
+
+    def systems(self) -> list[str]:
+        """The system prompts."""
+        path = self.system_prompts
+        return [] if path is None else read_lines("--system-prompts", path)
+
+    @property
+    def auto(self) -> Literal["auto"] | None:
+        """The Python value of --generation-config."""
+        return generation_defaults(self.generation_config)
+
+    def load(self) -> tuple[Target, Any]:
+        """The target, and the drafter if one is named."""
+        with loading(self.model, self.threads):
+            from moaspec.backends.load import load_target
+
+            target = load_target(
+                self.model,
+                dtype=self.dtype,
+                device=self.device,
+                adapter=self.adapter,
+                generation_config=self.auto,
+            )
+        from moaspec.generation.drafters import load_any_drafter
+
+        return target, self.drafter and load_any_drafter(self.drafter, target=target)
+
+    def writer(
+        self, writing: WriterOptions
+    ) -> tuple[Target, Callable[..., AbstractContextManager[Writer]]]:
+        """The target, and what makes a writer in this process like `endpoint_writer`."""
+        target, module = self.load()
+        from moaspec.train.dataset.response_writer import ResponseWriter
+
+        @contextmanager
+        def opened(*, prompt_ids: Sequence[int], advance: OnProgress) -> Iterator[Writer]:
+            del prompt_ids
+            yield ResponseWriter(target, module, writing, advance=advance)
+
+        return target, opened
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """The server that writes, if one does."""
+
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, moaspec serve) that "
+            f"writes in place of this process; --model is then read for its tokenizer. ${KEY}: key."
+        ),
+    ] = None
+    endpoint_model: Annotated[
+        str | None, typer.Option(help="The server's name of the model, if it has several.")
+    ] = None
+
+    def checked(self, **local: object) -> Endpoint | None:
+        """The server, or None.
+
+        Args:
+            **local: options of decoding in this process that have no effect with a server, by name.
+
+        Raises:
+            InputError: no URL, or options that do not go together.
+        """
+        if self.endpoint is None:
+            if self.endpoint_model is not None:
+                raise InputError("--endpoint-model needs --endpoint.")
+            return None
+        for name, value in local.items():
+            if value is not None:
+                raise InputError(f"--{name} is for decoding here, --endpoint decodes elsewhere.")
+        from moaspec.train.dataset.endpoint_client import Endpoint
+
+        key = os.environ.get(KEY, "").strip()
+        return Endpoint(url=self.endpoint, model=self.endpoint_model, key=key)
+
+
+def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSpec:
+    """A target's config and tokenizer."""
+    with status(f"Reading {model}"):
+        from moaspec.target.registry import read_skeleton
+
+        return read_skeleton(model, dtype="float32", generation_config=generation_config)
+
+
+@contextmanager
+def endpoint_writer(
+    target: TargetSpec,
+    endpoint: Endpoint,
+    options: WriterOptions,
+    *,
+    prompt_ids: Sequence[int],
+    advance: OnProgress,
+) -> Iterator[EndpointWriter]:
+    """A connected writer; the exit prints the numbers of dropped answers.
+
+    Args:
+        target: see `EndpointWriter`.
+        endpoint: see `EndpointWriter`.
+        options: see `EndpointWriter`.
+        prompt_ids: of any prompt, by which the server is tried.
+        advance: see `EndpointWriter`.
+    """
+    from moaspec.train.dataset.endpoint_writer import EndpointWriter
+
+    with EndpointWriter(target, endpoint, options, advance=advance, tell=console.warn) as writer:
+        writer.connect(prompt_ids)
+        try:
+            yield writer
+        finally:
+            for reason, number in writer.dropped.most_common():
+                console.warn(f"{number} answers of this run dropped: {reason}")

@@ -1,0 +1,218 @@
+"""Verification with a hybrid: some of its layers keep states, see `recurrent_states`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.kv_cache import KVCache, KVWriter
+from moaspec.drafting.protocols import Proposer, VerifyRequest
+from moaspec.engine.local_verifier import PREFILL_CHUNK_TOKENS, LocalVerifier, PassRow
+from moaspec.target.generic.hybrid_layers import HybridLayers
+from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState, num_bytes
+from moaspec.target.target import Target
+
+
+def local_verifier(target: Target, proposer: Proposer | None = None) -> LocalVerifier:
+    """The verifier for a target in this process, see `LocalVerifier`."""
+    kind = RecurrentVerifier if isinstance(target.layers, HybridLayers) else LocalVerifier
+    return kind(target, proposer)
+
+
+class StatefulWriter(KVWriter):
+    """A `KVWriter` that carries the steps of its pass.
+
+    Attributes:
+        steps: of the pass.
+    """
+
+    steps: StepPass
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """One row after a pass and before its drafts are accepted.
+
+    Attributes:
+        steps: of the pass.
+        row: its index in the pass.
+        root: index of the last token that is no draft.
+        length: tokens of the text up to the root.
+    """
+
+    steps: StepPass
+    row: int
+    root: int
+    length: int
+
+
+class RecurrentCache(KVCache):
+    """Keys and values of attention layers, and the states of the others.
+
+    A row's states are those behind its last verified token; others are not kept.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._states: dict[int, tuple[int, TextState]] = {}
+        self._settled: dict[int, _Settled] = {}
+        self._steps: StepPass | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys, values and states."""
+        return super().num_bytes + sum(num_bytes(state) for _, state in self._states.values())
+
+    def length(self, row: int) -> int:
+        """Tokens of the text whose states a row has; 0 if it has none."""
+        settled = self._settled.get(row)
+        return self._states.get(row, (0, {}))[0] if settled is None else settled.length
+
+    def state(self, row: int) -> TextState:
+        """The states of a row; empty if it has none."""
+        settled = self._settled.get(row)
+        if settled is not None:
+            self._keep(row, 0, settled.length)
+        return self._states.get(row, (0, {}))[1]
+
+    def begin(self, rows: Sequence[StepRow]) -> None:
+        """Set the steps of the next pass."""
+        self._steps = StepPass(rows)
+
+    def settle(self, rows: Sequence[PassRow]) -> None:
+        """After a pass, let the states of each row be those behind its new tokens."""
+        assert self._steps is not None, "settle follows begin"
+        for i, row in enumerate(rows):
+            length = row.start + row.num_new
+            self._settled[row.request.cache_row] = _Settled(self._steps, i, row.num_new - 1, length)
+        self._steps = None
+
+    def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Keep accepted drafts, see `KVCache.commit`, and the states behind the last of them."""
+        super().commit(row, start, slots)
+        self._keep(row, slots[-1] + 1 - start if slots else 0, start + len(slots))
+
+    def _keep(self, row: int, offset: int, length: int) -> None:
+        """Keep the states behind the token at this offset from the root."""
+        settled = self._settled.pop(row)
+        state = settled.steps.after(settled.row, settled.root + offset)
+        self._states[row] = length, state
+
+    def writer(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        num_tokens: int,
+        visible: int,
+        kind: type[KVWriter] | None = None,
+    ) -> KVWriter:
+        """A writer for one pass; without `begin` of a pass over one text, for timing."""
+        del kind
+        writer = super().writer(rows, starts, num_tokens, visible, StatefulWriter)
+        assert isinstance(writer, StatefulWriter)
+        read = num_tokens if max(starts) == 0 else 1
+        chain = StepRow(read, range(read - 1, num_tokens - 1), {})
+        writer.steps = self._steps or StepPass([chain] * len(rows))
+        return writer
+
+    def release(self) -> None:
+        """Free the memory of all rows."""
+        super().release()
+        self._states.clear()
+        self._settled.clear()
+
+
+class RecurrentVerifier(LocalVerifier):
+    """A `LocalVerifier` that keeps recurrent and convolution states.
+
+    A request may begin where the states of its row end. Where it begins elsewhere (a text that goes
+    on differently, a verification that was interrupted) the text before it is processed again.
+
+    Args:
+        target: the frozen target.
+        proposer: see `LocalVerifier`.
+    """
+
+    cache: RecurrentCache
+
+    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
+        super().__init__(target, proposer)
+        assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
+        self._layers = target.layers
+        self.cache = RecurrentCache.of(target)
+
+    def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
+        """As `LocalVerifier` does, or no chunks where a prompt must be read in one pass."""
+        if self._layers.reads_whole:
+            return [
+                PassRow(
+                    one, one.num_verified, one.new_tokens + one.tree.tokens, len(one.new_tokens)
+                )
+                for one in requests
+            ]
+        for request in requests:
+            self._restore(request)
+        return super()._prefill(requests)
+
+    def _restore(self, request: VerifyRequest) -> None:
+        """Process the text before a request again, unless the row's states end there."""
+        if self.cache.length(request.cache_row) == request.num_verified:
+            return
+        known = tuple(self._texts[request.cache_row][: request.num_verified])
+        plain = replace(request, tree=DraftTree())
+        for start in range(0, len(known), PREFILL_CHUNK_TOKENS):
+            chunk = known[start : start + PREFILL_CHUNK_TOKENS]
+            self._pass([PassRow(plain, start, chunk, len(chunk))])
+
+    def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
+        """A pass over all rows that only step, and one for each row that reads."""
+        states: dict[int, Tensor] = {}
+        stepping: list[PassRow] = []
+        for row in rows:
+            whole = self._whole(row)
+            if whole is row and self._num_read(row) == 0:
+                stepping.append(row)
+            else:
+                states_TE = self._pass([whole])[0, : len(whole.tokens)]
+                states[row.request.cache_row] = states_TE[len(whole.tokens) - len(row.tokens) :]
+        if stepping:
+            states_BTE = self._pass(stepping)
+            for row, states_TE in zip(stepping, states_BTE, strict=True):
+                states[row.request.cache_row] = states_TE[: len(row.tokens)]
+        return [states[row.request.cache_row] for row in rows]
+
+    def _whole(self, row: PassRow) -> PassRow:
+        """The row, or one from the start of its text where its states cannot be used."""
+        reads_on = self._layers.reads_whole and row.start < row.request.prompt_length
+        if row.start == 0 or (
+            self.cache.length(row.request.cache_row) == row.start and not reads_on
+        ):
+            return row
+        known = tuple(self._texts[row.request.cache_row][: row.start])
+        return PassRow(row.request, 0, known + row.tokens, len(known) + row.num_new)
+
+    def _pass(self, rows: Sequence[PassRow]) -> Tensor:
+        """The pass of `LocalVerifier`, after which the states are those behind the new tokens."""
+        self.cache.begin([self._step_row(row) for row in rows])
+        states_BTE = super()._pass(rows)
+        self.cache.settle(rows)
+        return states_BTE
+
+    def _num_read(self, row: PassRow) -> int:
+        """How many of its tokens are read at once: those of the prompt."""
+        end = row.request.prompt_length or row.start + row.num_new * (row.num_new > 1)
+        num = min(max(0, end - row.start), row.num_new)
+        if row.start == 0:
+            return max(1, num)
+        return num if self._layers.continues else 0
+
+    def _step_row(self, row: PassRow) -> StepRow:
+        num_read, root = self._num_read(row), row.num_new - 1
+        drafts = row.request.tree.parents if row.drafted else ()
+        parents = [*range(num_read - 1, root), *(root + 1 + parent for parent in drafts)]
+        before = self.cache.state(row.request.cache_row) if row.start else {}
+        return StepRow(num_read, parents, before)

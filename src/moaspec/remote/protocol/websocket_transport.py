@@ -1,0 +1,259 @@
+"""Connections over WebSockets: each binary message is one frame.
+
+A call is the path that its connection is opened with, `/v1/converse` for `Converse`. Calls with one
+request send it as the first message. The server ends a call with a close code and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import websockets.asyncio.client
+from google.protobuf.message import Message
+from websockets.asyncio.connection import Connection as WebSocket
+from websockets.exceptions import (
+    ConnectionClosed,
+    ConnectionClosedOK,
+    InvalidHandshake,
+    InvalidStatus,
+)
+from websockets.typing import Subprotocol
+
+from moaspec.errors import InputError, LinkError, RefusedError
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.transport import CALL_S, STREAM_S
+from moaspec.remote.server.auth import Credentials
+from moaspec.support.limits import MAX_FRAME_BYTES
+
+SUBPROTOCOL = Subprotocol("moaspec.v1")
+"""What both sides agree on in the handshake."""
+
+UNKNOWN_CLIENT, FORBIDDEN, INVALID, REFUSED, TOO_BIG, BUSY = 4401, 4403, 4400, 4412, 1009, 1013
+"""Close codes; those above 4000 are HTTP's status and 4000."""
+
+REFUSALS = frozenset({UNKNOWN_CLIENT, FORBIDDEN, INVALID, REFUSED, TOO_BIG})
+"""Close codes after which a device does not try again."""
+
+MAX_REASON_BYTES = 123
+"""Of a close frame's reason, see RFC 6455, section 5.5."""
+
+CLOSE_S = 0.2
+"""Time that a device waits for the server to confirm that a connection ends."""
+
+
+class WebSocketTransport:
+    """Connections to a `moaspec target-server --websocket`.
+
+    Args:
+        address: ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
+        credentials: of this device; with wss:// the default CAs are this system's.
+
+    Raises:
+        InputError: not such an address, a token that no header can carry or that would be sent
+            without encryption, or a file that cannot be used.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        self.address = address.rstrip("/")
+        self._credentials = _checked(address, credentials or Credentials())
+        self._tls = self._credentials.tls()
+
+    async def connect(self) -> WebSocketConnection:
+        """Open a connection; see `Transport`."""
+        return await self._open("Converse")
+
+    async def describe(self) -> pb.Description:
+        """Ask the server to describe itself; see `ServerTransport`."""
+        async with contextlib.aclosing(
+            self._messages("Describe", pb.DescribeRequest(), CALL_S)
+        ) as messages:
+            async for frame in messages:
+                return wire.parse(frame, pb.Description())
+        raise LinkError("The server ended the call without an answer.")
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
+    ) -> AsyncGenerator[pb.Generated]:
+        """Let the server decode alone; see `ServerTransport`."""
+        async with contextlib.aclosing(self._messages("Generate", request, timeout_s)) as messages:
+            async for frame in messages:
+                yield wire.parse(frame, pb.Generated())
+
+    async def _messages(
+        self, call: str, request: Message, timeout_s: float
+    ) -> AsyncGenerator[bytes]:
+        """Make a call with one request; yields the answers.
+
+        Raises:
+            LinkError: the link broke, or the time is over.
+            RefusedError: the server refuses.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with _until(deadline):
+            connection = await self._open(call)
+        try:
+            async with _until(deadline):
+                await connection.send(request.SerializeToString())
+            while True:
+                async with _until(deadline):
+                    frame = await connection.receive_or_end()
+                if frame is None:
+                    return
+                yield frame
+        finally:
+            await connection.close()
+
+    async def _open(self, call: str) -> WebSocketConnection:
+        token = self._credentials.token
+        with translated_errors():
+            opened = await _Connect(
+                f"{self.address}/v1/{call.lower()}",
+                additional_headers={} if token is None else {"Authorization": f"Bearer {token}"},
+                subprotocols=[SUBPROTOCOL],
+                compression=None,
+                user_agent_header=None,
+                # A proxy in the environment is for HTTP.
+                proxy=None,
+                # Those who call this have deadlines; silent links are found by heartbeats.
+                open_timeout=None,
+                ping_interval=None,
+                close_timeout=CLOSE_S,
+                max_size=MAX_FRAME_BYTES,
+                max_queue=2,
+                **self._tls_options(),
+            )
+        connection = WebSocketConnection(opened)
+        if opened.subprotocol != SUBPROTOCOL:
+            await connection.close()
+            raise RefusedError("What answers there is no `moaspec target-server`.")
+        return connection
+
+    def _tls_options(self) -> dict[str, Any]:
+        if self._tls is None:
+            return {}
+        name = self._credentials.server_name
+        return {"ssl": self._tls, **({} if name is None else {"server_hostname": name})}
+
+
+class WebSocketConnection:
+    """A `Connection` over one WebSocket, on either side."""
+
+    def __init__(self, inner: WebSocket) -> None:
+        self._inner = inner
+
+    async def send(self, frame: bytes) -> None:
+        """Send a frame; see `Connection`."""
+        with translated_errors():
+            await self._inner.send(frame)
+
+    async def receive(self) -> bytes:
+        """Receive a frame; see `Connection`."""
+        with translated_errors():
+            return await self._inner.recv(decode=False)
+
+    async def receive_or_end(self) -> bytes | None:
+        """Receive a frame; None when the other side has ended the call as it should."""
+        with translated_errors():
+            try:
+                return await self._inner.recv(decode=False)
+            except ConnectionClosedOK as error:
+                # Servers that stop say 1001, which is no error to the library.
+                if error.rcvd is not None and error.rcvd.code == 1000:
+                    return None
+                raise
+
+    async def close(self, code: int = 1000, reason: str = "", timeout_s: float = CLOSE_S) -> None:
+        """Close the connection; see `Connection`.
+
+        Args:
+            code: close code.
+            reason: cut to `MAX_REASON_BYTES`.
+            timeout_s: time until the connection is aborted, whether or not the other side reads.
+        """
+        told = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._inner.close(code, told)
+        except TimeoutError:
+            pass
+        finally:
+            self._inner.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def _until(deadline: float) -> AsyncIterator[None]:
+    """Limit one wait of a call, on the event loop's clock.
+
+    Raises:
+        LinkError: the time is over.
+    """
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError as error:
+        raise LinkError("The server took too long.") from error
+
+
+class _Connect(websockets.asyncio.client.connect):
+    """Follows no redirects: the user has named the server that may read the text."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
+def _checked(address: str, credentials: Credentials) -> Credentials:
+    """Check an address and the credentials for it; returns them as they are used.
+
+    Raises:
+        InputError: see `WebSocketTransport`.
+    """
+    try:
+        parts = urlsplit(address)
+        port = parts.port or 0
+    except ValueError:
+        parts, port = urlsplit(""), 0
+    plain = parts.hostname and not (parts.query or parts.fragment or "@" in parts.netloc)
+    if not plain or parts.scheme not in ("ws", "wss"):
+        raise InputError(
+            f"A server of WebSockets is ws://HOST:PORT or wss://HOST:PORT, got {address!r}."
+        )
+    token = credentials.token
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise InputError("A token must be one line of printable ASCII characters.")
+    if parts.scheme == "wss":
+        return replace(credentials, ca=credentials.ca or "system")
+    if credentials.ca is not None:
+        raise InputError(f"{address} has no TLS. Connect to wss://, or name no ca.")
+    credentials.check(f"{parts.hostname}:{port}")
+    return credentials
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Translate errors of WebSockets into ours."""
+    try:
+        yield
+    except ConnectionClosed as error:
+        if error.rcvd is not None and error.rcvd.code in REFUSALS:
+            raise RefusedError(f"The server refuses: {wire.one_line(error.rcvd.reason)}") from error
+        code = "no close code" if error.rcvd is None else f"close code {error.rcvd.code}"
+        raise LinkError(f"The link broke: {code}.") from error
+    except InvalidStatus as error:
+        status = error.response.status_code
+        if status in (408, 429) or status >= 500:
+            raise LinkError(f"The server answers with HTTP status {status}.") from error
+        raise RefusedError(f"The server refuses: HTTP status {status}.") from error
+    except ssl.SSLCertVerificationError as error:
+        raise RefusedError(
+            "The server's certificate is not signed by the CA of these credentials, or is for "
+            "another name."
+        ) from error
+    except (InvalidHandshake, OSError, EOFError) as error:
+        raise LinkError(f"The server cannot be reached: {type(error).__name__}.") from error

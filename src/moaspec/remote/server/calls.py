@@ -1,0 +1,52 @@
+"""The calls of target.proto, frame by frame, for any transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from moaspec.errors import LinkError
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.transport import Connection
+from moaspec.remote.server.admission import request_deadline
+from moaspec.remote.server.service import TargetService
+
+Call = Callable[[TargetService, str, Connection], Awaitable[None]]
+
+
+async def _describe(service: TargetService, _: str, connection: Connection) -> None:
+    """Describe the server; the request has no fields."""
+    await _request(connection)
+    await connection.send(service.capabilities.describe().SerializeToString())
+
+
+async def _converse(service: TargetService, owner: str, connection: Connection) -> None:
+    await service.converse(owner, connection)
+
+
+async def _generate(service: TargetService, owner: str, connection: Connection) -> None:
+    request = wire.parse_generate(await _request(connection))
+    timeout_s = service.options.send_timeout_s
+    async with contextlib.aclosing(service.generate(owner, request)) as texts:
+        async for generated in texts:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await connection.send(generated.SerializeToString())
+            except TimeoutError as error:
+                raise LinkError(f"The client read nothing for {timeout_s:g} s.") from error
+
+
+CALLS: dict[str, Call] = {"Describe": _describe, "Converse": _converse, "Generate": _generate}
+"""By their names in target.proto. They raise `MoaSpecError`, which a transport tells its client."""
+
+
+async def _request(connection: Connection) -> bytes:
+    """The request of a call that has one.
+
+    Raises:
+        LateRequestError: it did not arrive in time.
+        LinkError: the client ended the call.
+    """
+    async with request_deadline():
+        return await connection.receive()

@@ -1,0 +1,121 @@
+"""LoRA adapters of a target, merged into its weights when it is loaded.
+
+An adapted target is another target: its text is its own. Kernels and packing see ordinary weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from moaspec.errors import InputError
+from moaspec.support.extras import require
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NO_PART = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+"""Fields of `adapter_config.json` that do not change the merged weights."""
+_TIED = frozenset({"embed_tokens", "lm_head"})
+
+
+def read_adapter(directory: str | Path) -> dict[str, Any]:
+    """The `adapter_config.json` of an adapter that can be merged.
+
+    Raises:
+        InputError: peft is not installed, or the directory holds no LoRA adapter in safetensors.
+    """
+    require("--adapter", "adapter")
+    path = Path(directory)
+    missing = [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]
+    if missing:
+        raise InputError(
+            f"The adapter {directory} has no {' and no '.join(missing)}. Name the directory to "
+            "which peft's save_pretrained wrote a LoRA adapter."
+        )
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        kind = config["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path / CONFIG} cannot be read, or is of no adapter: {error}") from error
+    if kind != "LORA":
+        raise InputError(
+            f"The adapter {directory} is of the kind {kind}; only LORA is merged into weights here."
+        )
+    found: dict[str, Any] = config
+    return found
+
+
+def adapter_hash(directory: str | Path) -> str:
+    """Identity of an adapter: SHA-256 over its weights and the settings that scale them.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Raises:
+        InputError: see `read_adapter`.
+    """
+    config = read_adapter(directory)
+    kept = {name: value for name, value in config.items() if name not in _NO_PART}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    with (Path(directory) / WEIGHTS).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def merged(model: Any, directory: str | Path, name: str) -> Any:
+    """A model of transformers with an adapter's product added to its weights, in their dtype.
+
+    Args:
+        model: as it was loaded; its weights change.
+        directory: of the adapter.
+        name: how messages call the model.
+
+    Raises:
+        InputError: see `read_adapter`; or it was made for another model, leaves weights of the
+            model or of itself unused, or the model is quantised.
+    """
+    config = read_adapter(directory)
+    _require_mergeable(model, config, directory, name)
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        with warnings.catch_warnings(), safe_open(Path(directory) / WEIGHTS, "pt") as file:
+            warnings.simplefilter("ignore")  # of missing tensors, which are refused below
+            adapted = PeftModel.from_pretrained(model, str(directory))
+            stored = set(file.keys())
+            used = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+            # Refuses numbers that are not finite: of a damaged adapter, or too large for the dtype.
+            whole = None if stored != used else adapted.merge_and_unload(safe_merge=True)
+    # peft and safetensors raise almost anything where an adapter and a model do not fit.
+    except Exception as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"The adapter {directory} cannot be merged into {name}. Cause: {cause}"
+        ) from error
+    if whole is None:
+        raise InputError(
+            f"The adapter {directory} does not fit {name}: {len(stored - used)} of its tensors "
+            f"have no place in the model, {len(used - stored)} are missing."
+        )
+    return whole
+
+
+def _require_mergeable(
+    model: Any, config: dict[str, Any], directory: str | Path, name: str
+) -> None:
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InputError(
+            f"{name} is quantised, and an adapter merged into rounded weights would be rounded "
+            "too. Load the model that it was rounded from."
+        )
+    parts = (config.get("target_modules"), config.get("modules_to_save"))
+    changed = {name for one in parts if isinstance(one, list) for name in one}
+    if model.config.tie_word_embeddings and changed & _TIED:
+        raise InputError(
+            f"The adapter {directory} changes {', '.join(sorted(changed & _TIED))}, and in {name} "
+            "the embedding and the LM head are one matrix. Merge it with peft, and load the result."
+        )

@@ -1,0 +1,216 @@
+"""States of recurrent and convolution layers: of each text, and of each token of a pass.
+
+Such a layer folds all tokens before one into a state of fixed size, so a draft that is rejected
+cannot be masked out afterwards. A pass therefore steps through its drafts: each draft starts from
+the state behind the token before it, and every state is kept until it is known which drafts were
+accepted. Branches of a tree have states of their own.
+
+A step is what transformers' modules compute for one token, and a prompt is read in one call, as
+transformers' `generate` does. The two differ by more than rounding in some models (see
+`HybridLayers.steps_differ`), so drafts are not read like prompts.
+
+Legend: B rows, T tokens, E hidden size, N tokens of steps, F and G sizes inside a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LayerState = Mapping[tuple[str, int], Tensor]
+"""Tensors of a layer, (1, ...) each, by kind ("conv", "recurrent") and number of that kind."""
+TextState = Mapping[int, LayerState]
+"""Of all layers that have states, by transformers' index of the layer."""
+
+
+class MixerCache:
+    """The cache that one layer sees in one call, of transformers' interface for such layers.
+
+    Args:
+        states: before the call, (B, ...) each; empty at the start of a text. Calls change these
+            tensors in place.
+
+    Attributes:
+        states: after the call.
+    """
+
+    def __init__(self, states: LayerState) -> None:
+        self.states = dict(states)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution; None at the start of a text."""
+        del layer_idx  # a cache is of one layer
+        return self.states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrence; None at the start of a text."""
+        del layer_idx
+        return self.states.get(("recurrent", state_idx))
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Whether a text has begun."""
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a convolution's older inputs are kept as well; they are not."""
+        del layer_idx
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Keep the last inputs of a convolution; all inputs that it needs for the new ones."""
+        del layer_idx
+        held = self.states.get(("conv", state_idx))
+        size = conv_kernel_size or (conv_states if held is None else held).shape[-1]
+        if held is None:
+            inputs = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            inputs = torch.cat((held, conv_states), dim=-1)
+        self.states["conv", state_idx] = inputs[..., -size:].clone()
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep the state of a recurrence."""
+        del layer_idx
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+class Mixer(Protocol):
+    """A layer's part with a state."""
+
+    def read(self, hidden_BTE: Tensor, cache: MixerCache) -> Tensor:
+        """Outputs for several tokens of a text, (B, T, E)."""
+        ...
+
+    def enter(self, hidden_N1E: Tensor) -> Tensor:
+        """What does not depend on the state, for the tokens of all steps, (N, 1, F)."""
+        ...
+
+    def step(self, entered_N1F: Tensor, cache: MixerCache) -> Tensor:
+        """What depends on the state, for one token of each of N texts, (N, 1, G)."""
+        ...
+
+    def leave(self, stepped_N1G: Tensor) -> Tensor:
+        """The rest, for the tokens of all steps: outputs, (N, 1, E)."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One row of a pass.
+
+    Attributes:
+        num_read: how many of its first tokens are read in one call.
+        parents: for each other token the index of the one before it in the row, -1 for the text
+            before the pass.
+        before: state of that text; empty at its start, and then `num_read` is not 0.
+    """
+
+    num_read: int
+    parents: Sequence[int]
+    before: TextState
+
+
+class StepPass:
+    """One pass over several rows, layer by layer.
+
+    Args:
+        rows: in the batch order of the pass.
+    """
+
+    def __init__(self, rows: Sequence[StepRow]) -> None:
+        self._rows = rows
+        self._states: dict[int, dict[tuple[int, int], LayerState]] = {}
+
+    def run(self, layer: int, mixer: Mixer, hidden_BTE: Tensor) -> Tensor:
+        """Outputs of a layer, (B, T, E); those of pads are 0.
+
+        Args:
+            layer: transformers' index.
+            mixer: of the layer.
+            hidden_BTE: its inputs.
+        """
+        states: dict[tuple[int, int], LayerState] = {}
+        output_BTE = torch.zeros_like(hidden_BTE)
+        for i, row in enumerate(self._rows):
+            states[i, -1] = row.before.get(layer, {})
+            if row.num_read:
+                cache = MixerCache(_joined([states[i, -1]]))
+                read = mixer.read(hidden_BTE[i : i + 1, : row.num_read], cache)
+                output_BTE[i, : row.num_read] = read[0]
+                states[i, row.num_read - 1] = cache.states
+        if self._levels:
+            rows_N, tokens_N = map(list, zip(*chain.from_iterable(self._levels), strict=True))
+            entered_N1F = mixer.enter(hidden_BTE[rows_N, tokens_N][:, None])
+            stepped = self._stepped(mixer, entered_N1F, states)
+            output_BTE[rows_N, tokens_N] = mixer.leave(torch.cat(stepped))[:, 0]
+        self._states[layer] = states
+        return output_BTE
+
+    def _stepped(
+        self, mixer: Mixer, entered_N1F: Tensor, states: dict[tuple[int, int], LayerState]
+    ) -> list[Tensor]:
+        """Step through all levels and add the state behind each token to `states`."""
+        stepped: list[Tensor] = []
+        entered = entered_N1F.split([len(level) for level in self._levels])
+        for level, own_N1F in zip(self._levels, entered, strict=True):
+            cache = MixerCache(_joined([states[i, self._parent(i, token)] for i, token in level]))
+            stepped.append(mixer.step(own_N1F, cache))
+            for n, place in enumerate(level):
+                states[place] = {kind: one[n : n + 1] for kind, one in cache.states.items()}
+        return stepped
+
+    def after(self, row: int, token: int) -> TextState:
+        """The states of all layers behind a token, as tensors of their own.
+
+        Args:
+            row: of the pass.
+            token: its index in the row.
+        """
+        return {
+            layer: {kind: one.clone() for kind, one in states[row, token].items()}
+            for layer, states in self._states.items()
+        }
+
+    def _parent(self, row: int, token: int) -> int:
+        return self._rows[row].parents[token - self._rows[row].num_read]
+
+    @cached_property
+    def _levels(self) -> list[list[tuple[int, int]]]:
+        """(row, token) of the tokens of each step; a token is one step behind its parent."""
+        levels: list[list[tuple[int, int]]] = []
+        for i, row in enumerate(self._rows):
+            depths = dict.fromkeys(range(-1, row.num_read), -1)
+            for token, parent in enumerate(row.parents, start=row.num_read):
+                depths[token] = depths[parent] + 1
+                if depths[token] == len(levels):
+                    levels.append([])
+                levels[depths[token]].append((i, token))
+        return levels
+
+
+def _joined(states: Sequence[LayerState]) -> LayerState:
+    """States of several texts in a batch; always a copy."""
+    return {kind: torch.cat([one[kind] for one in states]) for kind in states[0]}
+
+
+def num_bytes(state: TextState) -> int:
+    """Bytes of a text's states."""
+    tensors = (one for layer in state.values() for one in layer.values())
+    return sum(one.numel() * one.element_size() for one in tensors)

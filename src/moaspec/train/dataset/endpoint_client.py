@@ -1,0 +1,219 @@
+"""A client of OpenAI-compatible servers: vLLM, SGLang, llama.cpp, `moaspec serve`.
+
+Busy servers and broken connections are waited for; other refusals are told apart by whether they
+concern one request or all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from moaspec.errors import DataError, InputError, ServerError
+
+CONNECT_S, READ_S = 10.0, 1800.0
+"""A request may wait in the server's queue for all requests before it."""
+BUSY = frozenset({408, 425, 429, 502, 503, 504})
+"""Status codes after which the same request may succeed."""
+KEY_REFUSED = frozenset({401, 402, 403})
+FOR_ALL = KEY_REFUSED | {404, 405}
+"""Status codes that concern every request: the key, the model or the path."""
+PATIENCE_S = 300.0
+"""A request is tried again for this long."""
+MAX_DELAY_S = 30.0
+MAX_FAULTS = 3
+"""Attempts at a request that fails inside the server (500): some servers report refusals so."""
+MAX_REFUSED = 20
+"""Successive refused requests after which the run stops."""
+CONTINUE = "Rows that are written stay; run the same command again to continue."
+
+
+class UnusableAnswerError(DataError):
+    """An answer that cannot become a row; its text is one of few reasons, which are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a server is.
+
+    Attributes:
+        url: base URL, with or without /v1.
+        model: the server's name of the model; None: it has only one.
+        key: API key; "" sends none.
+        first_delay_s: before the first repeated attempt; it doubles with each further one.
+
+    Raises:
+        InputError: no http or https URL, or a key that cannot be sent.
+    """
+
+    url: str
+    model: str | None = None
+    key: str = ""
+    first_delay_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            known = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise InputError(f"--endpoint {self.url!r} is no URL: {error}.") from error
+        if known.scheme not in ("http", "https") or not known.host:
+            raise InputError(
+                f"--endpoint {self.url!r} is no URL of a server; it has the form "
+                "http://localhost:8000."
+            )
+        if not self.key.isascii() or not self.key.isprintable():
+            raise InputError("The API key holds characters that no HTTP header can.")
+
+
+class EndpointClient:
+    """Asks one server; used inside an event loop.
+
+    Args:
+        endpoint: where it is.
+        connections: requests under way at once.
+        tell: called with a line when the server is waited for.
+    """
+
+    def __init__(self, endpoint: Endpoint, connections: int, tell: Callable[[str], None]) -> None:
+        self._endpoint, self._tell = endpoint, tell
+        self._refused, self._told = 0, False
+        key = endpoint.key
+        self._http = httpx.AsyncClient(
+            base_url=endpoint.url.rstrip("/").removesuffix("/v1"),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=connections),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def model(self, called: str) -> tuple[str, int | None]:
+        """The name of the model that is asked, and its context length where the server says it.
+
+        Args:
+            called: how this command calls it, which also decides among several models.
+
+        Raises:
+            ServerError: no server answers.
+            InputError: several models, or none of the name that was asked for.
+        """
+        wanted = self._endpoint.model
+        try:
+            listed = (await self._sent("GET", "/v1/models", fatal=KEY_REFUSED))["data"]
+            models = {str(one["id"]): one for one in listed}
+        except (UnusableAnswerError, KeyError, TypeError, AttributeError):
+            models = {}
+        if wanted is None:
+            found = [called] if called in models else list(models)
+            if len(found) != 1:
+                names = ", ".join(found[:5]) or "none"
+                raise InputError(
+                    f"The server at {self._http.base_url} lists these models: {names}. Name the "
+                    "one to ask with --endpoint-model."
+                )
+            wanted = found[0]
+        limit = models.get(wanted, {}).get("max_model_len")
+        return wanted, limit if isinstance(limit, int) else None
+
+    async def complete(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The first choice of a completion, with the fields `usage` and `moaspec` of the answer.
+
+        Raises:
+            UnusableAnswerError: the server refuses this request.
+            ServerError: it refuses all, or cannot be reached.
+        """
+        try:
+            answer = await self._sent("POST", "/v1/completions", fields)
+        except UnusableAnswerError as error:
+            self._refused += 1
+            if self._refused >= MAX_REFUSED:
+                raise ServerError(
+                    f"{MAX_REFUSED} successive requests failed: {error}. {CONTINUE}"
+                ) from error
+            raise
+        self._refused = 0
+        try:
+            (choice,) = answer["choices"]
+            return {**choice, "usage": answer.get("usage"), "moaspec": answer.get("moaspec")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self._http.base_url} answered what is no completion: {str(answer)[:100]}"
+            ) from error
+
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        fatal: Collection[int] = FOR_ALL,
+    ) -> dict[str, Any]:
+        """The JSON of an answer, after as many attempts as it takes.
+
+        Raises:
+            UnusableAnswerError: this request is refused.
+            ServerError: the server has not answered for long, or with one of the `fatal` codes.
+        """
+        begun, delay_s, faults = time.monotonic(), self._endpoint.first_delay_s, 0
+        while True:
+            after_s = None
+            try:
+                answer = await self._http.request(method, path, json=fields)
+            except httpx.TransportError as error:
+                cause = str(error) or type(error).__name__
+            else:
+                if answer.status_code == httpx.codes.OK:
+                    return self._json(answer)
+                cause, code = f"{answer.status_code}: {_message(answer)}", answer.status_code
+                if code in fatal:
+                    raise ServerError(f"{self._http.base_url} answers {path} with {cause}")
+                faults += code not in BUSY
+                if code not in BUSY and (code < 500 or faults >= MAX_FAULTS):
+                    raise UnusableAnswerError(f"the server refuses the request with {cause}")
+                after_s = _retry_after_s(answer)
+            if time.monotonic() - begun > PATIENCE_S:
+                raise ServerError(
+                    f"{self._http.base_url} has not answered for {PATIENCE_S:.0f} s ({cause}). "
+                    f"{CONTINUE}"
+                )
+            self._tell_waiting(cause)
+            await asyncio.sleep(delay_s if after_s is None else after_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    def _json(self, answer: httpx.Response) -> dict[str, Any]:
+        try:
+            found = answer.json()
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ServerError(f"{self._http.base_url} answers what is no JSON object.")
+        return found
+
+    def _tell_waiting(self, cause: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"Waiting for the server ({cause}); requests are repeated.")
+
+
+def _message(answer: httpx.Response) -> str:
+    """A server's own words of an error, in one line."""
+    try:
+        found = answer.json()
+        error = found.get("error", found)
+        text = error if isinstance(error, str) else error.get("message") or found.get("detail")
+    except (ValueError, AttributeError, RecursionError):
+        text = answer.text
+    return " ".join(str(text).split())[:200]
+
+
+def _retry_after_s(answer: httpx.Response) -> float | None:
+    """What the server asks for, in seconds."""
+    said = answer.headers.get("retry-after", "")
+    return min(float(said), MAX_DELAY_S) if said.isdecimal() else None

@@ -1,0 +1,58 @@
+"""What held-out measurements of a run tell: the best step, and overfitting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from moaspec.train.run_log import StepMetrics
+
+MAX_WIDENING = 0.05
+"""Increase of the gap between training and held-out accuracy that is worth a warning."""
+MIN_RISE = 0.005
+"""A held-out accuracy that rises less than this from one measurement to the next stands still."""
+
+
+@dataclass(frozen=True)
+class BestStep:
+    """The best step of a run: its number, and its `held_out_score`."""
+
+    step: int
+    score: float
+
+
+def held_out_score(progress: StepMetrics) -> float:
+    """Simulated tau of the first exit; mean held-out accuracy where it cannot be measured."""
+    tau = next(iter((progress.held_out_tau or {}).values()), None)
+    return fmean(progress.held_out_accuracy or (0.0,)) if tau is None else tau
+
+
+def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """A warning if the gap between training and held-out accuracy widens, or None.
+
+    It is given when the gap has grown by `MAX_WIDENING` since its smallest value and held-out
+    accuracy stands still. Training accuracy is the mean since the measurement before.
+
+    Args:
+        rows: of the log; the last one has a held-out measurement.
+    """
+    points: list[tuple[float, float]] = []
+    since: list[float] = []
+    for row in rows:
+        since.append(float(row["accuracy"]))
+        if row.get("held_out_accuracy"):
+            points.append((fmean(since), fmean(row["held_out_accuracy"])))
+            since = []
+    if len(points) < 2:
+        return None
+    gaps = [trained - held_out for trained, held_out in points]
+    smallest, (trained, held_out) = min(gaps[:-1]), points[-1]
+    if gaps[-1] < smallest + MAX_WIDENING or held_out >= points[-2][1] + MIN_RISE:
+        return None
+    return (
+        f"Overfitting: accuracy is {trained:.0%} in training and {held_out:.0%} held out, and the "
+        f"gap grew from {100 * smallest:.0f} to {100 * gaps[-1]:.0f} points while held-out "
+        "accuracy stands still. More answers of the target help, more epochs do not."
+    )

@@ -1,0 +1,48 @@
+"""What a run will lead to, told before its first step."""
+
+from __future__ import annotations
+
+from moaspec.generation.destinations import destinations
+from moaspec.train.data_order import DataOrder
+from moaspec.train.dataset.examples import coverage
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.students.students import Student
+
+USES = {
+    "publish": "moaspec checkpoint convert",
+    "vllm": "vLLM",
+    "device": "moaspec checkpoint export-device",
+}
+
+
+def run_notes(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:
+    """Sentences on the draft vocabulary, and on where the drafter can be used."""
+    return [*_vocabulary(student, config, data), *_uses(student)]
+
+
+def _vocabulary(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:
+    ids, asked = student.draft_token_ids, config.sizes.draft_vocab
+    if ids is None:
+        return []
+    held_out = [data.examples[i] for i in data.held_out_ids]
+    notes = [f"Draft vocabulary: {len(ids)} tokens."]
+    if len(ids) < asked:
+        notes[0] = (
+            f"Draft vocabulary: {len(ids)} tokens, fewer than sizes.draft_vocab={asked}, because "
+            "the training responses have no others."
+        )
+    share = coverage(held_out, ids)
+    if share is not None:
+        notes[0] += f" It has {share:.2%} of the held-out response tokens."
+    return notes
+
+
+def _uses(student: Student) -> list[str]:
+    found = destinations(student.module, student.target)
+    works = [USES[place] for place, problem in found.items() if problem is None]
+    notes = [f"The drafter will work with: {', '.join(works)}."] if works else []
+    return notes + [
+        f"It will not work with {USES[place]}: {problem}"
+        for place, problem in found.items()
+        if problem is not None
+    ]
