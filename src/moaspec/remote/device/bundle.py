@@ -162,9 +162,9 @@ def export_bundle(
 
 
 def load_models(
-    target: str | Path, drafter: str | Path
+    target: str | Path, drafter: str | Path, *, dtype: str = "bfloat16"
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
-    """Load what a bundle is made of, in bf16.
+    """Load what a bundle is made of, in this dtype.
 
     Raises:
         InputError: the drafter needs activations that a server does not send, or the target has no
@@ -172,7 +172,7 @@ def load_models(
         UnknownModelError: a name is unknown.
         CheckpointError: the drafter is damaged or belongs to another target.
     """
-    whole = load_target(target, dtype="bfloat16", packed=False)
+    whole = load_target(target, dtype=dtype, packed=False)
     source = find_drafter(drafter)
     loaded = load_any_drafter(source, target=whole)
     module = loaded.module if isinstance(loaded, IndependentProposer) else loaded

@@ -106,10 +106,7 @@ class _DraftGraph(GraphBuilder):
         if adapter is not None:
             x_1E = self.linear(self.norm(x_1E, adapter.norm), adapter.linear)
             x_1E = self.op("Mul", x_1E, self.constant(to_numpy(adapter.scale)))
-        head = self._draft_head(target, table)
-        top = min(TOP, head.num_rows)
-        self.take_top(self.logits(self.product(x_1E, head), target), top)
-        return self._model(top)
+        return self._model(self.take_top(x_1E, self._draft_head(target, table), target))
 
     def _draft_head(self, target: TargetParts, table: Matrix) -> Matrix:
         """The head for the tokens that can be drafted."""
@@ -118,11 +115,9 @@ class _DraftGraph(GraphBuilder):
             return self.matrix(to_numpy(target.head))
         return table if ids is None else self.selected(table, ids.cpu().numpy())
 
-    def logits(self, product_1V: str, target: TargetParts) -> str:
+    def logits(self, product: str, bias: str | None, target: TargetParts) -> str:
         """See `LMHead.logits`."""
-        found = product_1V
-        if target.bias is not None:
-            found = self.op("Add", found, self.constant(to_numpy(target.bias)))
+        found = product if bias is None else self.op("Add", product, bias)
         if target.scale != 1.0:
             found = self.op("Mul", found, self.constant(target.scale))
         if target.cap is not None:
@@ -207,17 +202,30 @@ class _DraftGraph(GraphBuilder):
         turned = (self.op(sign, self.op("Mul", *a), self.op("Mul", *b)) for sign, a, b in parts)
         return self.op("Concat", *turned, *rest, axis=-1)
 
-    def take_top(self, logits_1V: str, count: int) -> None:
-        """The outputs: the most probable draft tokens and their log-probabilities."""
-        logits_V = self.op("Reshape", logits_1V, self.constant([-1]))
+    def take_top(self, x_1E: str, head: Matrix, target: TargetParts) -> int:
+        """The outputs: K most probable draft tokens and their log-probabilities; returns K.
+
+        Products round their inputs to few bits, so the logits of these K are computed once more.
+        """
+        bias = None if target.bias is None else self.constant(to_numpy(target.bias))
+        whole, count = self.constant([-1]), min(TOP, head.num_rows)
+        products_V = self.op("Reshape", self.product(x_1E, head), whole)
+        logits_V = self.logits(products_V, bias, target)
         total = self.op("ReduceLogSumExp", logits_V, keepdims=1)
         logits, index = self.ops("TopK", logits_V, self.constant([count]), count=2)
+        if self.weights != "float32":
+            products = self.op("MatMul", self.rows(index, head), self.op("Reshape", x_1E, whole))
+            bias = bias and self.op("Gather", bias, index)
+            logits = self.logits(products, bias, target)
+            logits, order = self.ops("TopK", logits, self.constant([count]), count=2)
+            index = self.op("Gather", index, order)
         self.op("Sub", logits, total, name="top_log_q")
         ids = self.drafter.draft_token_ids
         if ids is None:
             self.op("Identity", index, name="top_token_ids")
         else:
             self.op("Gather", self.constant(ids.cpu().numpy()), index, name="top_token_ids")
+        return count
 
     def _positions(self) -> str:
         """Positions of the tokens, which are their slots, (T,) int64."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
@@ -19,6 +20,7 @@ from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
 from moaspec.target.generic.device_target import FACTOR, device_tensors
 from moaspec.target.partial import EMBEDDING, HEAD
+from moaspec.target.registry import find_weights
 from moaspec.target.target import Target
 
 
@@ -41,7 +43,7 @@ def export_onnx(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    whole, module = load_models(target, drafter)
+    whole, module = load_models(target, drafter, dtype=_dtype(target))
     if not isinstance(module, MoADrafter) or 0 not in module.config.num_target_layers:
         raise InputError(
             f"The drafter {drafter} cannot go into an ONNX bundle: these hold "
@@ -51,6 +53,16 @@ def export_onnx(
     graph = _graph(whole, module, weights)
     with replacing(directory) as made:
         _write(made, whole, module, graph, weights)
+
+
+def _dtype(target: str | Path) -> str:
+    """float32 where the target's weights have it, as those of GGUF files: they are rounded once.
+
+    Rounding weights of eight bits and a scale to bf16 would take them off that grid.
+    """
+    directory = Path(find_weights(str(target)))
+    config = read_config(directory) if (directory / CONFIG_FILE).is_file() else {}
+    return "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
 
 
 def _graph(target: Target, drafter: MoADrafter, weights: Weights) -> onnx.ModelProto:

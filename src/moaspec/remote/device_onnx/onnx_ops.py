@@ -22,20 +22,31 @@ standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has 
 CONTRIB = "com.microsoft"
 BLOCK = 32
 """Inputs that share a scale in `MatMulNBits`."""
+REST_STEPS = 14
+"""Steps of a rest in four bits, -7 ... 7, within a step of eight bits."""
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
+SMALLEST = 2.0**-24
+"""Smallest scale, the smallest positive number of fp16."""
 ACTIVATIONS = {"gelu": {"approximate": "none"}, "gelu_pytorch_tanh": {"approximate": "tanh"}}
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored matrix: a product's weight, an embedding, or both."""
+    """A stored matrix: a product's weight, an embedding, or both.
+
+    Attributes:
+        name: of its numbers.
+        scale: of its blocks or rows.
+        rest: what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty.
+    """
 
     name: str
     scale: str
     num_inputs: int
     num_rows: int
+    rest: str = ""
 
 
 class GraphBuilder:
@@ -49,6 +60,7 @@ class GraphBuilder:
         self.weights = weights
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self._splits: dict[str, tuple[str, str]] = {}
 
     def op(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Add a node with one output, whose name matters only where the graph has it as output."""
@@ -70,19 +82,29 @@ class GraphBuilder:
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
-    def matrix(self, weight_RI: Array) -> Matrix:
-        """Store a matrix in this graph's bits."""
+    def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
+        """Store a matrix in this graph's bits.
+
+        Args:
+            weight_RI: the matrix.
+            fine: keep four bits more than the eight of "int8", see `Matrix.rest`.
+        """
         num_rows, num_inputs = weight_RI.shape
         if self.weights == "float32":
             return Matrix(self.constant(weight_RI.T), "", num_inputs, num_rows)
         if self.weights == "int8-web":
             quantised, scale = _quantised(weight_RI, 127)
             stored, scale = quantised.T.astype(np.int8), scale[:, 0]
-        else:
-            padded = np.pad(weight_RI, ((0, 0), (0, -num_inputs % BLOCK)))
-            blocks_RQB = padded.reshape(num_rows, -1, BLOCK)
-            stored, scale = _packed(blocks_RQB, self.bits)
-        return Matrix(self.constant(stored), self.constant(scale), num_inputs, num_rows)
+            return Matrix(self.constant(stored), self.constant(scale), num_inputs, num_rows)
+        blocks_RQB = _blocks(weight_RI)
+        values, scale = _quantised(blocks_RQB, 2 ** (self.bits - 1) - 1, np.float16)
+        names = self.constant(_packed(values, self.bits)), self.constant(scale[..., 0])
+        rest = ""
+        if fine and self.weights == "int8":
+            step = scale.astype(np.float32)
+            steps = np.rint((blocks_RQB / step - values) * REST_STEPS)
+            rest = self.constant(_packed(steps.clip(-7, 7), 4))
+        return Matrix(*names, num_inputs, num_rows, rest)
 
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
@@ -107,18 +129,53 @@ class GraphBuilder:
             sums = self.op("MatMulInteger", quantised, matrix.name, zero)
             factor = self.op("Mul", scale, matrix.scale)
             return self.op("Mul", self.op("Cast", sums, to=TensorProto.FLOAT), factor)
+        scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
+        x = self._padded(x, matrix.num_inputs)
+        if not matrix.rest:
+            return self._block_product(x, matrix, matrix.name, scale, self.bits)
+        high, both = self._split(x)
+        found = self._block_product(both, matrix, matrix.name, scale, self.bits)
+        found = self.op("ReduceSum", found, self.constant([0]), keepdims=0)
+        scale = self.op("Div", scale, self.constant(float(REST_STEPS)))
+        return self.op("Add", found, self._block_product(high, matrix, matrix.rest, scale, 4))
+
+    def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
+        """`MatMulNBits` with inputs of whole blocks."""
         return self.op(
             "MatMulNBits",
             x,
-            matrix.name,
-            matrix.scale,
+            name,
+            scale,
             domain=CONTRIB,
-            K=matrix.num_inputs,
+            K=matrix.num_inputs + -matrix.num_inputs % BLOCK,
             N=matrix.num_rows,
-            bits=self.bits,
+            bits=bits,
             block_size=BLOCK,
             accuracy_level=INT8_PRODUCTS,
         )
+
+    def _padded(self, x: str, num_inputs: int) -> str:
+        """Inputs with zeros up to the end of a block."""
+        missing = -num_inputs % BLOCK
+        return self.op("Pad", x, self.constant([0, 0, 0, missing])) if missing else x
+
+    def _split(self, x: str) -> tuple[str, str]:
+        """Inputs in eight bits, (T, I), and these above what eight bits leave, (2, T, I).
+
+        `MatMulNBits` rounds its inputs in the same way, which leaves the former as they are.
+        """
+        if x not in self._splits:
+            shape = self.op("Shape", x)
+            blocks = self.op("Reshape", x, self.constant([0, -1, BLOCK]))
+            largest = self.op("ReduceMax", self.op("Abs", blocks), self.constant([2]), keepdims=1)
+            scale = self.op("Mul", largest, self.constant(1 / 127))
+            scale = self.op("Max", scale, self.constant(SMALLEST))
+            steps = self.op("Round", self.op("Div", blocks, scale))
+            high = self.op("Reshape", self.op("Mul", steps, scale), shape)
+            first = self.constant([0])
+            parts = (self.op("Unsqueeze", one, first) for one in (high, self.op("Sub", x, high)))
+            self._splits[x] = high, self.op("Concat", *parts, axis=0)
+        return self._splits[x]
 
     def rows(self, ids: str, matrix: Matrix) -> str:
         """Rows of a matrix in float32, (T,) -> (T, I)."""
@@ -135,6 +192,7 @@ class GraphBuilder:
             packed_TQB = self._unpacked(packed_TQB)
         found = self.op("Cast", packed_TQB, to=TensorProto.FLOAT)
         found = self.op("Sub", found, self.constant(np.float32(2 ** (self.bits - 1))))
+        scale = self.op("Cast", scale, to=TensorProto.FLOAT)
         found = self.op("Mul", found, self.op("Unsqueeze", scale, self.constant([2])))
         padded = self.op("Reshape", found, self.constant([0, -1]))
         if not matrix.num_inputs % BLOCK:
@@ -151,7 +209,7 @@ class GraphBuilder:
         return self.op("Reshape", self.op("Concat", *pairs, axis=3), self.constant([0, 0, BLOCK]))
 
     def linear(self, x: str, layer: nn.Linear) -> str:
-        y = self.product(x, self.matrix(to_numpy(layer.weight)))
+        y = self.product(x, self.matrix(to_numpy(layer.weight), fine=True))
         return y if layer.bias is None else self.op("Add", y, self.constant(to_numpy(layer.bias)))
 
     def norm(self, x: str, norm: nn.RMSNorm) -> str:
@@ -178,17 +236,20 @@ def to_numpy(tensor: Tensor) -> Array:
     return array
 
 
-def _quantised(values: Array, largest: int) -> tuple[Array, Array]:
+def _blocks(weight_RI: Array) -> Array:
+    """Rows in blocks, the last one filled with zeros, (R, Q, B)."""
+    num_rows, num_inputs = weight_RI.shape
+    padded = np.pad(weight_RI, ((0, 0), (0, -num_inputs % BLOCK)))
+    return padded.reshape(num_rows, -1, BLOCK)
+
+
+def _quantised(values: Array, largest: int, kind: Any = np.float32) -> tuple[Array, Array]:
     """Nearest whole numbers within +-`largest`, and the scale of each row (last axis)."""
-    scale = np.abs(values).max(-1, keepdims=True).clip(np.finfo(np.float32).tiny) / largest
-    return np.rint(values / scale), scale.astype(np.float32)
+    scale = (np.abs(values).max(-1, keepdims=True) / largest).clip(SMALLEST).astype(kind)
+    return np.rint(values / scale.astype(np.float32)).clip(-largest, largest), scale
 
 
-def _packed(blocks_RQB: Array, bits: int) -> tuple[Array, Array]:
-    """Unsigned numbers as `MatMulNBits` reads them, and scales, (R, Q)."""
-    middle = 2 ** (bits - 1)
-    values, scale = _quantised(blocks_RQB, middle - 1)
-    stored = (values + middle).astype(np.uint8)
-    if bits == 4:
-        stored = stored[..., ::2] | stored[..., 1::2] << 4
-    return stored, scale[..., 0]
+def _packed(values_RQB: Array, bits: int) -> Array:
+    """Whole numbers around 0 as `MatMulNBits` reads them, unsigned."""
+    stored = (values_RQB + 2 ** (bits - 1)).astype(np.uint8)
+    return stored if bits == 8 else stored[..., ::2] | stored[..., 1::2] << 4
