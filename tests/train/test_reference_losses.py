@@ -85,7 +85,7 @@ def oracle(
     wanted_MV = batch["target_logits"][response_BT]
     log_p = wanted_MV.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum()
-    kl = (divergence(logits_BTV[response_BT], wanted_MV) + entropy) / count
+    kl = (divergence(logits_BTV[response_BT], wanted_MV).sum() + entropy) / count
     inner = mean(inner_BTE, true_BTE) if num else None
     return logits_BTV, Losses(kl, mean(states_BTE, batch["target_hidden_4"]), inner)
 

@@ -214,6 +214,7 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"betas": (2.0, 3.0)},
         {"seed": 2**80},
         {"drafter": "eagle", "staircase": True},
+        {"drafter": "independent", "anchors": "rounds"},
         {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
         {"sizes": DrafterSizes(publishable=True, draft_vocab=9)},
         {"sizes": DrafterSizes(publishable=True), "num_target_layers": (0, 1)},
@@ -227,9 +228,10 @@ def test_settings_that_do_not_go_together(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_weights_of_losses(weight: float) -> None:
-    with pytest.raises(InputError, match=r"loss\.kl"):
-        LossWeights(kl=weight)
+@pytest.mark.parametrize("name", ["kl", "survival"])
+def test_weights_of_losses(name: str, weight: float) -> None:
+    with pytest.raises(InputError, match=rf"loss\.{name}"):
+        LossWeights(**dict[str, Any]({name: weight}))
 
 
 @pytest.mark.parametrize(

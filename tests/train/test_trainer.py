@@ -8,7 +8,7 @@ import json
 import math
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -164,6 +164,7 @@ def test_trackers(tmp_path: Path) -> None:
         {"activation_cache": False, "batch_size": 1},
         {"frozen_lsa": 0.3},
         {"frozen_lsa": 0.8},
+        {"anchors": "rounds", "loss": LossWeights(divergence="hybrid", survival=0.5)},
     ],
     ids=str,
 )
@@ -683,7 +684,7 @@ def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:
         moaspec.generate(tiny.target(), [1, 2], drafter=drafter, num_target_layers=2)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "total_variation"])
+@pytest.mark.parametrize("kind", get_args(Divergence))
 def test_every_divergence_falls(kind: Divergence, tmp_path: Path) -> None:
     weights = LossWeights(feature=0.0, kl=1.0, divergence=kind)
     run = trainer(tmp_path, held_out=0, batch_size=4, steps=30, save_every=30, loss=weights)

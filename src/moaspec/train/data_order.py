@@ -59,6 +59,15 @@ def fixed_blocks(batch: Batch, length: int) -> Blocks:
     return _partition(batch, torch.arange(length, tokens + length, length).expand(rows, -1))
 
 
+def blocks_at(batch: Batch, begins_BT: Tensor) -> Blocks:
+    """Cut responses where `begins_BT` marks a token; every response begins with a block."""
+    index_BT = torch.arange(begins_BT.shape[1], device=begins_BT.device).expand_as(begins_BT)
+    response_BT = batch.response_BT
+    first_BT = torch.where(begins_BT, index_BT, 0).cummax(1)[0]
+    step_BT = index_BT - torch.maximum(first_BT, _response_start(response_BT))
+    return _blocks(response_BT, index_BT, step_BT)
+
+
 def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
     """Cut every response at its row's cumulative block lengths `ends_BN`."""
     rows, tokens = batch.input_ids_BT.shape
@@ -67,7 +76,10 @@ def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
     offset_BT = index_BT - _response_start(response_BT)
     starts_BN = torch.cat((torch.zeros(rows, 1, dtype=torch.long), ends_BN), dim=1)
     which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
-    step_BT = offset_BT - starts_BN.gather(1, which)
+    return _blocks(response_BT, index_BT, offset_BT - starts_BN.gather(1, which))
+
+
+def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
     last_verified_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
     followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))
     return Blocks(last_verified_BT.clamp(min=0), step_BT, response_BT & followed_BT)

@@ -127,6 +127,9 @@ class TrainConfig:
             1/20.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
+        anchors: where blocks begin: "random" places, or "rounds": where rounds of the current
+            drafter would begin along the text, see `moaspec.train.students.simulated_rounds`. It
+            costs another forward pass; the simulation reads blocks at random places.
         staircase: restrict SA to the query's own block: in all sequences at first, in ever fewer
             until half of the run.
         warm_start: start from the target's own weights and states, see
@@ -180,6 +183,7 @@ class TrainConfig:
     clip: float = 1.0
     shortest_block: int = 5
     longest_block: int = 15
+    anchors: Literal["random", "rounds"] = "random"
     staircase: bool = False
     warm_start: bool = True
     initial: str = ""
@@ -221,10 +225,11 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
-        if self.drafter != "moa" and (self.sizes.without or self.staircase):
+        rounds = self.anchors == "rounds"
+        if self.drafter != "moa" and (self.sizes.without or self.staircase or rounds):
             raise InputError(
-                f"drafter={self.drafter} has neither parts to leave out nor a staircase: drop "
-                "sizes.without and staircase."
+                f"drafter={self.drafter} has neither parts to leave out nor a staircase, and reads "
+                "no blocks: drop sizes.without, staircase and anchors."
             )
         if self.sizes.publishable:
             self._check_publishable()

@@ -45,6 +45,7 @@ from moaspec.train.students.losses import (
     mean_over_exits,
     summary_loss,
 )
+from moaspec.train.students.simulated_rounds import round_blocks
 from moaspec.train.students.students import (
     BaselineStudent,
     DraftVocabularyHead,
@@ -239,6 +240,8 @@ class Trainer:
     def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
         """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
         weights, processes = self.config.loss, self.accelerator.num_processes
+        if self.config.anchors == "rounds":
+            part = self._cut_at_rounds(part)
         result = self.student.run(self.strategy.model, part, self.step)
         # Gradients are averaged over processes, so the loss is multiplied by their number.
         scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
@@ -252,6 +255,14 @@ class Trainer:
             proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
         self.strategy.backward(torch.stack(proxies).sum())
         return mean_over_exits(parts)
+
+    @torch.no_grad()
+    def _cut_at_rounds(self, part: TrainBatch) -> TrainBatch:
+        """Let blocks begin where simulated rounds of the drafter's first exit do."""
+        states = self.student.run(self.strategy.model, part, self.step).exits[0]
+        ids = self.student.draft_token_ids
+        blocks = round_blocks(states, part, ids, chunk=self._chunk)
+        return dataclasses.replace(part, blocks=blocks)
 
     @torch.no_grad()
     def measure(self) -> dict[int, HeldOutMetrics]:

@@ -18,11 +18,17 @@ from moaspec.errors import InputError
 
 LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
-Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
+Divergence = Literal[
+    "forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance", "hybrid"
+]
 MAX_CHUNK = 512
 """Largest number of queries whose logits are in memory at once."""
 MIN_LOG_PROBABILITY = -80.0
 """Lower bound of log-probabilities: e^-80 adds nothing to a float32 sum."""
+MIN_ACCEPTANCE = 1e-6
+"""Lower bound of an acceptance probability whose logarithm is taken, or that divides."""
+HYBRID_DECAY = 3.0
+"""Decay of KL's share in "hybrid" with the acceptance probability (eta of arXiv 2602.23881)."""
 MAX_CPU_LOGITS = 2**22
 """Logits in memory at once on a CPU: 16 MB stay in its caches and are reused by the allocator."""
 
@@ -43,16 +49,21 @@ class LossWeights:
         kl: divergence between their distributions (the paper: 0.1).
         summary: smooth-L1 between a token's aggregate and the target's final state (not in the
             paper). It trains LSA directly, before CA has learned to read its output.
-        divergence: "forward_kl" (the paper), "reverse_kl" or "total_variation".
+        divergence: "forward_kl" (the paper), "reverse_kl", "total_variation",
+            "negative_log_acceptance" or "hybrid"; see `divergence`.
+        survival: exponent of the weight of a query's divergence, which is the probability that
+            sampled drafts survive up to its step of the block, as the drafter is now. 0 gives every
+            step weight 1. Weights are not normalised: raise `kl` to keep its share of the loss.
     """
 
     feature: float = 1.0
     kl: float = 0.1
     summary: float = 0.0
     divergence: Divergence = "forward_kl"
+    survival: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("feature", "kl", "summary"):
+        for name in ("feature", "kl", "summary", "survival"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"loss.{name} must be 0 or more, got {getattr(self, name)}.")
 
@@ -64,7 +75,8 @@ class LossSums:
     Attributes:
         total: weighted loss.
         feature: smooth-L1 between states, mean over E.
-        kl: divergence between the target's distribution and the drafter's.
+        kl: divergence between the target's distribution and the drafter's, times the weights of
+            `LossWeights.survival`.
         hits: number of queries whose most likely draft is the target's most likely token.
         count: number of queries.
     """
@@ -91,6 +103,7 @@ class ExitStates:
         logits: the LM head, for both.
         inner: for N > 0, drafted and target states before the last N layers, (M, E) each.
         relative: divide states by the target state's root mean square; set for exits with adapters.
+        step_M: step of each query in its block; needed for `LossWeights.survival`.
     """
 
     drafted_ME: Tensor
@@ -98,6 +111,7 @@ class ExitStates:
     logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
+    step_M: Tensor | None = None
 
 
 def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = False) -> Tensor:
@@ -125,10 +139,17 @@ def summary_loss(aggregate_TE: Tensor, target_TE: Tensor) -> Tensor:
 
 
 def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
-    """Divergence between target p and drafter q, from logits, summed over queries.
+    """Divergence between target p and drafter q of each query, from logits: (M,).
 
-    forward_kl is KL(p || q), reverse_kl is KL(q || p), total_variation is half of sum |p - q|: one
-    minus the chance that a sampled draft is accepted.
+    A sampled draft is accepted with probability a = sum min(p, q).
+
+        forward_kl                KL(p || q)
+        reverse_kl                KL(q || p)
+        total_variation           1 - a, which is half of sum |p - q|
+        negative_log_acceptance   -log a; a small a does not make its gradient vanish
+        hybrid                    w KL(p || q) + (1 - w) (1 - a), w = exp(-3 a) without gradient
+
+    Source: the last two are the LK losses of arXiv 2602.23881, w for each query by itself.
     """
     return cast(Tensor, _Divergence.apply(drafted_MV, target_MV, kind))
 
@@ -142,14 +163,14 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, drafted_MV: Tensor, target_MV: Tensor, kind: Divergence) -> Tensor:
         log_p, log_q = target_MV.log_softmax(-1), drafted_MV.log_softmax(-1)
-        value, gradient = _GRADIENTS[kind](log_p, log_q)
+        value_M, gradient = _GRADIENTS[kind](log_p, log_q)
         ctx.save_for_backward(gradient)
-        return value
+        return value_M
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0], None, None
+        return gradient * outputs[0][:, None], None, None
 
 
 def _probabilities(log_p: Tensor) -> Tensor:
@@ -159,28 +180,75 @@ def _probabilities(log_p: Tensor) -> Tensor:
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     p = _probabilities(log_p)
-    value = log_p.sub_(log_q).mul_(p).sum()
-    return value, log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_().sub_(p)
+    value_M = log_p.sub_(log_q).mul_(p).sum(-1)
+    return value_M, log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_().sub_(p)
 
 
 def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     q, ratio = _probabilities(log_q), log_q.sub_(log_p)
     kl_M1 = (q * ratio).sum(-1, keepdim=True)
-    return kl_M1.sum(), ratio.sub_(kl_M1).mul_(q)
+    return kl_M1[:, 0], ratio.sub_(kl_M1).mul_(q)
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     q = log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_()
     difference = q - log_p.clamp_(min=MIN_LOG_PROBABILITY).exp_()
-    value, sign = 0.5 * difference.abs().sum(), difference.sign_().mul_(0.5)
-    return value, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
+    value_M, sign = 0.5 * difference.abs().sum(-1), difference.sign_().mul_(0.5)
+    return value_M, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
+
+
+def _negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    variation_M, gradient = _total_variation(log_p, log_q)
+    acceptance_M = (1 - variation_M).clamp_(min=MIN_ACCEPTANCE)
+    return -acceptance_M.log(), gradient.div_(acceptance_M[:, None])
+
+
+def _hybrid(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    variation_M, of_variation = _total_variation(log_p.clone(), log_q.clone())
+    kl_M, of_kl = _forward_kl(log_p, log_q)
+    share_M = (-HYBRID_DECAY * (1 - variation_M)).exp_()
+    return torch.lerp(variation_M, kl_M, share_M), of_variation.lerp_(of_kl, share_M[:, None])
 
 
 _GRADIENTS = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
     "total_variation": _total_variation,
+    "negative_log_acceptance": _negative_log_acceptance,
+    "hybrid": _hybrid,
 }
+
+
+@torch.no_grad()
+def acceptance(drafted_MV: Tensor, target_MV: Tensor) -> Tensor:
+    """Probability that a sampled draft is accepted, sum min(p, q), without gradient: (M,)."""
+    p, q = (_probabilities(logits.log_softmax(-1)) for logits in (target_MV, drafted_MV))
+    return torch.minimum(p, q, out=p).sum(-1)
+
+
+class BlockSurvival:
+    """Probability that drafts survive up to each query of its block, over chunks of queries.
+
+    Source: the expected length of an accepted draft is a sum of such products, arXiv 2211.17192.
+    """
+
+    def __init__(self) -> None:
+        self._log_carried = 0.0
+
+    def before(self, acceptance_M: Tensor, step_M: Tensor) -> Tensor:
+        """Product of the acceptance of the earlier queries of each query's block: (M,).
+
+        Args:
+            acceptance_M: of the next queries in order.
+            step_M: their steps; blocks begin at step 0 and have all their steps in a row.
+        """
+        log_M = acceptance_M.clamp(min=MIN_ACCEPTANCE).log()
+        before_M = log_M.cumsum(0) - log_M
+        begin_M = torch.arange(len(step_M), device=step_M.device) - step_M
+        before_M = before_M - before_M[begin_M.clamp(min=0)]
+        before_M = torch.where(begin_M < 0, before_M + self._log_carried, before_M)
+        self._log_carried = float(before_M[-1] + log_M[-1]) if len(log_M) else 0.0
+        return before_M.exp()
 
 
 def exit_loss(
@@ -202,8 +270,15 @@ def exit_loss(
     leaf_ME = states.drafted_ME.detach().requires_grad_()
     share = 0.5 if states.inner is not None else 1.0
     sums = torch.zeros(5, device=leaf_ME.device)
-    for drafted, target in zip(leaf_ME.split(chunk), states.target_ME.split(chunk), strict=True):
-        feature, kl, hits = _terms(drafted, target, states, weights.divergence)
+    survival = BlockSurvival()
+    for start in range(0, max(1, len(leaf_ME)), chunk):
+        part = slice(start, start + chunk)
+        drafted, target = leaf_ME[part], states.target_ME[part]
+        feature, kl_M, hits, accepted_M = _terms(drafted, target, states, weights)
+        if accepted_M is not None:
+            assert states.step_M is not None
+            kl_M = kl_M * survival.before(accepted_M, states.step_M[part]) ** weights.survival
+        kl = kl_M.sum()
         total = weights.feature * share * feature + weights.kl * kl
         (scale * total).backward()
         sums += torch.stack(
@@ -220,16 +295,17 @@ def exit_loss(
 
 
 def _terms(
-    drafted_ME: Tensor, target_ME: Tensor, states: ExitStates, kind: Divergence
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Feature loss, divergence and hits of one chunk."""
+    drafted_ME: Tensor, target_ME: Tensor, states: ExitStates, weights: LossWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Feature loss, divergences (M,), hits and, if drafts must survive, acceptance (M,)."""
     with torch.no_grad():
         target_MV = states.logits(target_ME)
     drafted_MV = states.logits(drafted_ME)
     feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
     # argmax is three times slower on a CPU.
     hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()
-    return feature, divergence(drafted_MV, target_MV, kind), hits
+    accepted_M = acceptance(drafted_MV, target_MV) if weights.survival else None
+    return feature, divergence(drafted_MV, target_MV, weights.divergence), hits, accepted_M
 
 
 def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:

@@ -327,6 +327,7 @@ class MoAStudent(Student):
             self._head,
             inner=inner,
             relative=bool(self.module.exits),
+            step_M=part.blocks.step_BT[loss_BT],
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
@@ -365,5 +366,10 @@ class BaselineStudent(Student):
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
-        found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head)
+        found = ExitStates(
+            states_BTE[loss_BT].float(),
+            hidden_BTE[loss_BT],
+            self._head,
+            step_M=part.blocks.step_BT[loss_BT],
+        )
         return StudentOutput([found])
