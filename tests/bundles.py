@@ -36,21 +36,24 @@ def save_target(directory: Path, family: str = "llama", **changes: Any) -> Targe
     return load_target(directory, dtype="float32")
 
 
-def save_bundle(
+def save_drafter_and_target(
     directory: Path,
     family: str = "llama",
     *,
-    int8: bool = False,
     trimmed: bool = False,
     num_target_layers: tuple[int, ...] = (0,),
     **changes: Any,
-) -> Path:
-    """A bundle in `directory / "bundle"`, beside the target and the drafter that it is made of."""
+) -> None:
+    """A tiny target in `directory / "target"` and a random drafter in `directory / "drafter"`."""
     target = save_target(directory / "target", family, **changes)
     ids = DRAFT_IDS if trimmed else None
     torch.manual_seed(1)
     config = drafter_config(target, DrafterSizes(), num_target_layers)
-    drafter = MoADrafter(config, ids)
-    save_drafter(drafter, directory / "drafter")
+    save_drafter(MoADrafter(config, ids), directory / "drafter")
+
+
+def save_bundle(directory: Path, family: str = "llama", *, int8: bool = False, **made: Any) -> Path:
+    """A bundle in `directory / "bundle"`, beside what `save_drafter_and_target` makes."""
+    save_drafter_and_target(directory, family, **made)
     export_bundle(directory / "target", directory / "drafter", directory / "bundle", int8=int8)
     return directory / "bundle"

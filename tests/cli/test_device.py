@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import tiny
-from bundles import save_target
+from bundles import save_drafter_and_target, save_target
 from commands import Cli
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.support.extras import EXTRAS
 
 
 @pytest.mark.slow
@@ -24,6 +25,53 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     assert facts["target"]["vocab_size"] == tiny.VOCAB
     assert facts["draft_vocabulary"] == "full"
     assert "device bundle" in cli("info", str(out)).words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        (("onnx",), "float32"),
+        (("onnx", "--int8"), "int8"),
+        (("onnx", "--int4"), "int4"),
+        (("onnx-web", "--int8"), "int8-web"),
+    ],
+)
+def test_export_and_info_of_onnx(
+    tmp_path: Path, cli: Cli, options: tuple[str, ...], weights: str
+) -> None:
+    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+    save_drafter_and_target(tmp_path)
+    models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
+    output = cli("checkpoint", "export-device", *models, "--format", *options)
+    assert output.code == 0, output.err
+    facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
+    assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
+    assert facts["target"]["vocab_size"] == tiny.VOCAB
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--int4",), "--format onnx"),
+        (("--format", "onnx", "--int4", "--int8"), "exclude"),
+        (("--format", "onnx-web", "--int4"), "--int8"),
+        (("--format", "onnx", "--num-target-layers", "2"), "--num-target-layers"),
+    ],
+)
+def test_options_that_exclude_each_other(
+    tmp_path: Path,
+    cli: Cli,
+    options: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is loaded, so also without the extra."""
+    monkeypatch.setitem(EXTRAS, "device-onnx", ())
+    output = cli("checkpoint", "export-device", "x", "y", str(tmp_path / "out"), *options)
+    assert output.code == 2
+    assert named in output.err
 
 
 def test_what_cannot_be_exported(tmp_path: Path, cli: Cli) -> None:

@@ -47,6 +47,7 @@ print(json.dumps(found))
 NEEDING = {
     "chat --url http://127.0.0.1:9": "serve",
     "checkpoint export-device smollm2-135m smollm2-135m out": "remote",
+    "checkpoint export-device smollm2-135m smollm2-135m out --format onnx": "remote,device-onnx",
     "data overlap hub:a/b --against rows.jsonl": "hub",
     "data regenerate hub:a/b --out out.jsonl": "hub",
     "edge": "serve,remote,private",

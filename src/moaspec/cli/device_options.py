@@ -187,7 +187,8 @@ def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:
 
 def _made_bundle(model: str) -> Path:
     """The directory of the bundled drafter's bundle, exported at the first use."""
-    from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle, is_bundle
+    from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle
+    from moaspec.remote.device.bundle_place import is_bundle
 
     drafter = bundled_drafters().get(model)
     if drafter is None:

@@ -12,6 +12,7 @@ EXTRAS = {
     "adapter": ("peft",),
     "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
+    "device-onnx": ("onnx", "onnxruntime"),
     "hub": ("datasets",),
     "private": ("phonenumbers", "stdnum"),
     "quantize": ("torchao",),

@@ -35,7 +35,8 @@ from moaspec.model.checkpoint.baseline_checkpoint import (
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import export_bundle, is_bundle, load_device
+from moaspec.remote.device.bundle import export_bundle, load_device
+from moaspec.remote.device.bundle_place import is_bundle
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,6 +15,9 @@ from moaspec.errors import HubError, InputError
 from moaspec.support.extras import require
 from moaspec.support.hub import PROBE_S
 from moaspec.support.paths import require_writable
+
+if TYPE_CHECKING:
+    from moaspec.remote.device_onnx.onnx_ops import Weights
 
 app = typer.Typer(
     name="checkpoint",
@@ -67,11 +70,19 @@ def export_device(
     target: Annotated[str, typer.Argument(help="Target: alias, directory, GGUF or hub id.")],
     drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
-    int8: Annotated[
-        bool, typer.Option("--int8", help="Store eight bits per weight, half of bf16.")
+    form: Annotated[
+        Literal["torch", "onnx", "onnx-web"],
+        typer.Option(
+            "--format", help="What drafts: PyTorch, onnxruntime, or the same in browsers."
+        ),
+    ] = "torch",
+    int8: Annotated[bool, typer.Option("--int8", help="Store eight bits per weight.")] = False,
+    int4: Annotated[
+        bool, typer.Option("--int4", help="Store four bits per weight; for --format onnx.")
     ] = False,
     num_target_layers: Annotated[
-        int | None, typer.Option(help="Last target layers to include; default: the checkpoint's N.")
+        int | None,
+        typer.Option(help="Last target layers to include; default: the checkpoint's N, 0 in ONNX."),
     ] = None,
 ) -> None:
     """Write a bundle for a device.
@@ -80,14 +91,41 @@ def export_device(
 
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
-    require("`moaspec checkpoint export-device`", "remote")
+    extras = ("remote",) if form == "torch" else ("remote", "device-onnx")
+    require("`moaspec checkpoint export-device`", *extras)
     require_writable("OUT", out)
+    if form == "torch" and int4:
+        raise InputError("--int4 needs --format onnx; PyTorch's bundles have 16 or 8 bits.")
+    weights = _onnx_weights(form, int8=int8, int4=int4)
+    if form != "torch" and num_target_layers:
+        raise InputError("--num-target-layers must be 0 with --format onnx.")
     with loading(target):
-        from moaspec.remote.device.bundle import export_bundle
+        if form == "torch":
+            from moaspec.remote.device.bundle import export_bundle
 
-        export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
+            export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
+        else:
+            from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+
+            export_onnx(target, drafter, out, weights=weights)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
+
+
+def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
+    """How an ONNX bundle stores matrices."""
+    if int8 and int4:
+        raise InputError("--int8 and --int4 exclude each other.")
+    if int4 and form == "onnx-web":
+        raise InputError(
+            "--int4 needs --format onnx: WebAssembly has no kernel for four bits, and is faster "
+            "with --int8."
+        )
+    if int4:
+        return "int4"
+    if int8:
+        return "int8" if form == "onnx" else "int8-web"
+    return "float32"
 
 
 @app.command("push")

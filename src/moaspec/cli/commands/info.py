@@ -44,7 +44,7 @@ def info(
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
     with loading(checkpoint):
-        facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
+        facts = _describe_any(directory)
     if as_json:
         console.out.print(json.dumps(facts))
         return
@@ -121,8 +121,16 @@ def _format(config: Mapping[str, Any]) -> str:
     return "moaspec" if SECTION in config else "published"
 
 
-def _is_bundle(directory: Path) -> bool:
-    return "moaspec_device" in read_config(directory)
+def _describe_any(directory: Path) -> dict[str, Any]:
+    from moaspec.remote.device_onnx.manifest import is_onnx_bundle, read_manifest
+
+    if is_onnx_bundle(directory):
+        facts = asdict(read_manifest(directory))
+        size = sum(one["bytes"] for one in facts.pop("files").values())
+        return {"format": "ONNX device bundle", "bytes": size, **facts}
+    if "moaspec_device" in read_config(directory):
+        return describe_bundle(directory)
+    return describe(directory)
 
 
 def describe_bundle(directory: Path) -> dict[str, Any]:

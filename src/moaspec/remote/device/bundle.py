@@ -7,10 +7,7 @@ device never opens the target's own files.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +40,11 @@ from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
+from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.local_parts import Device, make_moa_proposer
+from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.remote.protocol.identity import fingerprint
-from moaspec.support.paths import close_to_others, why_not_trusted
+from moaspec.support.paths import why_not_trusted
 from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
 from moaspec.target.names import FAMILIES
@@ -53,16 +52,11 @@ from moaspec.target.partial import PartialTarget, fill_module, grouped, quantise
 from moaspec.target.registry import DTYPES, require_dtype
 from moaspec.target.target import Target
 
-SECTION = "moaspec_device"
-"""The section of a config that marks a bundle, also for `moaspec info`."""
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
 TARGET_CONFIG = "target"
 """Directory inside the bundle for the target's config and tokenizer."""
 
-_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
-"""Errors of a rename onto an existing directory; the last one occurs on Windows."""
-_ATTEMPTS = 8
 _ON_DEVICE = ("decoder.", "exits.")
 M = TypeVar("M", bound=nn.Module)
 
@@ -150,16 +144,8 @@ def export_bundle(
         UnknownModelError: a name is unknown.
         CheckpointError: the drafter is damaged or belongs to another target.
     """
-    directory = Path(directory).resolve()
-    _require_free(directory)
-    whole = load_target(target, dtype="bfloat16", packed=False)
-    source = find_drafter(drafter)
-    loaded = load_any_drafter(source, target=whole)
-    module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
-    problem = device_problem(module, whole)
-    if problem is not None:
-        raise InputError(f"{drafter} for {target}: {problem}")
-    assert isinstance(module, MoADrafter | IndependentDrafter), "device_problem() has asked"
+    require_free(Path(directory))
+    whole, module = load_models(target, drafter)
     num_layers = _num_layers(module, num_target_layers, whole.num_reusable_layers)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
@@ -171,13 +157,30 @@ def export_bundle(
         drafter=dataclasses.asdict(module.config),
     )
     tensors = _tensors(whole, module, num_layers, int8=int8)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{directory.name}."
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
-        made = Path(scratch) / "made"
+    with replacing(directory) as made:
         _write(made, whole, info, tensors)
-        close_to_others(made)
-        _put_in_place(made, directory)
+
+
+def load_models(
+    target: str | Path, drafter: str | Path
+) -> tuple[Target, MoADrafter | IndependentDrafter]:
+    """Load what a bundle is made of, in bf16.
+
+    Raises:
+        InputError: the drafter needs activations that a server does not send, or the target has no
+            tokenizer.
+        UnknownModelError: a name is unknown.
+        CheckpointError: the drafter is damaged or belongs to another target.
+    """
+    whole = load_target(target, dtype="bfloat16", packed=False)
+    source = find_drafter(drafter)
+    loaded = load_any_drafter(source, target=whole)
+    module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
+    problem = device_problem(module, whole)
+    if problem is not None:
+        raise InputError(f"{drafter} for {target}: {problem}")
+    assert isinstance(module, MoADrafter | IndependentDrafter), "device_problem() has asked"
+    return whole, module
 
 
 def _write(
@@ -193,22 +196,6 @@ def _write(
     write_config(directory, {SECTION: section})
 
 
-def _put_in_place(made: Path, directory: Path) -> None:
-    """Rename `made`, and move an older bundle beside it; of concurrent exports the last wins."""
-    for attempt in range(_ATTEMPTS):
-        _require_free(directory)
-        with contextlib.suppress(FileNotFoundError):
-            directory.rename(made.with_name(f"old-{attempt}"))
-        try:
-            made.rename(directory)
-        except OSError as error:
-            # Another export has created the directory meanwhile.
-            if error.errno not in _OCCUPIED or attempt == _ATTEMPTS - 1:
-                raise
-        else:
-            return
-
-
 def _num_layers(
     module: MoADrafter | IndependentDrafter, wanted: int | None, num_layers: int
 ) -> int:
@@ -219,16 +206,6 @@ def _num_layers(
     if not 0 <= found <= num_layers:
         raise InputError(f"num_target_layers must be within 0..{num_layers}, got {found}.")
     return found
-
-
-def _require_free(directory: Path) -> None:
-    """Refuse a directory that holds other files."""
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is a file; name a directory for the bundle.")
-    if directory.is_dir() and any(directory.iterdir()) and not is_bundle(directory):
-        raise InputError(
-            f"{directory} is not empty and holds no device bundle; name another directory."
-        )
 
 
 def _tensors(
@@ -259,12 +236,6 @@ def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tenso
     }
 
 
-def is_bundle(directory: str | Path) -> bool:
-    """Whether a directory holds a device bundle."""
-    path = Path(directory)
-    return (path / CONFIG_FILE).is_file() and SECTION in read_config(path)
-
-
 def read_bundle_info(directory: str | Path) -> BundleInfo:
     """Read the metadata of a bundle, without its weights.
 
@@ -272,6 +243,11 @@ def read_bundle_info(directory: str | Path) -> BundleInfo:
         CheckpointError: no bundle, or another version of the format.
         CorruptCheckpointError: the config is damaged.
     """
+    if is_onnx_bundle(directory):
+        raise CheckpointError(
+            f"{directory} is an ONNX bundle, for devices without PyTorch. Export it again without "
+            "--format."
+        )
     if not is_bundle(directory):
         raise CheckpointError(
             f"{directory} is no device bundle. Make one with `moaspec checkpoint export-device "

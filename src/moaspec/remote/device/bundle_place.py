@@ -1,0 +1,78 @@
+"""Where a device bundle is written: in place of an older one, never over other files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from moaspec.errors import InputError
+from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
+from moaspec.remote.device_onnx.manifest import is_onnx_bundle
+from moaspec.support.paths import close_to_others
+
+SECTION = "moaspec_device"
+"""The section of a config that marks a bundle, also for `moaspec info`."""
+_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
+"""Errors of a rename onto an existing directory; the last one occurs on Windows."""
+_ATTEMPTS = 8
+
+
+def is_bundle(directory: str | Path) -> bool:
+    """Whether a directory holds a device bundle."""
+    path = Path(directory)
+    return (path / CONFIG_FILE).is_file() and SECTION in read_config(path)
+
+
+def require_free(directory: Path) -> None:
+    """Refuse a directory that holds other files.
+
+    Raises:
+        InputError: it does, or it is a file.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is a file; name a directory for the bundle.")
+    known = is_bundle(directory) or is_onnx_bundle(directory)
+    if directory.is_dir() and any(directory.iterdir()) and not known:
+        raise InputError(
+            f"{directory} is not empty and holds no device bundle; name another directory."
+        )
+
+
+@contextlib.contextmanager
+def replacing(directory: str | Path) -> Iterator[Path]:
+    """Yield a path to make a bundle at, which then takes the place of `directory` in one step.
+
+    An older bundle can be used until then. A killed export leaves a hidden directory beside it,
+    which is never read.
+
+    Raises:
+        InputError: `directory` holds other files than a bundle.
+    """
+    directory = Path(directory).resolve()
+    require_free(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{directory.name}."
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
+        made = Path(scratch) / "made"
+        yield made
+        close_to_others(made)
+        _put_in_place(made, directory)
+
+
+def _put_in_place(made: Path, directory: Path) -> None:
+    """Rename `made`, and move an older bundle beside it; of concurrent exports the last wins."""
+    for attempt in range(_ATTEMPTS):
+        require_free(directory)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(made.with_name(f"old-{attempt}"))
+        try:
+            made.rename(directory)
+        except OSError as error:
+            # Another export has created the directory meanwhile.
+            if error.errno not in _OCCUPIED or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return

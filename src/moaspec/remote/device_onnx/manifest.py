@@ -1,0 +1,146 @@
+"""The manifest of an ONNX bundle: facts that a device checks before it drafts. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moaspec.errors import CheckpointError, CorruptCheckpointError
+from moaspec.model.checkpoint.directory import read_json
+from moaspec.support.paths import why_not_trusted
+
+MANIFEST_FILE = "manifest.json"
+GRAPH_FILE = "drafter.onnx"
+FORMAT = "moaspec-device-onnx"
+FORMAT_VERSION = 1
+MOST = 2**24
+"""Largest number of positions, heads or dimensions that is believed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Facts of an ONNX bundle.
+
+    Attributes:
+        protocol, law: versions of messages and of seeded sampling, for `Open`.
+        target: fields of the `TargetIdentity` that the server must have.
+        fingerprint: of the drafter whose encoder the server must have.
+        weights: see `onnx_ops.Weights`.
+        opset: version of ONNX's operators.
+        self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
+        num_target_layers: N.
+        draft_vocabulary: number of tokens that can be drafted.
+        top: how many tokens a run returns.
+        max_positions: tokens of the longest text.
+        rope_growth: see `TargetSpec.rope_growth`.
+        stop_token_ids: ids that end a turn.
+        files: `bytes` and `sha256` of each other file, by name.
+    """
+
+    protocol: int
+    law: int
+    target: dict[str, Any]
+    fingerprint: str
+    weights: str
+    opset: int
+    self_attention: dict[str, int]
+    cross_attention: dict[str, int]
+    num_target_layers: int
+    draft_vocabulary: int
+    top: int
+    max_positions: int
+    rope_growth: int | None
+    stop_token_ids: list[int]
+    files: dict[str, dict[str, Any]]
+
+    def write(self, directory: Path) -> None:
+        """Write it as JSON."""
+        values = {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        text = json.dumps(values, indent=2) + "\n"
+        (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """Read a bundle's manifest, and compare size and hash of every file with it.
+
+    Raises:
+        CheckpointError: no ONNX bundle, another version of the format, or other users may have
+            written it.
+        CorruptCheckpointError: the manifest or a file is damaged or missing.
+    """
+    directory = Path(directory)
+    values = _read(directory)
+    if values.pop("format", None) != FORMAT:
+        raise CheckpointError(
+            f"{directory} is no ONNX bundle. Make one with `moaspec checkpoint export-device "
+            "TARGET DRAFTER DIR --format onnx`."
+        )
+    if values.pop("format_version", None) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"The bundle at {directory} has another format than {FORMAT_VERSION}; export it again "
+            "with this version of moaspec, or upgrade."
+        )
+    reason = why_not_trusted(directory, directory)
+    if reason is not None:
+        raise CheckpointError(
+            f"The bundle at {directory} is not loaded: {reason}. Only this user may be able to "
+            "write it; a copy of it (cp -r) will do."
+        )
+    try:
+        manifest = Manifest(**values)
+        damaged = _damaged_file(directory, manifest)
+        _check_numbers(manifest)
+    except (TypeError, LookupError, AttributeError, ValueError, OSError) as error:
+        raise _corrupt(directory, f"its manifest is wrong ({error})") from error
+    if damaged is not None:
+        raise _corrupt(directory, f"{damaged} is not the file that was exported")
+    return manifest
+
+
+def is_onnx_bundle(directory: str | Path) -> bool:
+    """Whether a directory holds an ONNX bundle."""
+    return _read(Path(directory)).get("format") == FORMAT
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256, hexadecimal, of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    """The fields, none where there is no object of JSON."""
+    try:
+        values = read_json(directory / MANIFEST_FILE)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _damaged_file(directory: Path, manifest: Manifest) -> str | None:
+    """The first file that is missing or has other contents."""
+    if GRAPH_FILE not in manifest.files:
+        return GRAPH_FILE
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if path.parent != directory or not path.is_file() or described(path) != expected:
+            return name
+    return None
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    """Refuse sizes that would only fail when the caches are made."""
+    sizes = (manifest.self_attention, manifest.cross_attention)
+    numbers = [one[name] for one in sizes for name in ("num_kv_heads", "head_dim")]
+    for number in (*numbers, manifest.max_positions):
+        if not isinstance(number, int) or not 1 <= number <= MOST:
+            raise ValueError(f"{number!r} is no size of a cache")
+
+
+def _corrupt(directory: Path, why: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"The bundle at {directory} is damaged: {why}. Export it again.")

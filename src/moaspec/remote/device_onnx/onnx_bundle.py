@@ -1,0 +1,103 @@
+"""Export of ONNX bundles, from which onnxruntime drafts on any device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import onnx
+
+from moaspec.errors import InputError
+from moaspec.model.drafter_config import LayerConfig
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.bundle import load_models
+from moaspec.remote.device.bundle_place import replacing, require_free
+from moaspec.remote.device_onnx.draft_graph import OPSET, TOP, TargetParts, draft_graph
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, described
+from moaspec.remote.device_onnx.onnx_ops import Weights
+from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION, fingerprint
+from moaspec.target.generic.device_target import FACTOR, device_tensors
+from moaspec.target.partial import EMBEDDING, HEAD
+from moaspec.target.target import Target
+
+
+def export_onnx(
+    target: str | Path, drafter: str | Path, directory: str | Path, *, weights: Weights
+) -> None:
+    """Write an ONNX bundle atomically, as `export_bundle` does.
+
+    Args:
+        target: alias, directory, GGUF file or hub id.
+        drafter: a Mixture-of-Attentions drafter that was trained for N = 0: alias, directory or hub
+            id.
+        directory: created if missing; a bundle in it is replaced.
+        weights: of all matrices.
+
+    Raises:
+        InputError: the graph cannot hold this drafter, the target has no tokenizer, or the
+            directory holds other files.
+        UnknownModelError: a name is unknown.
+        CheckpointError: the drafter is damaged or belongs to another target.
+    """
+    require_free(Path(directory))
+    whole, module = load_models(target, drafter)
+    if not isinstance(module, MoADrafter) or 0 not in module.config.num_target_layers:
+        raise InputError(
+            f"The drafter {drafter} cannot go into an ONNX bundle: these hold "
+            "Mixture-of-Attentions drafters that were trained for num_target_layers = 0. Use "
+            "another drafter, or a bundle for PyTorch."
+        )
+    graph = _graph(whole, module, weights)
+    with replacing(directory) as made:
+        _write(made, whole, module, graph, weights)
+
+
+def _graph(target: Target, drafter: MoADrafter, weights: Weights) -> onnx.ModelProto:
+    tensors = device_tensors(target, num_layers=0, head_token_ids=drafter.draft_token_ids)
+    known = getattr(target.model.get_input_embeddings(), "embed_scale", 1.0)
+    parts = TargetParts(
+        tensors[f"{EMBEDDING}.weight"],
+        float(tensors.get(f"{EMBEDDING}.{FACTOR}", known)),
+        tensors.get(f"{HEAD}.weight"),
+        tensors.get(f"{HEAD}.bias"),
+        target.lm_head.scale,
+        target.lm_head.cap,
+    )
+    return draft_graph(drafter, parts, weights)
+
+
+def _write(
+    directory: Path,
+    target: Target,
+    drafter: MoADrafter,
+    graph: onnx.ModelProto,
+    weights: Weights,
+) -> None:
+    assert target.tokenizer is not None, "load_models() has asked"
+    directory.mkdir()
+    (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
+    target.tokenizer.save_pretrained(directory)
+    target.model.generation_config.save_pretrained(directory)
+    ids = drafter.draft_token_ids
+    vocabulary = target.vocab_size if ids is None else len(ids)
+    Manifest(
+        protocol=PROTOCOL,
+        law=SAMPLING_VERSION,
+        target=dataclasses.asdict(target.identity),
+        fingerprint=fingerprint(drafter),
+        weights=weights,
+        opset=OPSET,
+        self_attention=_cache_sizes(drafter.config.self_attention),
+        cross_attention=_cache_sizes(drafter.config.cross_attention),
+        num_target_layers=0,
+        draft_vocabulary=vocabulary,
+        top=min(TOP, vocabulary),
+        max_positions=target.max_positions,
+        rope_growth=target.rope_growth,
+        stop_token_ids=sorted(target.stop_token_ids),
+        files={path.name: described(path) for path in sorted(directory.iterdir())},
+    ).write(directory)
+
+
+def _cache_sizes(layer: LayerConfig) -> dict[str, int]:
+    return {"num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}

