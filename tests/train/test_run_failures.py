@@ -93,15 +93,17 @@ def test_a_device_that_disappears(
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_full_disk_while_saving(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
+@pytest.mark.parametrize(("held_out", "told"), [(0, "step 4"), (1, "step-2")])
+def test_a_full_disk_while_saving(held_out: int, told: str, tmp_path: Path) -> None:
+    """The state of step 4, or the best weights, which are written before it."""
+    run = trainer(tmp_path, held_out=held_out)
     for _ in range(2):
         run.train_step()
     run.save()
-    with files_of_at_most(10_000), pytest.raises(TrainingError, match="step 4"):
+    with files_of_at_most(10_000), pytest.raises(TrainingError, match=told):
         run.run()
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-2"]
-    again = trainer(tmp_path)
+    again = trainer(tmp_path, held_out=held_out)
     assert again.step == 2
     again.run()
     assert again.step == 5

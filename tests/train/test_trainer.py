@@ -862,10 +862,10 @@ def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
-    """Three layers, random weights, nothing but its config and its own text."""
+    """Three layers, random weights, a drafter without warm start, and nothing but its own text."""
     target = tiny.fresh_target("qwen3", seed=77, initializer_range=0.1)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(tiny.VOCAB, (24, 4), generator=generator).tolist()
+    prompts = torch.randint(tiny.VOCAB, (64, 4), generator=generator).tolist()
     texts = [result.token_ids for result in moaspec.generate(target, prompts, max_new_tokens=26)]
     examples = [Example(p, t) for p, t in zip(prompts, texts, strict=True)]
     run = Trainer(
@@ -873,9 +873,10 @@ def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
         examples,
         settings(
             tmp_path,
-            held_out=4,
+            held_out=40,
             batch_size=8,
             steps=150,
+            warm_start=False,
             save_every=75,
             shortest_block=5,
             longest_block=12,
@@ -887,7 +888,7 @@ def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
     after = run.measure()[0].tau
     assert before is not None
     assert after is not None
-    assert after > before + 0.2
+    assert after > before + 0.5
 
 
 def test_it_goes_on_from_an_earlier_drafter(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from moaspec.cli.options import (
     read_lines,
 )
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.status import loading, status
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable_file
 from moaspec.train.stopping import parse_duration
@@ -157,7 +157,7 @@ class EndpointOptions:
 
 def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSpec:
     """A target's config and tokenizer."""
-    with status(f"Reading {model}"):
+    with loading(model):
         from moaspec.target.registry import read_skeleton
 
         return read_skeleton(model, dtype="float32", generation_config=generation_config)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ from moaspec.cli.options import (
 )
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
-from moaspec.cli.terminal.status import loading, status
+from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
 from moaspec.cli.writing_options import (
@@ -39,7 +39,6 @@ from moaspec.train.stopping import StopCondition
 
 if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
-    from moaspec.target.target import Target
     from moaspec.train.dataset.overlap import Overlap
     from moaspec.train.dataset.response_writer import Writer
     from moaspec.train.dataset.statistics import Statistics

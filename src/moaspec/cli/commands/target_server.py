@@ -113,12 +113,8 @@ def target_server(
     origins = _origins(allow_origin or [])
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
-    if asked.quantize is not None and engine == "vllm":
-        raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
-    if asked.adapter is not None and engine == "vllm":
-        raise InputError(
-            "--adapter is for --engine torch. Merge it with peft, and name the result."
-        )
+    if engine == "vllm":
+        _require_for_vllm(asked)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -217,6 +213,16 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetServic
         None if module is None else wire_encoder(module, facts),
     )
     return TargetService(facts, module, limits, engine=engine)
+
+
+def _require_for_vllm(asked: options.LoadOptions) -> None:
+    """Raise InputError for what only --engine torch does with a target."""
+    if asked.quantize is not None:
+        raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
+    if asked.adapter is not None:
+        raise InputError(
+            "--adapter is for --engine torch. Merge it with peft, and name the result."
+        )
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:

@@ -115,7 +115,10 @@ class EndpointWriter:
             loop = self._runner.get_loop()
             kept, self.kept = self.kept, {}
             self._groups.append(
-                [loop.create_task(self._converse(task, kept.get(i))) for i, task in enumerate(group)]
+                [
+                    loop.create_task(self._converse(task, kept.get(i)))
+                    for i, task in enumerate(group)
+                ]
             )
             if len(self._groups) > ahead:
                 yield self._finished_group()
