@@ -170,11 +170,16 @@ def test_log_probabilities_and_stops_cross_the_wire() -> None:
 
 
 def test_a_turn_that_continues_the_very_text_has_its_own_settings() -> None:
+    others: tuple[dict[str, Any], ...] = (
+        {"temperature": 1.0, "seed": 5},
+        {"repetition_penalty": 1.5},
+    )
+
     async def run() -> None:
         at = service()
         device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
         session = RemoteSession(device, InProcessTransport(at), RemoteOptions(link=PATIENT))
-        for options in ({"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.5}):
+        for options in others:
             first = await session.generate(tiny.PROMPTS[0], max_new_tokens=6)
             prompt = [*tiny.PROMPTS[0], *first.token_ids]
             second = await session.generate(prompt, max_new_tokens=6, **options)

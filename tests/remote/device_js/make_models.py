@@ -19,6 +19,7 @@ from moaspec.backends.load import load_target
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.train.dataset.examples import Example
 
 TEMPLATE = """\
@@ -84,9 +85,10 @@ def make(directory: Path) -> None:
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     save_drafter(tiny.trained_drafter(target, examples, steps=60), directory / "drafter")
-    for weights, name in (("float32", "bundle"), ("int8-web", "bundle-int8")):
-        models_of = directory / "target", directory / "drafter", directory / name
-        export_onnx(*models_of, weights=weights)  # type: ignore[arg-type]
+    forms: dict[str, Weights] = {"bundle": "float32", "bundle-int8": "int8-web"}
+    for name, weights in forms.items():
+        places = directory / "target", directory / "drafter", directory / name
+        export_onnx(*places, weights=weights)
     answers = [answer(target, prompt, settings) for prompt in prompts for settings in SETTINGS]
     text = words.decode(texts[0].token_ids)
     answers.append(answer(target, prompts[0], {"stop": [text[20:23], text[30:]]}))

@@ -38,6 +38,11 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 3, "min_p": 0.2},
     {"temperature": 2.0, "seed": 4, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
 )
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 2**64 - 1, "top_p": 0.5, "presence_penalty": 0.25},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {3: 1.5}, "logprobs": True, "choice": 2},
+)
 CONFIGS: tuple[dict[str, Any], ...] = (
     {},
     {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
@@ -117,7 +122,7 @@ def drafts() -> list[dict[str, Any]]:
                     "position": position,
                     "tokenIds": ids.tolist(),
                     "logQ": log_q.tolist(),
-                    "chosen": int(ids[best.item()]),
+                    "chosen": int(ids[best.flatten()[0]]),
                 }
             )
     return found
@@ -140,14 +145,11 @@ def messages() -> list[dict[str, Any]]:
     found = []
     for config in CONFIGS:
         defaults = GenerationDefaults.of(GenerationConfig(**config), VOCAB)
-        for options in (
-            {"temperature": 0.0},
-            {"temperature": 0.7, "seed": 2**64 - 1, "top_p": 0.5, "presence_penalty": 0.25},
-            {"temperature": 1.0, "seed": 5, "logit_bias": {3: 1.5}, "logprobs": True, "choice": 2},
-        ):
-            sampling = sampling_params(options, defaults).bound({9, 2}, 33)  # type: ignore[arg-type]
+        for options in OPTIONS:
+            given: Any = options
+            sampling = sampling_params(given, defaults).bound({9, 2}, 33)
             message = wire.sampling_message(sampling).SerializeToString(deterministic=True)
-            bias = list(options.get("logit_bias", {}).items())  # type: ignore[attr-defined]
+            bias = list(options.get("logit_bias", {}).items())
             found.append(
                 {
                     "config": config,
