@@ -17,6 +17,8 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.protocol import identity
 from moaspec.target.adapter import CONFIG, WEIGHTS, adapter_hash
 from moaspec.target.target import Target
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.students.students import load_initial_drafter
 
 pytest.importorskip("peft", reason="the extra adapter is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft
@@ -96,6 +98,21 @@ def test_identity_is_not_the_base_models(
         (said,) = caplog.messages
         assert "the text is the same" in said
         assert text(targets[other], drafter=drafter) == text(targets[other])
+
+
+def test_a_drafter_is_adapted(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`initial=` makes a drafter of the base model one of the adapted model."""
+    plain = moaspec.load_target(base, packed=False)
+    save_drafter(tiny.random_drafter(plain), tmp_path / "drafter")
+    save_adapter(plain, tmp_path / "adapter")
+    target = moaspec.load_target(base, packed=False, adapter=tmp_path / "adapter")
+    initial = str(tmp_path / "drafter")
+    config = TrainConfig(target="tiny", data=("unused",), output="unused", initial=initial)
+    drafter, _ = load_initial_drafter(target, config, [])
+    save_drafter(drafter, tmp_path / "adapted")
+    caplog.clear()
+    moaspec.load_drafter(tmp_path / "adapted", target=target)
+    assert not caplog.messages
 
 
 def test_hash_is_of_what_changes_the_weights(base: Path, tmp_path: Path) -> None:

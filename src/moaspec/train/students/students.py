@@ -175,6 +175,7 @@ def load_initial_drafter(
         grown = MoADrafter(shape, drafter.draft_token_ids)
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
         drafter = grown
+    drafter.config = dataclasses.replace(drafter.config, target=target.identity)
     _grow_vocabulary(drafter, config, examples)
     drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
     return drafter, had[0] if grows else None
