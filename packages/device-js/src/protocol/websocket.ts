@@ -1,0 +1,112 @@
+import { InputError, LinkError, RefusedError } from "../errors.js";
+import { MAX_FRAME_BYTES } from "./limits.js";
+import type { Connection, ConnectionEvents, Transport } from "./transport.js";
+import { oneLine } from "./wire.js";
+
+const SUBPROTOCOL = "moaspec.v1";
+/** A subprotocol that carries a token: browsers cannot set headers, and URLs appear in logs. */
+const TOKEN_PREFIX = "moaspec.token.";
+/** Close codes after which a device does not try again: invalid, unknown client, forbidden, ... */
+const REFUSALS = new Set([4400, 4401, 4403, 4412, 1009]);
+/** Hosts to which a token may be sent without encryption. */
+const LOCAL_HOST = /^(localhost|127(\.\d+){3}|\[::1\])$/;
+
+export interface WebSocketOptions {
+  /** Shows the server who this device is. */
+  readonly token?: string;
+  /** The class of connections; default: the global one. For Node below 22 pass that of `ws`. */
+  readonly WebSocket?: new (url: string, protocols: string[]) => WebSocket;
+}
+
+/** Connections to a `moaspec target-server --websocket`; each binary message is one frame. */
+export class WebSocketTransport implements Transport {
+  private readonly url: string;
+  private readonly protocols = [SUBPROTOCOL];
+  private readonly make: new (url: string, protocols: string[]) => WebSocket;
+
+  /**
+   * @param address ws://HOST:PORT, or wss://HOST:PORT for TLS
+   * @throws InputError no such address, or a token that would be sent without encryption
+   */
+  constructor(address: string, options: WebSocketOptions = {}) {
+    const parts = parsed(address);
+    const { token } = options;
+    if (token !== undefined) {
+      if (!/^[\x20-\x7e]+$/.test(token)) {
+        throw new InputError("A token must be one line of printable ASCII characters.");
+      }
+      if (parts.protocol === "ws:" && !LOCAL_HOST.test(parts.hostname)) {
+        throw new InputError("A token is only sent with encryption: connect to wss://.");
+      }
+      const encoded = btoa(token).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
+      this.protocols.push(TOKEN_PREFIX + encoded);
+    }
+    this.url = `${parts.href.replace(/\/+$/, "")}/v1/converse`;
+    const make = options.WebSocket ?? globalThis.WebSocket;
+    if (!make) throw new InputError("There is no global WebSocket here; pass that of the package ws.");
+    this.make = make;
+  }
+
+  connect(events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+    return new Promise((resolve, reject) => {
+      const socket = new this.make(this.url, this.protocols);
+      socket.binaryType = "arraybuffer";
+      let opened = false;
+      let closed = false;
+      const end = (error: LinkError | RefusedError): void => {
+        if (closed) return;
+        closed = true;
+        if (socket.readyState < 2) socket.close();
+        if (opened) events.onEnd(error);
+        else reject(error);
+      };
+      signal.addEventListener("abort", () => !opened && end(new LinkError("The server took too long.")));
+      socket.onopen = () => {
+        if (closed) return;
+        if (socket.protocol !== SUBPROTOCOL) {
+          end(new RefusedError("What answers there is no `moaspec target-server`."));
+          return;
+        }
+        opened = true;
+        resolve({
+          send: (frame) => {
+            if (closed || socket.readyState !== 1) return;
+            if (socket.bufferedAmount > MAX_FRAME_BYTES) end(new LinkError("The server reads nothing."));
+            else socket.send(frame as Uint8Array<ArrayBuffer>);
+          },
+          close: () => {
+            closed = true;
+            socket.close();
+          },
+        });
+      };
+      socket.onmessage = ({ data }) => {
+        if (closed) return;
+        if (data instanceof ArrayBuffer) events.onFrame(new Uint8Array(data));
+        else end(new RefusedError("The server sent text, which the protocol does not have."));
+      };
+      // An `error` event says nothing and is followed by `close`.
+      socket.onerror = () => {};
+      socket.onclose = ({ code, reason }) => end(closeError(code, reason));
+    });
+  }
+}
+
+function closeError(code: number, reason: string): LinkError | RefusedError {
+  if (REFUSALS.has(code)) return new RefusedError(`The server refuses: ${oneLine(reason)}`);
+  return new LinkError(`The link broke: close code ${code}.`);
+}
+
+function parsed(address: string): URL {
+  let parts: URL | undefined;
+  try {
+    parts = new URL(address);
+  } catch {
+    // The message below tells.
+  }
+  const isPlain = parts && !(parts.search || parts.hash || parts.username || parts.password);
+  if (!parts || !isPlain || !["ws:", "wss:"].includes(parts.protocol)) {
+    throw new InputError(`A server is ws://HOST:PORT or wss://HOST:PORT, got ${JSON.stringify(address)}.`);
+  }
+  return parts;
+}

@@ -1,0 +1,109 @@
+/** Events of a device's session, and statistics of its link. All times are milliseconds. */
+
+export type LinkState = "connecting" | "up" | "down" | "closed";
+/** Who proposed a token: the drafter, or the target itself where no draft matched. */
+export type Source = "draft" | "target";
+export type StopReason = "stop_token" | "stop_string" | "max_new_tokens" | "context";
+
+/** A change of the generated text: readers replace all tokens from `start` on by `tokenIds`. */
+export interface RemoteEvent {
+  /** Index into the generated tokens. */
+  readonly start: number;
+  /** The tokens from `start` on. */
+  readonly tokenIds: readonly number[];
+  /** Of each of `tokenIds`. */
+  readonly sources: readonly Source[];
+  /** Number of tokens at the end that are not verified. */
+  readonly numProvisional: number;
+  /** Number of earlier provisional tokens that were removed or changed. */
+  readonly numCorrected: number;
+  readonly link: LinkState;
+  /** Set on the last event of a turn. */
+  readonly stopReason?: StopReason;
+}
+
+/** Verified tokens of a turn, and counts of its rounds (one round is one verification). */
+export interface GenerationResult {
+  readonly tokenIds: number[];
+  readonly sources: Source[];
+  /** Of each token, where asked for; NaN for tokens that were kept without verification. */
+  readonly logprobs: number[];
+  /** Tokens emitted by each round; the prompt's first token belongs to none. */
+  readonly acceptLengths: number[];
+  /** Drafted tokens in each round. */
+  readonly drafted: number[];
+  stopReason: StopReason | undefined;
+  stopString: string | undefined;
+  readonly seed: bigint | undefined;
+}
+
+/** Mean tokens per round; undefined where there was none. Decoding without drafts has 1. */
+export function tau({ acceptLengths }: GenerationResult): number | undefined {
+  const tokens = acceptLengths.reduce((sum, length) => sum + length, 0);
+  return acceptLengths.length ? tokens / acceptLengths.length : undefined;
+}
+
+/** Times and counts of one verdict. */
+export interface RoundTrip {
+  readonly sentMs: number;
+  readonly receivedMs: number;
+  /** Duration of the server's pass. */
+  readonly passMs: number;
+  readonly drafted: number;
+  readonly accepted: number;
+  /** Tokens that were drafted meanwhile. */
+  readonly ahead: number;
+}
+
+/** Rounds that are kept. */
+const MAX_ROUNDS = 4096;
+
+/** Statistics of a session's link. */
+export class LinkStats {
+  state: LinkState = "connecting";
+  /** Round trip of heartbeats, smoothed. */
+  rttMs: number | undefined;
+  bytesUp = 0;
+  bytesDown = 0;
+  messagesUp = 0;
+  messagesDown = 0;
+  /** Of `bytesDown`, activations. */
+  activationBytes = 0;
+  /** Times the link was lost, and times it came back. */
+  cuts = 0;
+  reconnects = 0;
+  /** Times the server had forgotten the session. */
+  reopened = 0;
+  /** Tokens shown without verification, and those of them that were taken back or changed. */
+  provisional = 0;
+  corrected = 0;
+  /** Verdicts at which the next draft was ready, or was not. */
+  aheadHits = 0;
+  aheadMisses = 0;
+  /** From the turn's request to its first token. */
+  firstTokenMs: number | undefined;
+  /** Silence of the link when the last cut was noticed. */
+  noticedMs: number | undefined;
+  /** `now()` of the last cut, and of the last connection. */
+  downMs: number | undefined;
+  upMs: number | undefined;
+  /** One per verdict, the latest last. */
+  readonly rounds: RoundTrip[] = [];
+
+  addRound(round: RoundTrip): void {
+    this.rounds.push(round);
+    if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
+  }
+
+  /** Time of a verdict: the median of the latest ones, which ignores outliers. */
+  get waitMs(): number | undefined {
+    const latest = this.rounds.slice(-9).map((round) => round.receivedMs - round.sentMs);
+    latest.sort((a, b) => a - b);
+    return latest.length ? latest[latest.length >> 1] : this.rttMs;
+  }
+}
+
+/** The clock of all statistics, which never jumps. */
+export function now(): number {
+  return performance.now();
+}

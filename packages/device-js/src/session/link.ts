@@ -1,0 +1,269 @@
+/**
+ * A device's link to its server: connects, detects a dead connection, and connects again.
+ *
+ * A link is up after the first message of a connection. Every message shows that the link works;
+ * heartbeats cause at least one every half second.
+ */
+import { LinkError, MoaSpecError, RefusedError, WireError } from "../errors.js";
+import type { ServerMessage } from "../protocol/target_pb.js";
+import type { Connection, Transport } from "../protocol/transport.js";
+import { clientFrame, parseServer } from "../protocol/wire.js";
+import type { ClientKind } from "../protocol/wire.js";
+import { now } from "./events.js";
+import type { LinkState, LinkStats } from "./events.js";
+import { WakeUp } from "./timing.js";
+
+/** When a link counts as dead, and how it reconnects; all times are milliseconds. */
+export interface LinkOptions {
+  /** Time between two heartbeats. */
+  readonly heartbeatMs: number;
+  /** Silence after which the link is dead. */
+  readonly deadAfterMs: number;
+  /** First and longest time from the start of a failed attempt to that of the next. */
+  readonly backoffMs: number;
+  readonly maxBackoffMs: number;
+  /** Limit of an attempt. */
+  readonly connectMs: number;
+  /** A request is repeated after this time or several round trips. */
+  readonly retryMs: number;
+}
+
+export const LINK_DEFAULTS: LinkOptions = {
+  heartbeatMs: 500,
+  deadAfterMs: 900,
+  backoffMs: 200,
+  maxBackoffMs: 1000,
+  connectMs: 1000,
+  retryMs: 500,
+};
+
+/** A timer that fires this late shows that the device was suspended, not that the link is dead. */
+const LATE_MS = 200;
+/** Heartbeats without an answer that are remembered. */
+const MAX_BEATS = 64;
+
+/** What a link calls. */
+export interface LinkUser {
+  /** A message has come that is no heartbeat. */
+  onMessage(message: ServerMessage): void;
+  /** There is a new connection; what is sent now precedes all other messages. */
+  onConnect(): void;
+  /** The state has changed, or the server has refused. */
+  onChange(): void;
+}
+
+/** Keeps one connection. */
+export class ServerLink {
+  /** Why the session ended; undefined while it goes on. */
+  refused: Error | undefined;
+  private connection: Connection | undefined;
+  private breakOff: ((error?: Error) => void) | undefined;
+  private running: Promise<void> | undefined;
+  private isClosing = false;
+  private readonly pause = new WakeUp();
+  private heardMs = 0;
+  private number = 0n;
+  private readonly beats = new Map<bigint, number>();
+
+  /**
+   * @param session random bytes that name the session, set in every message
+   * @param stats updated by the link
+   */
+  constructor(
+    private readonly transport: Transport,
+    private readonly session: Uint8Array,
+    readonly options: LinkOptions,
+    readonly stats: LinkStats,
+    private readonly user: LinkUser,
+  ) {}
+
+  /** Whether there is a connection, even if no message has come yet. */
+  get connected(): boolean {
+    return this.connection !== undefined;
+  }
+
+  /** Start to connect, unless that is done already. */
+  start(): void {
+    this.running ??= this.mend();
+  }
+
+  /** Send a message; without a connection it is dropped. */
+  send(turn: number, kind: ClientKind): void {
+    if (!this.connection) return;
+    const frame = clientFrame(this.session, turn, kind);
+    this.stats.messagesUp += 1;
+    this.stats.bytesUp += frame.length;
+    this.connection.send(frame);
+  }
+
+  /** Replace this connection by a new one. */
+  renew(): void {
+    this.breakOff?.();
+  }
+
+  /** Stop trying: the session cannot go on. */
+  refuse(error: unknown): void {
+    const known = error instanceof MoaSpecError;
+    this.refused ??= known ? error : new RefusedError(`The session failed: ${String(error)}`);
+    this.breakOff?.();
+    this.user.onChange();
+  }
+
+  /** Close the link. */
+  async close(): Promise<void> {
+    this.isClosing = true;
+    this.pause.set();
+    this.breakOff?.();
+    await this.running;
+    this.setState("closed");
+  }
+
+  private setState(state: LinkState): void {
+    if (state === this.stats.state) return;
+    this.stats.state = state;
+    this.user.onChange();
+  }
+
+  /** Open one connection after another, with pauses, until the server refuses. */
+  private async mend(): Promise<void> {
+    const { backoffMs, maxBackoffMs } = this.options;
+    let pauseMs = backoffMs;
+    const goesOn = () => !this.refused && !this.isClosing;
+    while (goesOn()) {
+      const started = now();
+      let wasUp = false;
+      try {
+        wasUp = await this.once();
+      } catch (error) {
+        this.refuse(error);
+      }
+      if (!goesOn()) return;
+      // The pause is reset only after a connection that lasted.
+      if (wasUp && now() - started > maxBackoffMs) pauseMs = backoffMs;
+      // The time of a failed attempt counts as pause.
+      await this.pause.wait(Math.max(0, pauseMs - (wasUp ? 0 : now() - started)));
+      pauseMs = Math.min(2 * pauseMs, maxBackoffMs);
+    }
+  }
+
+  /** Open one connection and use it until it ends; returns whether it was ever up. */
+  private async once(): Promise<boolean> {
+    let breakOff!: (error?: Error) => void;
+    const broken = new Promise<Error | undefined>((resolve) => {
+      breakOff = resolve;
+    });
+    const events = { onFrame: (frame: Uint8Array) => this.receive(frame, breakOff), onEnd: breakOff };
+    const connection = await this.connect(events);
+    if (!connection) return false;
+    const beating = this.begin(connection, breakOff);
+    const error = await broken;
+    clearInterval(beating);
+    const wasUp = this.stats.state === "up";
+    this.connection = this.breakOff = undefined;
+    connection.close();
+    if (wasUp && !this.isClosing) {
+      this.stats.cuts += 1;
+      this.stats.noticedMs = now() - this.heardMs;
+      this.stats.downMs = now();
+      this.setState("down");
+    }
+    if (error && !(error instanceof LinkError)) throw error;
+    return wasUp;
+  }
+
+  /** Open a connection; undefined when the server cannot be reached in time. */
+  private async connect(events: Parameters<Transport["connect"]>[0]): Promise<Connection | undefined> {
+    const attempt = new AbortController();
+    const limit = setTimeout(() => attempt.abort(), this.options.connectMs);
+    this.breakOff = () => attempt.abort();
+    const given = new Promise<undefined>((resolve) => {
+      attempt.signal.addEventListener("abort", () => resolve(undefined), { once: true });
+    });
+    const opening = this.transport.connect(events, attempt.signal);
+    // A connection that comes too late is of no use.
+    opening.then((late) => attempt.signal.aborted && late.close()).catch(() => {});
+    try {
+      return await Promise.race([opening, given]);
+    } catch (error) {
+      if (error instanceof LinkError) return undefined;
+      throw error;
+    } finally {
+      clearTimeout(limit);
+      this.breakOff = undefined;
+    }
+  }
+
+  /** Begin to use a connection; returns the timer of its heartbeats. */
+  private begin(connection: Connection, breakOff: (error?: Error) => void) {
+    this.connection = connection;
+    this.breakOff = breakOff;
+    this.heardMs = now();
+    this.beats.clear();
+    this.guarded(() => this.user.onConnect(), breakOff);
+    const { heartbeatMs, deadAfterMs } = this.options;
+    const tickMs = Math.min(heartbeatMs, deadAfterMs) / 10;
+    let nextMs = now();
+    let wokeMs = now();
+    return setInterval(() => {
+      const time = now();
+      if (time - wokeMs > tickMs + LATE_MS) {
+        // Messages that came while the device was suspended are not read yet.
+        this.heardMs = Math.max(this.heardMs, time - deadAfterMs / 2);
+      } else if (time - this.heardMs > deadAfterMs) {
+        breakOff();
+      }
+      if (time >= nextMs) {
+        nextMs = time + heartbeatMs;
+        this.beat(time);
+      }
+      wokeMs = time;
+    }, tickMs);
+  }
+
+  private beat(time: number): void {
+    this.number += 1n;
+    this.beats.set(this.number, time);
+    if (this.beats.size > MAX_BEATS) this.beats.delete(this.beats.keys().next().value!);
+    this.send(0, { case: "heartbeat", value: { number: this.number } });
+  }
+
+  private receive(frame: Uint8Array, breakOff: (error?: Error) => void): void {
+    this.heardMs = now();
+    this.stats.messagesDown += 1;
+    this.stats.bytesDown += frame.length;
+    this.guarded(() => {
+      const message = parseServer(frame);
+      if (message.session.length && !equal(message.session, this.session)) {
+        throw new WireError("The server speaks of a session that is not this one.");
+      }
+      if (this.stats.state !== "up") {
+        this.stats.reconnects += this.stats.state === "down" ? 1 : 0;
+        this.stats.upMs = now();
+        this.setState("up");
+      }
+      if (message.kind.case === "heartbeat") this.noteRoundTrip(message.kind.value.number);
+      else this.user.onMessage(message);
+    }, breakOff);
+  }
+
+  private guarded(work: () => void, breakOff: (error?: Error) => void): void {
+    try {
+      work();
+    } catch (error) {
+      breakOff(error as Error);
+    }
+  }
+
+  private noteRoundTrip(number: bigint): void {
+    const sentMs = this.beats.get(number);
+    if (sentMs === undefined) return;
+    this.beats.delete(number);
+    const tookMs = now() - sentMs;
+    const { rttMs } = this.stats;
+    this.stats.rttMs = rttMs === undefined ? tookMs : 0.8 * rttMs + 0.2 * tookMs;
+  }
+}
+
+function equal(a: Uint8Array, b: Uint8Array): boolean {
+  return a.length === b.length && a.every((byte, i) => byte === b[i]);
+}

@@ -1,0 +1,302 @@
+/** The device's session: drafts here, verifies on a server. */
+import type { Device } from "../device.js";
+import { LinkError } from "../errors.js";
+import { ActivationCodec, CODEC_NUMBERS } from "../protocol/activations.js";
+import type { ServerMessage } from "../protocol/target_pb.js";
+import type { Transport } from "../protocol/transport.js";
+import { SESSION_BYTES, targetMessage } from "../protocol/wire.js";
+import { AheadDrafter, commonLength } from "./draft_ahead.js";
+import { LinkStats, now } from "./events.js";
+import type { GenerationResult, RemoteEvent, Source } from "./events.js";
+import { ServerLink } from "./link.js";
+import { LinkPolicy } from "./link_policy.js";
+import { checkDraft, remoteOptions } from "./options.js";
+import type { RemoteOptions, SessionOptions, TurnOptions } from "./options.js";
+import { RemoteVerifier } from "./remote_verifier.js";
+import type { PendingRequest } from "./remote_verifier.js";
+import type { StopStrings } from "./stop_strings.js";
+import { EventQueue } from "./timing.js";
+import { Turn } from "./turn.js";
+import type { Emitted } from "./turn.js";
+
+/** Share of a text whose activations a device must hold to continue it without a link. */
+const MIN_HELD_SHARE = 0.75;
+
+/**
+ * Decodes turns with a target on a server. Every turn passes the whole conversation so far; the
+ * prefix that it shares with the last turn is neither computed nor sent again. One turn at a time.
+ */
+export class RemoteSession {
+  /** Of the link. */
+  readonly stats = new LinkStats();
+  readonly options: RemoteOptions;
+  private readonly ahead: AheadDrafter;
+  private readonly verifier: RemoteVerifier;
+  private readonly link: ServerLink;
+  private turn: Turn | undefined;
+  private policy: LinkPolicy | number = 0;
+  private events = new EventQueue<RemoteEvent>();
+  private stopTurn = new AbortController();
+  private running: Promise<void> = Promise.resolve();
+  private failure: unknown;
+  private startedMs = 0;
+  /** Generated tokens as the reader knows them; the last ones may be provisional. */
+  private shown: number[] = [];
+  private watcher: StopStrings | undefined;
+  /** Whether the drafter believes that the text ends with the provisional tokens. */
+  private endedAlone = false;
+
+  /** @throws InputError an invalid option */
+  constructor(private readonly device: Device, transport: Transport, options: SessionOptions = {}) {
+    this.options = remoteOptions(options);
+    const { manifest, drafter } = device;
+    const { num_kv_heads, head_dim } = manifest.cross_attention;
+    this.ahead = new AheadDrafter(drafter, manifest.max_positions);
+    this.verifier = new RemoteVerifier({
+      ahead: this.ahead,
+      codec: new ActivationCodec(this.options.codec, num_kv_heads, head_dim),
+      vocabSize: manifest.target.vocab_size,
+      maxPositions: manifest.max_positions,
+      opening: {
+        protocol: manifest.protocol,
+        law: manifest.law,
+        target: targetMessage(manifest.target),
+        drafter: manifest.fingerprint,
+        codec: CODEC_NUMBERS[this.options.codec],
+      },
+      keep: this.options.onCut === "keep",
+      meanwhile: (pending) => this.meanwhile(pending),
+    });
+    const name = crypto.getRandomValues(new Uint8Array(SESSION_BYTES));
+    this.link = new ServerLink(transport, name, this.options.link, this.stats, {
+      onMessage: (message: ServerMessage) => this.whenIdle(() => this.verifier.receive(message)),
+      onConnect: () => this.whenIdle(() => this.verifier.connected()),
+      onChange: () => this.verifier.wake(),
+    });
+    this.verifier.link = this.link;
+  }
+
+  /** Result of the latest turn so far: verified tokens, and kept ones with "keep". */
+  get result(): GenerationResult | undefined {
+    return this.turn?.result;
+  }
+
+  /** Tokens after those of `result` that were shown but are not verified yet. */
+  get provisional(): readonly number[] {
+    return this.verifier.provisional;
+  }
+
+  /** Answer a conversation; see `stream`. */
+  async generate(promptIds: readonly number[], options: TurnOptions = {}): Promise<GenerationResult> {
+    for await (const event of this.stream(promptIds, options)) void event;
+    return this.turn!.result;
+  }
+
+  /**
+   * Answer a conversation; yields tokens as they are verified, or drafted without a link.
+   *
+   * @param promptIds token ids of the whole conversation
+   * @throws InputError invalid prompt ids or options
+   * @throws RefusedError the server refuses; the message says why
+   * @throws WireError the server's answer is invalid
+   * @throws LinkError no verdict within `giveUpMs`
+   */
+  async *stream(promptIds: readonly number[], options: TurnOptions = {}): AsyncGenerator<RemoteEvent> {
+    await this.endTurn();
+    const turn = this.begin(promptIds, options);
+    this.running = this.decode(turn, this.stopTurn.signal, this.events);
+    try {
+      yield* this.events;
+      if (this.failure) throw this.failure;
+    } finally {
+      await this.endTurn();
+    }
+  }
+
+  /** End the session here and on the server. */
+  async close(): Promise<void> {
+    await this.endTurn();
+    this.link.send(this.verifier.turn, { case: "close", value: {} });
+    await this.link.close();
+  }
+
+  private async endTurn(): Promise<void> {
+    this.stopTurn.abort();
+    this.verifier.wake();
+    await this.running;
+  }
+
+  private begin(promptIds: readonly number[], options: TurnOptions): Turn {
+    const draft = options.draft ?? this.options.draft;
+    checkDraft(draft);
+    const turn = new Turn(this.device, [...promptIds], options);
+    this.takeOver(turn);
+    const waitMs = () => this.stats.waitMs;
+    this.policy = draft === "auto"
+      ? new LinkPolicy(waitMs, () => this.ahead.stepMs, this.options.draftAhead)
+      : draft;
+    this.turn = turn;
+    this.events = new EventQueue();
+    this.stopTurn = new AbortController();
+    this.failure = undefined;
+    this.shown = [];
+    this.endedAlone = false;
+    this.verifier.provisional = [];
+    this.startedMs = now();
+    this.stats.firstTokenMs = undefined;
+    this.ahead.sampling = turn.sampling;
+    this.ahead.begin(turn.prompt.length + turn.maxNewTokens, turn.stops);
+    this.link.start();
+    return turn;
+  }
+
+  /** Keep the caches of the tokens that the new text begins with. */
+  private takeOver({ prompt }: Turn): void {
+    const growth = this.device.manifest.rope_growth;
+    const longest = Math.max(prompt.length, this.turn?.prompt.length ?? 0);
+    // Beyond this length keys depend on the prompt's length.
+    const isGrown = growth !== null && longest > growth;
+    const common = commonLength(this.verifier.text, prompt);
+    this.ahead.rollback(isGrown ? 0 : Math.min(common, prompt.length - 1));
+  }
+
+  /** Run rounds until the turn ends. */
+  private async decode(turn: Turn, signal: AbortSignal, events: EventQueue<RemoteEvent>): Promise<void> {
+    try {
+      let ended = turn.maxNewTokens === 0;
+      if (ended) {
+        turn.result.stopReason = "max_new_tokens";
+        events.push(this.verified({ tokenIds: [], sources: [], stopReason: "max_new_tokens" }));
+      }
+      for (let isFirst = true; !ended; isFirst = false) {
+        const drafts = isFirst ? [] : await this.ahead.propose(turn.text, this.numDrafts(turn));
+        const found = await this.verifier.verify(turn.request(drafts), signal);
+        if (!isFirst && this.policy instanceof LinkPolicy) {
+          this.policy.record(found.numDrafted, found.tokens.length - 1);
+        }
+        const emitted = turn.append(found);
+        events.push(this.verified(emitted));
+        ended = emitted.stopReason !== undefined;
+      }
+    } catch (error) {
+      if (!signal.aborted) this.failure = error;
+    } finally {
+      events.end();
+    }
+  }
+
+  private numDrafts(turn: Turn): number {
+    const wanted = typeof this.policy === "number" ? this.policy : this.policy.numDrafts();
+    return Math.min(wanted, turn.room);
+  }
+
+  /** Make the event of a round: its tokens, and the provisional tokens that remain. */
+  private verified({ tokenIds, sources, stopReason }: Emitted): RemoteEvent {
+    const start = this.turn!.result.tokenIds.length - tokenIds.length;
+    const guessed = this.shown.slice(start);
+    const same = commonLength(guessed, tokenIds);
+    const isRight = same === tokenIds.length && stopReason === undefined;
+    const rest = isRight ? guessed.slice(tokenIds.length) : [];
+    this.shown = [...this.shown.slice(0, start), ...tokenIds, ...rest];
+    this.verifier.provisional = rest;
+    // The target did not confirm the end, so the next cut may continue the text.
+    this.endedAlone &&= rest.length > 0;
+    if (tokenIds.length) this.stats.firstTokenMs ??= now() - this.startedMs;
+    const numCorrected = guessed.length - same - rest.length;
+    this.stats.corrected += numCorrected;
+    return {
+      start,
+      tokenIds: this.shown.slice(start),
+      sources: [...sources, ...rest.map((): Source => "draft")],
+      numProvisional: rest.length,
+      numCorrected,
+      link: this.stats.state,
+      ...(stopReason === undefined ? {} : { stopReason }),
+    };
+  }
+
+  /** Draft one step while a verdict is awaited; returns whether to draft another at once. */
+  private async meanwhile(pending: PendingRequest): Promise<boolean> {
+    this.giveUp(pending);
+    if (this.stats.state === "up") return this.draftAhead(pending);
+    // The kept text is being sent to the server.
+    if (pending.kept.length && this.link.connected) return false;
+    const alone = this.stats.state === "down" && this.options.onCut !== "wait";
+    return alone && this.knowsEnough() && this.draftAlone(pending);
+  }
+
+  /** Whether the device has enough activations of the text to draft from. */
+  private knowsEnough(): boolean {
+    return this.ahead.held.size >= MIN_HELD_SHARE * (this.verifier.text.length - 1);
+  }
+
+  /** Draft ahead, at most to the end of the next round's drafts. */
+  private async draftAhead(pending: PendingRequest): Promise<boolean> {
+    const own = pending.drafts.length;
+    const ready = this.ahead.ready().length;
+    return this.options.draftAhead && own <= ready && ready <= 2 * own && this.ahead.extend();
+  }
+
+  /** Show one provisional token; drafts that were sent to the server come first. */
+  private async draftAlone(pending: PendingRequest): Promise<boolean> {
+    const { provisional } = this.verifier;
+    if (this.endedAlone || provisional.length >= this.options.maxProvisional) return false;
+    if (this.ahead.ready().length <= provisional.length && !(await this.ahead.extend())) {
+      this.endAlone();
+      return false;
+    }
+    // The draft step took a while: the link may be back, and the request answered.
+    if (pending.result || this.stats.state !== "down") return false;
+    const token = this.ahead.ready()[provisional.length];
+    if (token === undefined) return true;
+    provisional.push(token);
+    this.shown.push(token);
+    this.stats.provisional += 1;
+    this.events.push({
+      start: this.shown.length - 1,
+      tokenIds: [token],
+      sources: ["draft"],
+      numProvisional: 1,
+      numCorrected: 0,
+      link: this.stats.state,
+    });
+    if (this.aloneStops(token)) this.endAlone();
+    return !this.endedAlone;
+  }
+
+  /** Whether a provisional token ends the text. */
+  private aloneStops(token: number): boolean {
+    const turn = this.turn!;
+    if (turn.stops.has(token)) return true;
+    if (turn.strings.length && this.verifier.provisional.length === 1) {
+      this.watcher = turn.watcher();
+      for (const earlier of this.shown.slice(0, -1)) this.watcher?.push(earlier);
+    }
+    return turn.strings.length > 0 && this.watcher?.push(token) !== undefined;
+  }
+
+  /** Stop provisional tokens at the end of the text; with "keep", end the turn. */
+  private endAlone(): void {
+    this.endedAlone = true;
+    if (this.options.onCut === "keep" && this.verifier.provisional.length) this.verifier.settle();
+  }
+
+  private giveUp({ firstMs }: PendingRequest): void {
+    const { giveUpMs } = this.options;
+    if (giveUpMs === undefined || now() - firstMs <= giveUpMs) return;
+    const isUp = this.stats.state === "up";
+    const what = isUp ? "The server has verified nothing" : "No link to the server";
+    throw new LinkError(`${what} for ${giveUpMs} ms.`);
+  }
+
+  /** Handle something between two draft steps. */
+  private whenIdle(work: () => void): void {
+    this.ahead.whenIdle(() => {
+      try {
+        work();
+      } catch (error) {
+        this.link.refuse(error);
+      }
+    });
+  }
+}

@@ -1,0 +1,237 @@
+/**
+ * A device in Node against a real `moaspec target-server --websocket`, on a tiny model.
+ *
+ * Needs Python with moaspec and onnx: $MOASPEC_PYTHON, or the repository's .venv. The models are made once, in
+ * $MOASPEC_TEST_MODELS or a new directory.
+ */
+import { execFileSync, spawn, spawnSync } from "node:child_process";
+import type { ChildProcess } from "node:child_process";
+import { existsSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { createServer } from "node:net";
+import type { AddressInfo } from "node:net";
+import { tmpdir } from "node:os";
+import { delimiter, join } from "node:path";
+import { createInterface } from "node:readline";
+import * as ort from "onnxruntime-web";
+import { afterAll, afterEach, beforeAll, describe, expect, test } from "vitest";
+import WebSocket from "ws";
+import { loadDevice } from "../src/device.js";
+import { BundleError, RefusedError } from "../src/errors.js";
+import { fromDirectory } from "../src/node.js";
+import { WebSocketTransport } from "../src/protocol/websocket.js";
+import type { WebSocketOptions } from "../src/protocol/websocket.js";
+import type { SessionOptions, TurnOptions } from "../src/session/options.js";
+import { RemoteSession } from "../src/session/remote_session.js";
+import { FaultyTransport } from "./fake_target.js";
+import type { Faults } from "./fake_target.js";
+
+const repository = new URL("../../..", import.meta.url).pathname;
+const python = process.env["MOASPEC_PYTHON"] ?? join(repository, ".venv/bin/python");
+const paths = ["src", "tests"].map((name) => join(repository, name));
+const PYTHONPATH = [...paths, process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);
+const environment = { ...process.env, PYTHONPATH };
+/** Bundles are exported here, which needs the package onnx. */
+const hasPython = spawnSync(python, ["-c", "import onnx"], { env: environment }).status === 0;
+
+ort.env.wasm.numThreads = 1;
+
+interface Answer {
+  prompt: number[];
+  settings: Record<string, any>;
+  tokenIds: number[];
+  stopReason: string;
+}
+
+let directory = "";
+let server: ChildProcess | undefined;
+let port = 0;
+let session: RemoteSession | undefined;
+let expected: { conversations: any[][]; prompts: number[][]; answers: Answer[]; texts: [number[], string][] };
+
+async function freePort(): Promise<number> {
+  const listener = createServer().listen(0, "127.0.0.1");
+  await new Promise((resolve) => listener.once("listening", resolve));
+  const { port: found } = listener.address() as AddressInfo;
+  await new Promise((resolve) => listener.close(resolve));
+  return found;
+}
+
+/** Start a server; it always listens on the same port. */
+async function start(): Promise<void> {
+  const at = (name: string) => join(directory, name);
+  const places = ["--port", "0", "--websocket", `127.0.0.1:${port}`];
+  const models = ["--model", at("target"), "--drafter", at("drafter"), "--dtype", "float32", "--threads", "1"];
+  server = spawn(python, ["-m", "moaspec", "target-server", ...places, ...models], { env: environment });
+  let errors = "";
+  server.stderr!.on("data", (piece) => (errors += piece));
+  const line = await new Promise<string>((resolve, reject) => {
+    createInterface(server!.stdout!).once("line", resolve);
+    server!.once("exit", (code) => reject(new Error(`the server ended with ${code}: ${errors}`)));
+  });
+  expect(JSON.parse(line)).toBeTruthy();
+}
+
+function stop(): Promise<void> {
+  const ended = new Promise<void>((resolve) => server!.once("exit", () => resolve()));
+  server!.kill("SIGKILL");
+  return ended;
+}
+
+/** Longer than a busy machine takes, but for the tests of cuts. */
+const PATIENT = { deadAfterMs: 30_000, connectMs: 30_000 };
+const HASTY = { heartbeatMs: 100, deadAfterMs: 1000, connectMs: 5000, backoffMs: 20, retryMs: 500 };
+
+function transport(options: WebSocketOptions = {}): WebSocketTransport {
+  return new WebSocketTransport(`ws://127.0.0.1:${port}`, { WebSocket: WebSocket as any, ...options });
+}
+
+async function made(options: SessionOptions = {}, faults: Faults = {}, bundle = "bundle") {
+  const device = await loadDevice(fromDirectory(join(directory, bundle)), ort);
+  const link = new FaultyTransport(transport(), faults);
+  session = new RemoteSession(device, link, { link: PATIENT, ...options });
+  return { session, link };
+}
+
+function turnOptions(settings: Record<string, any>): TurnOptions {
+  const named = Object.entries(settings).map(([name, value]) => [
+    name.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase()),
+    name === "seed" ? BigInt(value) : value,
+  ]);
+  return { maxNewTokens: 32, ...Object.fromEntries(named) };
+}
+
+describe.skipIf(!hasPython)("a real server", () => {
+  beforeAll(async () => {
+    directory = process.env["MOASPEC_TEST_MODELS"] ?? mkdtempSync(join(tmpdir(), "moaspec-device-"));
+    if (!existsSync(join(directory, "expected.json"))) {
+      const script = join(repository, "tests/remote/device_js/make_models.py");
+      execFileSync(python, [script, directory], { env: environment, stdio: ["ignore", "ignore", "inherit"] });
+    }
+    expected = JSON.parse(readFileSync(join(directory, "expected.json"), "utf8"));
+    port = await freePort();
+    await start();
+  }, 600_000);
+
+  afterEach(() => session?.close());
+
+  afterAll(async () => {
+    if (server) await stop();
+    if (!process.env["MOASPEC_TEST_MODELS"]) rmSync(directory, { recursive: true, force: true });
+  });
+
+  test("token ids and texts are those of Python", async () => {
+    const { tokenizer } = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
+    expected.conversations.forEach((messages, i) => {
+      expect(tokenizer.chat(messages as any)).toEqual(expected.prompts[i]);
+    });
+    for (const [ids, text] of expected.texts) expect(tokenizer.decode(ids)).toBe(text);
+  });
+
+  test("texts are those of moaspec.generate, greedy and sampled", async () => {
+    const found = await made({ draft: 3 });
+    let accepted = 0;
+    for (const { prompt, settings, tokenIds, stopReason } of expected.answers) {
+      const result = await found.session.generate(prompt, turnOptions(settings));
+      expect([result.tokenIds, result.stopReason]).toEqual([tokenIds, stopReason]);
+      accepted += result.sources.filter((source) => source === "draft").length;
+    }
+    expect(accepted).toBeGreaterThan(50);
+    expect(found.session.stats.cuts).toBe(0);
+  }, 300_000);
+
+  test.each(["fp16", "int4"] as const)("activations in %s, as many drafts as pay", async (codec) => {
+    const found = await made({ codec });
+    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 4)) {
+      expect((await found.session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+    }
+  }, 300_000);
+
+  test("a bundle in 8 bits", async () => {
+    const found = await made({ draft: 3 }, {}, "bundle-int8");
+    const { prompt, settings, tokenIds } = expected.answers[0]!;
+    const result = await found.session.generate(prompt, turnOptions(settings));
+    expect(result.tokenIds).toEqual(tokenIds);
+    expect(result.sources).toContain("draft");
+  });
+
+  test("frames that are lost, doubled and overtaken", async () => {
+    const found = await made({ draft: 3, link: { ...PATIENT, retryMs: 100 } }, { loss: 0.1, twice: 0.2, delayMs: 20 });
+    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 8)) {
+      expect((await found.session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+    }
+  }, 300_000);
+
+  test("cuts: text goes on and is corrected", async () => {
+    const found = await made({ draft: 3, link: HASTY });
+    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 10)) {
+      const text: number[] = [];
+      let hasCut = false;
+      for await (const event of found.session.stream(prompt, turnOptions(settings))) {
+        text.splice(event.start, Infinity, ...event.tokenIds);
+        if (!hasCut && text.length > 6) hasCut = found.link.hole = true;
+        if (found.session.provisional.length >= 5) found.link.hole = false;
+      }
+      expect(text).toEqual(tokenIds);
+      found.link.hole = false;
+    }
+    const { cuts, provisional } = found.session.stats;
+    expect(cuts).toBeGreaterThanOrEqual(10);
+    expect(provisional).toBeGreaterThanOrEqual(50);
+  }, 300_000);
+
+  test("a killed server: text goes on, and the next server corrects it", async () => {
+    const found = await made({ draft: 3, link: HASTY });
+    const { prompt, settings, tokenIds } = expected.answers[1]!;
+    const text: number[] = [];
+    let restarted: Promise<void> | undefined;
+    for await (const event of found.session.stream(prompt, turnOptions(settings))) {
+      text.splice(event.start, Infinity, ...event.tokenIds);
+      if (!restarted && text.length > 6) restarted = stop().then(start);
+    }
+    await restarted;
+    expect(text).toEqual(tokenIds);
+    expect(found.session.stats.provisional).toBeGreaterThan(0);
+    expect(found.session.stats.reopened).toBeGreaterThan(0);
+  }, 600_000);
+
+  test("a server with another drafter refuses", async () => {
+    const device = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
+    const manifest = { ...device.manifest, fingerprint: "another" };
+    session = new RemoteSession({ ...device, manifest }, transport(), { link: PATIENT });
+    await expect(session.generate([1, 2])).rejects.toThrow(RefusedError);
+  });
+
+  test("damaged bundles", async () => {
+    const read = fromDirectory(join(directory, "bundle"));
+    const changed = (name: string, change: (data: Uint8Array) => Uint8Array) =>
+      loadDevice(async (asked, most) => {
+        const data = await read(asked, most);
+        return asked === name ? change(data) : data;
+      }, ort);
+    const edit = (changes: object) =>
+      changed("manifest.json", (data) => {
+        const values = JSON.parse(new TextDecoder().decode(data));
+        return new TextEncoder().encode(JSON.stringify({ ...values, ...changes }));
+      });
+    const flip = (data: Uint8Array) => data.map((byte, i) => (i === data.length >> 1 ? byte ^ 1 : byte));
+    await expect(changed("drafter.onnx", flip)).rejects.toThrow(/drafter.onnx/);
+    await expect(changed("tokenizer.json", (data) => data.slice(1))).rejects.toThrow(/tokenizer.json/);
+    const numbers = { num_kv_heads: 1.5, head_dim: 8 };
+    for (const changes of [
+      { format: "other" },
+      { format_version: 99 },
+      { files: {} },
+      { max_positions: 2 ** 25 },
+      { self_attention: numbers },
+      { cross_attention: [] },
+      { target: null },
+      { stop_token_ids: "all" },
+      { rope_growth: -1 },
+      { num_target_layers: 2 },
+      { files: { "drafter.onnx": { bytes: 1, sha256: "x" }, "../x": { bytes: 1, sha256: "x" } } },
+    ]) {
+      await expect(edit(changes), JSON.stringify(changes)).rejects.toThrow(BundleError);
+    }
+    await expect(loadDevice(fromDirectory(join(directory, "none")), ort)).rejects.toThrow(BundleError);
+  });
+});

@@ -1,0 +1,127 @@
+/** A server that lies: every lie is refused or ignored, and none crashes or hangs the device. */
+import { afterEach, expect, test } from "vitest";
+import { LinkError, MoaSpecError } from "../src/errors.js";
+import { Problem_Kind } from "../src/protocol/target_pb.js";
+import type { VerdictSchema } from "../src/protocol/target_pb.js";
+import type { Fields } from "../src/protocol/wire.js";
+import { RemoteSession } from "../src/session/remote_session.js";
+import { FakeServer, device, frameOf, ownText, problem, PROMPT } from "./fake_target.js";
+import type { Answer } from "./fake_target.js";
+
+const LINK = { heartbeatMs: 20, deadAfterMs: 200, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
+let session: RemoteSession | undefined;
+
+afterEach(() => session?.close());
+
+type Verdict = Fields<typeof VerdictSchema>;
+type Lie = FakeServer["lie"];
+
+/** A lie about the first verdict after the prompt's. */
+function verdict(change: (value: Verdict) => Verdict): Lie {
+  return (answer, { kind }) =>
+    answer.case === "verdict" && kind.case === "draft" ? [{ case: "verdict", value: change(answer.value as Verdict) }] : [answer];
+}
+
+/** Something that is sent before each verdict. */
+function beside(...more: Answer[]): Lie {
+  return (answer) => (answer.case === "verdict" ? [...more, answer] : [answer]);
+}
+
+function frame(bytes: Uint8Array): Lie {
+  return (answer) => (answer.case === "verdict" ? [bytes, answer] : [answer]);
+}
+
+function activations(start: number, count: number, size: number): Answer {
+  return { case: "activations", value: { start, count, data: new Uint8Array(size) } };
+}
+
+const BYTES = 8; // of a record
+
+/** Lies that end the session with an error. */
+const REFUSED: Record<string, Lie> = {
+  "noise": frame(new Uint8Array(64).fill(0xff)),
+  "a huge message": frame(new Uint8Array((4 << 20) + 1)),
+  "deep groups": frame(new Uint8Array(1 << 20).fill(0x7b)),
+  "a truncated message": (answer, to) => [frameOf(answer, to).slice(0, -1)],
+  "another session": (answer, to) =>
+    answer.case === "verdict" ? [frameOf(answer, to, { session: new Uint8Array(16) })] : [answer],
+  "a short session name": (answer, to) =>
+    answer.case === "verdict" ? [frameOf(answer, to, { session: new Uint8Array(1) })] : [answer],
+  "more tokens than the device knows": verdict((value) => ({ ...value, base: 390 })),
+  "a base beyond the text": verdict((value) => ({ ...value, base: value.base! + 1 })),
+  "a base of 2^32 - 1": verdict((value) => ({ ...value, base: 2 ** 32 - 1 })),
+  "tokens outside the vocabulary": verdict((value) => ({ ...value, tokens: [97] })),
+  "a token of 2^32 - 1": verdict((value) => ({ ...value, tokens: [2 ** 32 - 1] })),
+  "a text beyond the context": verdict((value) => ({ ...value, tokens: new Array(500).fill(1) })),
+  "log-probabilities that nobody asked for": verdict((value) => ({ ...value, logprobs: [0] })),
+  "activations of another size": beside(activations(0, 2, 2 * BYTES + 1)),
+  "activations without data": beside(activations(0, 1, 0)),
+  "data without activations": beside(activations(0, 0, 8)),
+  "wrong activations beside a verdict": verdict((value) => ({
+    ...value,
+    activations: { start: 0, count: 1, data: new Uint8Array(3) },
+  })),
+  "a refusal": beside(problem(Problem_Kind.REFUSED)),
+};
+
+/** Lies that change nothing, or only the time. */
+const IGNORED: Record<string, Lie> = {
+  "an empty message": frame(new Uint8Array()),
+  "verdicts twice": (answer) => [answer, answer],
+  "no tokens at first": (() => {
+    let lies = 2;
+    return verdict((value) => (lies-- > 0 ? { ...value, tokens: [] } : value));
+  })(),
+  "verdicts of another turn": (answer, to) =>
+    answer.case === "verdict" ? [frameOf({ case: "verdict", value: { base: 0, tokens: [1] } }, to, { turn: 99 }), answer] : [answer],
+  "activations beyond the text": beside(activations(1000, 1, BYTES)),
+  "activations at 2^32 - 1": beside(activations(2 ** 32 - 1, 1, BYTES)),
+  "activations of no tokens": beside(activations(0, 0, 0)),
+  "scales that are not finite": beside({
+    case: "activations",
+    value: { start: 0, count: 1, data: new Uint8Array(BYTES).fill(0x7c) },
+  }),
+  "heartbeats that nobody sent": beside({ case: "heartbeat", value: { number: 2n ** 64n - 1n } }),
+  "a pass of infinite time": verdict((value) => ({ ...value, passS: Number.POSITIVE_INFINITY })),
+  "a pass of no time": verdict((value) => ({ ...value, passS: Number.NaN })),
+  "an unknown problem": beside({ case: "problem", value: { kind: 77 as Problem_Kind } }),
+  "unknown fields": (answer, to) => [new Uint8Array([...frameOf(answer, to), 0xfa, 0x01, 0x02, 1, 2])],
+};
+
+function run(lie: Lie): Promise<number[]> {
+  const server = new FakeServer();
+  server.lie = lie;
+  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs: 50_000 });
+  return session.generate(PROMPT, { maxNewTokens: 16 }).then(({ tokenIds }) => tokenIds);
+}
+
+test.each(Object.keys(REFUSED))("refused: %s", async (name) => {
+  const error: unknown = await run(REFUSED[name]!).catch((thrown: unknown) => thrown);
+  expect(error).toBeInstanceOf(MoaSpecError);
+  expect(error, "the device gave up").not.toBeInstanceOf(LinkError);
+  expect(session!.stats.state).not.toBe("up");
+});
+
+test.each(Object.keys(IGNORED))("ignored: %s", async (name) => {
+  expect(await run(IGNORED[name]!)).toEqual(ownText(PROMPT, 16));
+});
+
+test("a text that differs is opened again", async () => {
+  expect(await run(verdict((value) => ({ ...value, base: value.base! - 1, tokens: [96, 96, 96] })))).toEqual(
+    ownText(PROMPT, 16),
+  );
+});
+
+test("a text that always differs is opened again with pauses, not in a loop", async () => {
+  const server = new FakeServer();
+  const wrong: Answer = { case: "verdict", value: { base: 2, tokens: [96, 96] } };
+  server.lie = (answer) => (answer.case === "verdict" ? [wrong] : [answer]);
+  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs: 600 });
+  await expect(session.generate([5, 9, 2], { maxNewTokens: 16 })).rejects.toThrow(MoaSpecError);
+  expect(server.received.length).toBeLessThan(100);
+});
+
+test("messages without end do not stop the device", async () => {
+  const flood = new Array<Answer>(2000).fill({ case: "heartbeat", value: { number: 1n } });
+  expect(await run(beside(...flood))).toEqual(ownText(PROMPT, 16));
+});

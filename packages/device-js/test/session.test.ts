@@ -1,0 +1,261 @@
+/** Sessions against a made-up target: losslessness, cuts, turns, ends, problems. */
+import { afterEach, expect, test } from "vitest";
+import { LinkError, RefusedError, InputError } from "../src/errors.js";
+import { Problem_Kind } from "../src/protocol/target_pb.js";
+import type { RemoteEvent } from "../src/session/events.js";
+import type { SessionOptions, TurnOptions } from "../src/session/options.js";
+import { RemoteSession } from "../src/session/remote_session.js";
+import { FakeServer, FaultyTransport, device, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
+import type { Faults } from "./fake_target.js";
+
+/** Cuts are noticed quickly. */
+const LINK = { heartbeatMs: 20, deadAfterMs: 60, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
+const sessions: RemoteSession[] = [];
+
+afterEach(async () => {
+  await Promise.all(sessions.splice(0).map((one) => one.close()));
+});
+
+function made(options: SessionOptions = {}, { faults = {} as Faults, share = 0.7, seed = 1, noise = 0n } = {}) {
+  const server = new FakeServer();
+  const transport = new FaultyTransport(server, faults, seed);
+  const session = new RemoteSession(device(share, {}, noise), transport, { link: LINK, ...options });
+  sessions.push(session);
+  return { server, transport, session };
+}
+
+/** Read a turn as an application does. */
+async function read(
+  session: RemoteSession,
+  prompt: readonly number[],
+  options: TurnOptions,
+  onEvent: (event: RemoteEvent, text: number[]) => void = () => {},
+): Promise<{ text: number[]; events: RemoteEvent[] }> {
+  const text: number[] = [];
+  const events: RemoteEvent[] = [];
+  for await (const event of session.stream(prompt, options)) {
+    text.splice(event.start, Infinity, ...event.tokenIds);
+    events.push(event);
+    onEvent(event, text);
+  }
+  return { text, events };
+}
+
+test.each([0, 1, 4, "auto"] as const)("the text is the target's with draft %s", async (draft) => {
+  const { session } = made({ draft });
+  const { text, events } = await read(session, PROMPT, { maxNewTokens: 40 });
+  expect(text).toEqual(ownText(PROMPT, 40));
+  expect(session.result!.tokenIds).toEqual(text);
+  expect(events.at(-1)!.stopReason).toBe("max_new_tokens");
+  expect(events.every((event) => event.sources.length === event.tokenIds.length)).toBe(true);
+  expect(session.result!.sources.includes("draft")).toBe(draft !== 0);
+});
+
+test.each([0, 0.5, 1])("a drafter that is right at a share of %s of texts", async (share) => {
+  const { session } = made({ draft: 3 }, { share });
+  const { text } = await read(session, PROMPT, { maxNewTokens: 40 });
+  expect(text).toEqual(ownText(PROMPT, 40));
+  const { acceptLengths } = session.result!;
+  if (share === 0) expect(acceptLengths.every((length) => length === 1)).toBe(true);
+  if (share === 1) expect(Math.max(...acceptLengths)).toBe(4);
+});
+
+test("a sampled text follows the seed", async () => {
+  const { session } = made({ draft: 3 }, { noise: 7n });
+  const { text } = await read(session, PROMPT, { maxNewTokens: 30, temperature: 0.8, seed: 7 });
+  expect(text).toEqual(ownText(PROMPT, 30, 7n));
+});
+
+test.each([
+  { loss: 0.2 },
+  { twice: 0.5 },
+  { delayMs: 30 },
+  { loss: 0.1, twice: 0.3, delayMs: 20 },
+  { cutAfter: [3, 8, 20, 25, 30] },
+])("bad links: %j", async (faults) => {
+  for (const seed of [1, 2, 3]) {
+    const { session } = made({ draft: 3 }, { faults, seed });
+    const { text } = await read(session, PROMPT, { maxNewTokens: 24 });
+    expect(text).toEqual(ownText(PROMPT, 24));
+  }
+});
+
+/** Cut the link after some tokens, until so many provisional ones have been shown. */
+async function withCut(
+  options: SessionOptions,
+  { after = 8, provisional = 6, share = 0.7 } = {},
+) {
+  const { session, transport, server } = made({ draft: 2, ...options }, { share });
+  let most = 0;
+  let hasCut = false;
+  const found = await read(session, PROMPT, { maxNewTokens: 32 }, (event, text) => {
+    if (!hasCut && text.length >= after) hasCut = transport.hole = true;
+    most = Math.max(most, session.provisional.length);
+    if (most >= provisional) transport.hole = false;
+    if (event.numProvisional) expect(session.stats.state === "down" || most > 0).toBe(true);
+  });
+  return { ...found, session, server, most };
+}
+
+test.each([0.3, 0.7, 1])("text goes on without a link and is corrected (%s)", async (share) => {
+  const { text, events, session } = await withCut({ onCut: "rollback" }, { share });
+  expect(text).toEqual(ownText(PROMPT, 32));
+  expect(session.stats.cuts).toBeGreaterThanOrEqual(1);
+  expect(session.stats.provisional).toBeGreaterThanOrEqual(6);
+  expect(events.some((event) => event.link === "down" && event.numProvisional === 1)).toBe(true);
+  expect(session.stats.corrected > 0).toBe(share < 1);
+  expect(session.provisional).toEqual([]);
+});
+
+test("with keep, provisional tokens stay", async () => {
+  const { text, session } = await withCut({ onCut: "keep" }, { share: 0.3 });
+  expect(session.stats.corrected).toBe(0);
+  expect(text).toHaveLength(32);
+  expect(session.result!.tokenIds).toEqual(text);
+  const wrong = text.findIndex((token, i) => token !== nextToken([...PROMPT, ...text.slice(0, i)]));
+  expect(wrong).toBeGreaterThan(0);
+});
+
+test("with wait, nothing is provisional", async () => {
+  const { session, transport } = made({ draft: 2, onCut: "wait" });
+  const { text } = await read(session, PROMPT, { maxNewTokens: 32 }, (_, shown) => {
+    if (shown.length < 8 || transport.hole || session.stats.cuts) return;
+    transport.hole = true;
+    setTimeout(() => (transport.hole = false), 150);
+  });
+  expect(text).toEqual(ownText(PROMPT, 32));
+  expect(session.stats.cuts).toBeGreaterThanOrEqual(1);
+  expect(session.stats.provisional).toBe(0);
+});
+
+test("a whole answer without a link, verified later", async () => {
+  const { session, transport } = made({ draft: 2 });
+  const { text } = await read(session, PROMPT, { maxNewTokens: 20 }, (_, shown) => {
+    if (shown.length === 20 && transport.hole) transport.hole = false;
+    else if (session.stats.provisional === 0 && shown.length > 4) transport.hole = true;
+  });
+  expect(text).toEqual(ownText(PROMPT, 20));
+});
+
+test("a server that has forgotten the session", async () => {
+  const { session, server } = made({ draft: 2 });
+  let forgotten = false;
+  const { text } = await read(session, PROMPT, { maxNewTokens: 20 }, (_, shown) => {
+    if (shown.length > 6 && !forgotten) {
+      forgotten = true;
+      server.sessions.clear();
+    }
+  });
+  expect(text).toEqual(ownText(PROMPT, 20));
+  expect(session.stats.reopened).toBeGreaterThanOrEqual(1);
+});
+
+test("turns share what they begin with", async () => {
+  const { session, server } = made({ draft: 3 });
+  const first = await session.generate(PROMPT, { maxNewTokens: 12 });
+  const next = [...PROMPT, ...first.tokenIds, 4, 4];
+  const second = await session.generate(next, { maxNewTokens: 12, temperature: 1, seed: 3 });
+  expect(second.tokenIds).toEqual(ownText(next, 12, 3n));
+  const opens = server.received.filter((one) => one.kind.case === "open");
+  const held = opens.at(-1)!.kind.value as unknown as { held: { start: number; stop: number }[] };
+  expect(held.held[0]).toMatchObject({ start: 0 });
+  expect(held.held[0]!.stop).toBeGreaterThan(PROMPT.length);
+  const other = [1, 2, 3];
+  expect((await session.generate(other, { maxNewTokens: 8 })).tokenIds).toEqual(ownText(other, 8));
+});
+
+test("a turn that continues the very text has its own settings", async () => {
+  const { session } = made({ draft: 3 });
+  const first = await session.generate(PROMPT, { maxNewTokens: 6 });
+  const next = [...PROMPT, ...first.tokenIds];
+  const second = await session.generate(next, { maxNewTokens: 6, temperature: 1, seed: 5 });
+  expect(second.tokenIds).toEqual(ownText(next, 6, 5n));
+});
+
+test("a reader that leaves early ends the turn, and the next one works", async () => {
+  const { session } = made({ draft: 3 });
+  for await (const event of session.stream(PROMPT, { maxNewTokens: 100 })) {
+    if (event.start > 5) break;
+  }
+  expect((await session.generate(PROMPT, { maxNewTokens: 10 })).tokenIds).toEqual(ownText(PROMPT, 10));
+});
+
+test("stop tokens, the context's end, and no tokens at all", async () => {
+  const text = ownText(PROMPT, 30);
+  const { session } = made({ draft: 4 });
+  const stopped = await session.generate(PROMPT, { maxNewTokens: 30, stopTokenIds: [text[9]!] });
+  const end = text.indexOf(text[9]!) + 1;
+  expect([stopped.tokenIds, stopped.stopReason]).toEqual([text.slice(0, end), "stop_token"]);
+  const none = await session.generate(PROMPT, { maxNewTokens: 0 });
+  expect([none.tokenIds, none.stopReason]).toEqual([[], "max_new_tokens"]);
+  const short = new RemoteSession(device(1, { max_positions: 12 }), new FakeServer(), { draft: 4 });
+  sessions.push(short);
+  const full = await short.generate(PROMPT, { maxNewTokens: 30 });
+  expect([full.tokenIds, full.stopReason]).toEqual([text.slice(0, 7), "context"]);
+});
+
+test("the drafter's chains are as long as they are asked for, and end with the text", async () => {
+  const { session, server } = made({ draft: 5 }, { share: 1 });
+  await session.generate(PROMPT, { maxNewTokens: 14 });
+  const drafts = server.received.flatMap(({ kind }) => (kind.case === "draft" ? [kind.value] : []));
+  expect(Math.max(...drafts.map(({ tokens }) => tokens.length))).toBe(5);
+  for (const { base, tokens } of drafts) {
+    expect(base + tokens.length).toBeLessThan(PROMPT.length + 14);
+  }
+});
+
+test("a busy server is asked again", async () => {
+  const { session, server } = made({ draft: 2 });
+  let busy = 2;
+  server.refuse = ({ kind }) =>
+    kind.case === "open" && busy-- > 0 ? problem(Problem_Kind.BUSY, { retryS: 0.01 }) : undefined;
+  expect((await session.generate(PROMPT, { maxNewTokens: 8 })).tokenIds).toEqual(ownText(PROMPT, 8));
+});
+
+test("a server that is about to stop is left for another connection", async () => {
+  const { session, server } = made({ draft: 2 });
+  let told = false;
+  server.lie = (answer) => {
+    if (told || answer.case !== "verdict") return [answer];
+    told = true;
+    return [problem(Problem_Kind.DRAINING), answer];
+  };
+  expect((await session.generate(PROMPT, { maxNewTokens: 8 })).tokenIds).toEqual(ownText(PROMPT, 8));
+  expect(server.connections).toBeGreaterThanOrEqual(2);
+});
+
+test("a refusal ends the session", async () => {
+  const { session, server } = made();
+  server.refuse = () => problem(Problem_Kind.REFUSED, { message: "no\nsuch \u0000 drafter" });
+  await expect(session.generate(PROMPT)).rejects.toThrow(new RefusedError("The server refuses: no such \ufffd drafter"));
+  await expect(session.generate(PROMPT)).rejects.toThrow(RefusedError);
+});
+
+test("a device gives up after a while", async () => {
+  const { session, transport } = made({ giveUpMs: 100 });
+  transport.hole = true;
+  await expect(session.generate(PROMPT)).rejects.toThrow(new LinkError("No link to the server for 100 ms."));
+});
+
+test("invalid arguments", async () => {
+  const { session } = made();
+  const wrong: [readonly number[], TurnOptions][] = [
+    [[], {}],
+    [[97], {}],
+    [[1.5], {}],
+    [PROMPT, { temperature: -1 }],
+    [PROMPT, { topP: 2 }],
+    [PROMPT, { seed: 1n << 64n }],
+    [PROMPT, { maxNewTokens: 1.5 }],
+    [PROMPT, { draft: 300 }],
+    [PROMPT, { stop: [""] }],
+    [PROMPT, { stop: "x" }],
+    [PROMPT, { logitBias: new Map([[-1, 0]]) }],
+  ];
+  for (const [prompt, options] of wrong) {
+    await expect(session.generate(prompt, options)).rejects.toThrow(InputError);
+  }
+  for (const options of [{ codec: "fp8" }, { onCut: "stay" }, { maxProvisional: -1 }, { draft: "tree" }]) {
+    expect(() => made(options as SessionOptions)).toThrow(InputError);
+  }
+});

@@ -1,0 +1,170 @@
+"""Writes numbers of the Python device, with which the tests of packages/device-js compare theirs.
+
+python tests/remote/device_js/write_golden.py
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.path_scores import Ranking
+from moaspec.drafting.protocols import RequestText
+from moaspec.generation.options import sampling_params
+from moaspec.remote.device.link_policy import LinkPolicy
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.codec import CODECS, Codec
+from moaspec.sampling.noise import philox, seed_bits, uniform
+from moaspec.sampling.params import SamplingParams
+from moaspec.target.generation_defaults import GenerationDefaults
+
+GOLDEN = Path(__file__).parents[3] / "packages" / "device-js" / "test" / "golden.json"
+VOCAB = 1000
+COUNTERS = ((0, 0, 0, 0), (2**32 - 1,) * 4, (1, 2, 3, 4), (0x243F6A88, 0x85A308D3, 7, 0))
+SEEDS = (0, 7, 2**53 + 1, 2**63, 2**64 - 1)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.3, "seed": 2**64 - 1, "choice": 3},
+    {"temperature": 0.9, "seed": 1, "top_k": 5},
+    {"temperature": 1.0, "seed": 2, "top_p": 0.6},
+    {"temperature": 1.0, "seed": 3, "min_p": 0.2},
+    {"temperature": 2.0, "seed": 4, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 2**64 - 1, "top_p": 0.5, "presence_penalty": 0.25},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {3: 1.5}, "logprobs": True, "choice": 2},
+)
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
+    {"do_sample": False, "top_k": 20},
+    {
+        "bad_words_ids": [[3], [4, 5]],
+        "suppress_tokens": [7, -1],
+        "begin_suppress_tokens": 8,
+        "forced_eos_token_id": 2,
+        "min_new_tokens": 3,
+        "no_repeat_ngram_size": 4,
+        "sequence_bias": [[[5], -2.5]],
+        "exponential_decay_length_penalty": [5, 1.2],
+    },
+)
+
+
+def noise() -> list[dict[str, Any]]:
+    found = []
+    for seed in SEEDS:
+        for choice, position, token_id in ((0, 0, 0), (1, 300, 128_000), (2**32 - 1, 5, 9)):
+            numbers = (seed_bits(seed), choice, position, token_id)
+            value = uniform(*(torch.tensor(one) for one in numbers)).item()
+            at = {"choice": choice, "position": position, "tokenId": token_id}
+            found.append({"seed": str(seed), **at, "value": value})
+    return found
+
+
+def words() -> list[dict[str, Any]]:
+    key = (0xA4093822, 0x299F31D0)
+    found = []
+    for counter in COUNTERS:
+        c0, c1, c2, c3 = map(torch.tensor, counter)
+        block = philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1])))
+        found.append({"counter": counter, "key": key, "words": [word.item() for word in block]})
+    return found
+
+
+def activations() -> list[dict[str, Any]]:
+    """Records of ordinary numbers, and of bytes that no server would send."""
+    random = np.random.default_rng(0)
+    found = []
+    for name in CODECS:
+        for heads, dim in ((2, 6), (3, 16)):
+            codec = Codec(name, 2 * heads, dim)
+            encoded = codec.encode(random.normal(size=(3, 2 * heads, dim)).astype(np.float32))
+            hostile = random.integers(0, 256, encoded.shape, dtype=np.uint8)
+            for records in (encoded, hostile):
+                decoded = codec.decode(records.tobytes(), 3).swapaxes(0, 1)
+                found.append(
+                    {
+                        "codec": name,
+                        "heads": heads,
+                        "dim": dim,
+                        "data": base64.b64encode(records.tobytes()).decode(),
+                        "key": decoded[:heads].flatten().tolist(),
+                        "value": decoded[heads:].flatten().tolist(),
+                    }
+                )
+    return found
+
+
+def drafts() -> list[dict[str, Any]]:
+    """The first choice among all tokens of a small draft vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for settings in SETTINGS:
+        for position in range(10, 20):
+            log_q = (3 * torch.randn(40, generator=generator)).log_softmax(-1)
+            log_q, order = log_q.sort(descending=True)
+            ids = order * 17
+            row = RequestText(0, [0] * position, SamplingParams(**settings))
+            _, best = Ranking([row], ids).children(log_q[None, None], 1, 0)
+            found.append(
+                {
+                    "settings": settings | {"seed": str(settings.get("seed", 0))},
+                    "position": position,
+                    "tokenIds": ids.tolist(),
+                    "logQ": log_q.tolist(),
+                    "chosen": int(ids[best.flatten()[0]]),
+                }
+            )
+    return found
+
+
+def speeds() -> list[dict[str, Any]]:
+    found = []
+    for ahead in (False, True):
+        policy = LinkPolicy(wait_s=lambda: 0.08, step_s=lambda: 0.006, ahead=ahead)
+        rounds = [(4, 4), (4, 2), (3, 0), (12, 9), (0, 0), (2, 2)]
+        for drafted, accepted in rounds:
+            tree = DraftTree(tuple(range(drafted)), tuple(range(-1, drafted - 1)))
+            policy.record_round(tree, tuple(range(accepted)))
+        found.append({"ahead": ahead, "rounds": rounds, "speeds": policy.speeds().tolist()})
+    return found
+
+
+def messages() -> list[dict[str, Any]]:
+    """The `Sampling` message of options and a model's generation_config.json."""
+    found = []
+    for config in CONFIGS:
+        defaults = GenerationDefaults.of(GenerationConfig(**config), VOCAB)
+        for options in OPTIONS:
+            given: Any = options
+            sampling = sampling_params(given, defaults).bound({9, 2}, 33)
+            message = wire.sampling_message(sampling).SerializeToString(deterministic=True)
+            bias = list(options.get("logit_bias", {}).items())
+            found.append(
+                {
+                    "config": config,
+                    "options": options | {"seed": str(options.get("seed", "")), "logit_bias": bias},
+                    "message": base64.b64encode(message).decode(),
+                }
+            )
+    return found
+
+
+def golden() -> dict[str, list[dict[str, Any]]]:
+    parts = (noise, words, activations, drafts, speeds, messages)
+    return {part.__name__: part() for part in parts}
+
+
+if __name__ == "__main__":
+    lines = [f"{json.dumps(name)}: {json.dumps(part)}" for name, part in golden().items()]
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
