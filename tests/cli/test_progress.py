@@ -66,6 +66,21 @@ def test_without_a_terminal_long_runs_print_a_line_now_and_then(clock: Clock) ->
     ]
 
 
+def test_the_rest_does_not_grow_while_a_long_unit_is_under_way(clock: Clock) -> None:
+    """Rows come in groups of 64: between two of them only the text of the line changes."""
+    file = io.StringIO()
+    screen = Screen(file=file, force_terminal=False, soft_wrap=True)
+    shown = ProgressBar("prompts", 3, screen=screen, period_s=30.0, clock=clock)
+    for now_s, done in ((100.0, 1), (140.0, 1), (180.0, 1)):
+        clock.now_s = now_s
+        shown.update(done)
+    assert [line[len("prompts 1/3 ") :] for line in file.getvalue().splitlines()] == [
+        "3 min left",
+        "3 min left",
+        "2 min left",
+    ]
+
+
 def test_units_are_counted() -> None:
     def state(bar: ProgressBar) -> tuple[float, float | None, str]:
         return bar.task.completed, bar.task.total, bar.task.description

@@ -75,12 +75,13 @@ class ProgressBar:
         period_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        self._left = TimeLeft()
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(BAR_COLUMNS),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
-            TimeLeft(),
+            self._left,
         )
         self.screen = screen or console.err
         self._stays = not transient
@@ -141,19 +142,19 @@ class ProgressBar:
         if now_s - self._told_s < period_s:
             return
         self._told_s = now_s
-        task, left = self.task, TimeLeft().render(self.task).plain
+        task, left = self.task, self._left.render(self.task).plain
         parts = (f"{task.completed:.0f}/{task.total:.0f}", task.fields["text"], left)
         self.screen.print(" ".join((task.description, *filter(None, parts))))
 
     def _print_long_rest(self) -> None:
         if self.screen.is_terminal:
             return
+        left_s = self._left.left_s(self.task)  # notes when this number of units was reached
         if self._period_s is not None:
             self._print_line(self._period_s)
             return
         if self._printed:
             return
-        left_s = TimeLeft().left_s(self.task)
         self._printed = left_s is not None
         if left_s is not None and left_s >= LONG_S:
             self.screen.print(

@@ -81,7 +81,13 @@ class PromptGenerator:
     """
 
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
-        template = ChatTemplate(target.tokenizer)
+        template = ChatTemplate(target.tokenizer, target.name)
+        if not template.exists:
+            raise DataError(
+                f"{target.name} has no chat template, so it cannot imagine a user's prompts. Write "
+                'texts that it shall continue, one {"prompt": "..."} a line, and give them to '
+                "moaspec data regenerate."
+            )
         self._turns = [user_turn(template, system) for system in (None, *system_prompts)]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer
