@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import hybrid_models
 import moaspec
 import moaspec.generation.api
 import tiny
@@ -834,6 +836,19 @@ def test_train_names_the_best_step(
     assert output.code == 0
     assert "The weights of step 2, the best on held-out text (2.50), are in" in output.err
     assert (tmp_path / "run" / "best" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_planned_and_trained(cli: Cli, tmp_path: Path) -> None:
+    config = str(training_files(tmp_path))
+    shutil.rmtree(tmp_path / "target")
+    hybrid_models.model("lfm2").save_pretrained(tmp_path / "target")
+    planned = cli("train", config, "--dry-run")
+    assert planned.code == 0
+    assert "num_hidden_layers is 4 in the checkpoint and 1 in the target" in planned.words
+    done = cli("train", config, "steps=2")
+    assert done.code == 0
+    assert done.words.startswith("Finished: drafter written to ")
 
 
 @pytest.mark.parametrize("place", ["load_target", "export"])

@@ -31,6 +31,7 @@ from moaspec.target.generic.pass_cache import KVShape, PassCache
 from moaspec.target.generic.pass_masks import NAMES, PassMasks, masks_of_pass
 from moaspec.target.generic.rules import require_generic_config
 from moaspec.target.generic.self_test import require_equal
+from moaspec.target.registry import skeleton_of
 from moaspec.train.dataset.examples import Example
 
 LENGTH = 12
@@ -52,6 +53,13 @@ def stock(kind: str) -> GenericTarget:
     own = {ours: theirs for theirs, ours in NAMES.items()}
     made.config._attn_implementation = own[made.config._attn_implementation]
     return made
+
+
+@every_type
+def test_without_weights_it_has_the_same_keys(kind: str) -> None:
+    skeleton = skeleton_of(generic_models.config(kind), "float32")
+    found = GenericTarget(skeleton, None, name=kind)
+    assert found.layers.kv_shape == target(kind).layers.kv_shape
 
 
 def own_pairs(kind: str, ids_1T: Tensor) -> dict[int, tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import re
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.generic_target import GenericTarget, target_of
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.recurrent_states import num_bytes
+from moaspec.target.registry import skeleton_of
 
 PROMPTS = tiny.PROMPTS[:3]
 LENGTH = 12
@@ -50,6 +52,15 @@ pytestmark = pytest.mark.slow
 @functools.cache
 def own_text(kind: str, prompt: tuple[int, ...]) -> list[int]:
     return tiny.own_text(hybrid_models.target(kind), prompt, LENGTH)
+
+
+@every_kind
+def test_without_weights_it_has_the_same_keys(kind: str) -> None:
+    target = hybrid_models.target(kind)
+    skeleton = skeleton_of(copy.deepcopy(target.model.config), "float32")
+    found = target_of(skeleton, None, name=kind)
+    assert isinstance(found, GenericTarget)
+    assert found.layers.kv_shape == target.layers.kv_shape
 
 
 def states_of(kind: str, text: Sequence[int], prompt: int) -> dict[tuple[int, str], Tensor]:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import generic_models
+import hybrid_models
 import tiny
 from moaspec.cli.terminal.plan_table import plan_table
 from moaspec.errors import InputError
@@ -306,6 +307,28 @@ def test_parameters_of_ready_configs(name: str) -> None:
     assert needed < room, "the first line of the file names a GPU"
     if name == "qwen3-30b-a3b":
         assert active_parameters(target) < 0.12 * num_parameters(target)
+
+
+FEWER_KEYS = {
+    "num_hidden_layers": ("gemma3n_text", "gemma4_text", "gemma4", "lfm2", "zamba2", "qwen3_5"),
+    "num_key_value_heads": (
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
+        *("gpt2", "gpt_neox", "persimmon"),
+    ),
+}
+"""Types of whose layers or heads fewer, or more, have keys than their config says."""
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [(field, kind) for field, kinds in FEWER_KEYS.items() for kind in kinds]
+)
+def test_keys_that_published_configs_cannot_record(field: str, kind: str, tmp_path: Path) -> None:
+    hybrid = kind in hybrid_models.KINDS
+    config = (hybrid_models.model(kind) if hybrid else generic_models.model(kind)).config
+    problem = make_plan(skeleton(config), settings(tmp_path)).problems["publish"]
+    assert f"{field} is {getattr(config.get_text_config(), field)} in the checkpoint" in str(
+        problem
+    )
 
 
 def cells(found: Plan, config: TrainConfig, gpus: GPUs | None) -> dict[str, str]:

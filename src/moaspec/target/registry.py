@@ -108,7 +108,12 @@ def read_skeleton(
 def skeleton_of(config: Any, dtype: str) -> Any:
     """A model of transformers on the meta device."""
     with torch.device("meta"):
-        return _auto_class(config).from_config(config, **_loading_options(config, dtype))
+        return _auto_class(config).from_config(
+            config,
+            **_loading_options(config, dtype),
+            # The way of mixtures of experts whose sizes do not depend on the tokens' choice.
+            experts_implementation="batched_mm",
+        )
 
 
 def target_facts(

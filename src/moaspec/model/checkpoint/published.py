@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from moaspec.errors import CheckpointError, ShapeError
+from moaspec.errors import CheckpointError, MismatchError, ShapeError
 from moaspec.model.checkpoint.moa_checkpoint import published_parameters, published_tensors
 from moaspec.model.checkpoint.moa_config import infer_config
 from moaspec.model.checkpoint.weight_files import write_config, write_weights
@@ -70,6 +70,8 @@ def published_problem(
         read = infer_config(_config(form, target, context), tensors, target, context)
     except ShapeError as error:
         return f"The {form} form cannot describe this drafter: {error}"
+    except MismatchError as error:  # fewer layers or heads have keys than the target's config says
+        return f"The {form} form records the target's config, by which readers refuse it: {error}"
     return _difference(read, drafter.config, form)
 
 

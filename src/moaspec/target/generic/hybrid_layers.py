@@ -170,9 +170,10 @@ class HybridLayers(GenericLayers):
     def padding(self, position_ids_BT: Tensor, write: WriteKV) -> Tensor | None:
         """False for pads to the left of a text, which must not enter its states, (B, T).
 
-        These have the position of the text's first token. Passes with steps skip all pads.
+        These have the position of the text's first token. Passes with steps skip all pads. None
+        on the meta device too, where transformers cannot look for pads.
         """
-        if hasattr(write, "steps"):
+        if position_ids_BT.is_meta or hasattr(write, "steps"):
             return None
         return F.pad(position_ids_BT[:, 1:] != 0, (0, 1), value=True)
 

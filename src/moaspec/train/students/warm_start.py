@@ -324,7 +324,9 @@ def distance_query(
     basis = basis - weight @ basis
     score = wanted.double() - weight @ wanted.double()
     gram = basis.T @ (weight[:, None] * basis)
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.double)
+    # One distance (of a target with keys in one layer only) leaves nothing to fit, and gives zeros.
+    ridge_size = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.double).tiny)
+    gram += ridge_size * torch.eye(len(gram), dtype=torch.double)
     return torch.linalg.solve(gram, basis.T @ (weight * score)).float()
 
 
