@@ -870,6 +870,20 @@ def test_train_says_what_is_saved_on_sigterm(
     assert "Run the same command again" in output.err
 
 
+def test_sigterm_in_steps_has_its_own_code(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(step: Any) -> str:
+        if step.step == 1:  # a second signal would act at once
+            signal.raise_signal(signal.SIGTERM)
+        return ""
+
+    monkeypatch.setattr("moaspec.cli.commands.train._line", terminate)
+    output = cli("train", str(training_files(tmp_path)), "held_out=0")
+    assert output.code == 143
+    assert "Stopped after step 2 of 3, which is saved" in output.err
+
+
 @pytest.mark.slow
 def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))

@@ -63,6 +63,19 @@ def test_a_plan(
 
 
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_rounded_weights_that_cannot_be_loaded_are_refused(
+    dry: tuple[str, ...], cli: Cli, model: str, data: str, tmp_path: Path
+) -> None:
+    path, config = Path(model) / "config.json", tmp_path / "c.yaml"
+    rounded = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rounded))
+    config.write_text(f"target: {model}\ndata: [{data}]\noutput: {tmp_path / 'run'}\nheld_out: 1\n")
+    done = cli("train", str(config), *dry)
+    assert done.code == 2
+    assert "is quantised by gptq" in done.error
+
+
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
 def test_what_cannot_be_trained_is_refused_before_weights_are_loaded(
     dry: tuple[str, ...], cli: Cli, model: str, data: str, tmp_path: Path
 ) -> None:

@@ -744,19 +744,31 @@ def test_it_leaves_in_time_and_goes_on_exactly(tmp_path: Path) -> None:
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_very_last_step(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGINT, StopCause.INTERRUPTED), (signal.SIGTERM, StopCause.TERMINATED)],
+)
+def test_a_signal_saves_the_very_last_step(
+    number: signal.Signals, cause: StopCause, tmp_path: Path
+) -> None:
     run = trainer(tmp_path, steps=100, save_every=100)
 
     def report(progress: StepMetrics) -> None:
         if progress.step == 3:
             signal.raise_signal(number)
 
-    assert run.run(report) is StopCause.INTERRUPTED
+    assert run.run(report) is cause
     again = trainer(tmp_path, steps=100)
     assert again.step == run.step == 4
     for name, value in module(again).state_dict().items():
         assert_close(value, module(run).state_dict()[name], rtol=0, atol=0)
+
+
+def test_the_card_names_the_adapter(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=1, adapter="my-lora").run()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert ', adapter="my-lora")\n' in card
+    assert "| adapter merged into the target | `my-lora`, SHA-256 " in card
 
 
 def test_the_card_tells_what_was_done(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class StopCause(IntEnum):
     FINISHED = 0
     TIME = 1
     INTERRUPTED = 2
+    TERMINATED = 3
 
 
 class StopCondition:
@@ -34,13 +35,13 @@ class StopCondition:
 
     def __init__(self, seconds: float | None = None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._signalled = False
+        self._signalled = StopCause.FINISHED
 
     @property
     def due(self) -> StopCause:
         """Why to stop after this step; FINISHED means go on."""
         if self._signalled:
-            return StopCause.INTERRUPTED
+            return self._signalled
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return StopCause.TIME if late else StopCause.FINISHED
 
@@ -57,7 +58,8 @@ class StopCondition:
         before = {number: signal.getsignal(number) for number in caught}
 
         def handle(number: int, _: FrameType | None) -> None:
-            self._signalled = True
+            ended = number == signal.SIGTERM
+            self._signalled = StopCause.TERMINATED if ended else StopCause.INTERRUPTED
             signal.signal(number, before[signal.Signals(number)])
 
         for number in caught:

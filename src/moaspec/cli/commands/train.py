@@ -81,6 +81,7 @@ def train(
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
+        from moaspec.target.quantised import prepare_config
         from moaspec.target.registry import read_skeleton
         from moaspec.train.parallelism import new_accelerator
         from moaspec.train.plan import make_plan
@@ -94,6 +95,7 @@ def train(
         accelerator = new_accelerator(settings)
         # Refuses what cannot be trained before minutes are spent on loading it.
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
+        prepare_config(skeleton.model.config, skeleton.name)
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
@@ -147,12 +149,14 @@ def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) ->
         f"Stopped after step {trainer.step} of {trainer.config.steps}, which is saved; run it "
         f"again to continue. As it is now, {written}"
     )
-    raise typer.Exit(130 if ending is StopCause.INTERRUPTED else EXIT_UNFINISHED)
+    codes = {StopCause.INTERRUPTED: 130, StopCause.TERMINATED: TERMINATED}
+    raise typer.Exit(codes.get(ending, EXIT_UNFINISHED))
 
 
 def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
         from moaspec.data.row_sources import require_sources
+        from moaspec.target.quantised import prepare_config
         from moaspec.target.registry import read_skeleton
         from moaspec.train.plan import GPUs, make_plan
         from moaspec.train.run_config import read_train_config
@@ -161,6 +165,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         if settings.data:
             require_sources(settings.data)
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
+        prepare_config(skeleton.model.config, skeleton.name)
         on_gpus = settings.device == "cuda"
         plan = partial(
             make_plan,
