@@ -15,7 +15,12 @@ from moaspec.generation.options import sampling_params
 from moaspec.target.spec import TargetSpec
 from moaspec.target.token_rules import NO_RULES
 from moaspec.train.dataset.endpoint_answers import AnswerReader, PromptForm
-from moaspec.train.dataset.endpoint_client import Endpoint, EndpointClient, UnusableAnswerError
+from moaspec.train.dataset.endpoint_client import (
+    Completion,
+    Endpoint,
+    EndpointClient,
+    UnusableAnswerError,
+)
 from moaspec.train.dataset.response_writer import (
     ConversationGroup,
     ConversationTask,
@@ -179,8 +184,8 @@ class EndpointWriter:
         if self.options.temperature:
             # Some servers take 32 bits.
             sampling["seed"] = (self.options.seed * 1_000_003 + request.number) % 2**31
-        choice = await self._choice(request.prompt_ids, {"max_tokens": limit, **sampling})
-        result = self._reader.result(request.prompt_ids, choice, limit=limit)
+        answer = await self._completion(request.prompt_ids, {"max_tokens": limit, **sampling})
+        result = self._reader.result(request.prompt_ids, answer, limit=limit)
         if (
             result.stop_reason != "stop_token"
             and len(result.token_ids) < self.options.max_new_tokens
@@ -188,7 +193,7 @@ class EndpointWriter:
             result.stop_reason = "context"
         return result
 
-    async def _choice(self, prompt_ids: Sequence[int], fields: dict[str, Any]) -> dict[str, Any]:
+    async def _completion(self, prompt_ids: Sequence[int], fields: dict[str, Any]) -> Completion:
         prompt = self._reader.prompt(prompt_ids)
         return await self._client.complete(
             {"model": self._model, "prompt": prompt, **fields, **self._more_fields}
@@ -203,7 +208,7 @@ class EndpointWriter:
             for more in (WITH_IDS, {}):
                 self._reader.form, self._more_fields = form, dict(more)
                 try:
-                    self._reader.check(prompt_ids, await self._choice(prompt_ids, fields))
+                    self._reader.check(prompt_ids, await self._completion(prompt_ids, fields))
                 except UnusableAnswerError as error:
                     reasons.append(str(error))
                 else:
