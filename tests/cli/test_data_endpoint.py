@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import chat_tokenizers
 import moaspec
 from commands import Cli
 from endpoints import Fields, completion, fake, moaspec_server
+from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.target import registry
 from moaspec.target.target import Target
 
@@ -103,6 +108,139 @@ def test_time_limit(cli: Cli, model: str, url: str, prompts: str, tmp_path: Path
     assert "run the same command again" in done.err
     assert cli(*arguments, "--endpoint", url).code == 0
     assert len(out.read_text().splitlines()) == 12
+
+
+def test_budgets_shorter_than_an_answer_get_to_the_end(
+    cli: Cli, model: str, url: str, prompts: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
+    endpoint = ("--endpoint", url, "--limit", "4", "--batch-size", "1", "--for", "0.001s")
+    codes: list[int] = []
+    while not codes or codes[-1]:
+        codes.append(cli(*arguments, *endpoint).code)
+        assert codes[-1] in (0, 75)
+        assert len(codes) <= 5
+    assert rows(out) == ["0", "1", "2", "3"]
+
+
+def word(fields: Fields) -> int:
+    """The first word of a prompt; it is 10 for the first conversation, and so on."""
+    return int(fields["prompt"][3])
+
+
+def good(fields: Fields) -> tuple[int, Any]:
+    return completion(f"w{word(fields)}", token_ids=[word(fields), chat_tokenizers.END])
+
+
+def rows(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+ALL = [str(i) for i in range(12)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_group_is_saved(
+    number: int,
+    cli: Cli,
+    model: str,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Conversations of later groups, which are finished by then, are not mixed up with it."""
+    out, real, calls, others = tmp_path / "out.jsonl", os.fsync, [0], threading.Semaphore(0)
+
+    def second_group_last(fields: Fields) -> tuple[int, Any]:
+        if fields["max_tokens"] > 4:
+            if 13 <= word(fields) <= 15:
+                others.acquire(timeout=60)
+                others.release()
+            elif word(fields) == 21:
+                others.release()
+        return good(fields)
+
+    def fsync(file: int) -> None:
+        real(file)
+        calls[0] += 1
+        if calls[0] == 4:  # the rows of the second group
+            signal.raise_signal(number)
+
+    name = ("data", "regenerate", prompts, "--model", model, "--out", str(out))
+    options = ("--max-new-tokens", "8", "--batch-size", "12", "--group-size", "3")
+    with fake(second_group_last) as url:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fsync)
+            done = cli(*name, *options, "--endpoint", url)
+        assert done.code == 128 + number
+        assert "6 rows are in" in done.err
+        assert cli(*name, *options, "--endpoint", url).code == 0
+    assert rows(out) == ALL
+
+
+def test_sigterm_inside_the_event_loop(
+    cli: Cli, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There an exception would be logged, and the run would go on."""
+    out, real, told = tmp_path / "out.jsonl", WritingProgress.add, [0]
+
+    def add(self: WritingProgress, *given: Any, **named: Any) -> None:
+        told[0] += 1
+        if told[0] == 5:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+        real(self, *given, **named)
+
+    monkeypatch.setattr(WritingProgress, "add", add)
+    arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
+    with fake(good) as url:
+        done = cli(*arguments, "--endpoint", url)
+        assert (done.code, "Traceback" in done.err) == (143, False)
+        assert cli(*arguments, "--endpoint", url).code == 0
+    assert rows(out) == ALL
+
+
+def test_sigterm_while_no_answer_comes(cli: Cli, model: str, prompts: str, tmp_path: Path) -> None:
+    out, ended = tmp_path / "out.jsonl", threading.Event()
+
+    def hanging(fields: Fields) -> tuple[int, Any]:
+        if fields["max_tokens"] > 4:
+            if word(fields) > 11:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if word(fields) > 10:
+                ended.wait(60)
+        return good(fields)
+
+    arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
+    with fake(hanging) as url:
+        done = cli(*arguments, "--endpoint", url)
+        assert not ended.is_set()
+        ended.set()
+    assert done.code == 143
+    assert "1 conversations of the next groups beside it" in done.err
+
+
+def test_a_server_that_goes_away_costs_no_finished_conversation(
+    cli: Cli, model: str, prompts: str, tmp_path: Path
+) -> None:
+    out, asked = tmp_path / "out.jsonl", []
+
+    def unloaded(fields: Fields) -> tuple[int, Any]:
+        if fields["max_tokens"] > 4:
+            asked.append(fields["prompt"])
+            if len(asked) == 8:
+                return 404, {"error": "model unloaded"}
+        return good(fields)
+
+    arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
+    with fake(unloaded) as url:
+        endpoint = ("--endpoint", url, "--batch-size", "1", "--group-size", "12")
+        done = cli(*arguments, *endpoint)
+        assert done.code == 1
+        assert "model unloaded" in done.err
+        assert cli(*arguments, *endpoint).code == 0
+    assert rows(out) == ALL
+    assert len(asked) == 12 + 1
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,15 @@ from moaspec.backends.cpu import build
 from moaspec.cli.terminal.status import measuring, status
 
 AT_TORCH = """
-import contextlib, io, json, sys
+import contextlib, importlib.util, io, json, sys
 from moaspec.cli.entry import run
 class Torch:
     def find_spec(self, name, *_):
-        if name == "torch":
-            raise SystemExit(7)
+        return importlib.util.spec_from_loader(name, self) if name == "torch" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        raise SystemExit(7)
 sys.meta_path.insert(0, Torch())
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["moaspec", *arguments]

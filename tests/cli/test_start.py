@@ -199,13 +199,16 @@ logging.getLogger("moaspec.backends.cpu").warning("no compiler")
 # Ctrl-C
 
 AT_TORCH = """
-import os, signal, sys
+import importlib.util, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
 from moaspec.cli.entry import run
 class Torch:
     def find_spec(self, name, *_):
-        if name == "torch":
-            {what}
+        return importlib.util.spec_from_loader(name, self) if name == "torch" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        {what}
 sys.meta_path.insert(0, Torch())
 sys.argv = ["moaspec", "generate", "x"]
 run()

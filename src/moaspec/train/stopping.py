@@ -31,17 +31,21 @@ class StopCondition:
 
     Args:
         seconds: time limit from now on; None for no limit.
+
+    Attributes:
+        signal: number of the signal that arrived, if one did.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._signalled = StopCause.FINISHED
+        self.signal: int | None = None
 
     @property
     def due(self) -> StopCause:
         """Why to stop after this step; FINISHED means go on."""
-        if self._signalled:
-            return self._signalled
+        if self.signal is not None:
+            ended = self.signal == signal.SIGTERM
+            return StopCause.TERMINATED if ended else StopCause.INTERRUPTED
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return StopCause.TIME if late else StopCause.FINISHED
 
@@ -58,8 +62,7 @@ class StopCondition:
         before = {number: signal.getsignal(number) for number in caught}
 
         def handle(number: int, _: FrameType | None) -> None:
-            ended = number == signal.SIGTERM
-            self._signalled = StopCause.TERMINATED if ended else StopCause.INTERRUPTED
+            self.signal = number
             signal.signal(number, before[signal.Signals(number)])
 
         for number in caught:

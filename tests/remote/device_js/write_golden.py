@@ -21,7 +21,8 @@ from moaspec.generation.options import sampling_params
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.codec import CODECS, Codec
-from moaspec.sampling.noise import philox, seed_bits, uniform
+from moaspec.sampling.noise import seed_bits, uniform
+from moaspec.sampling.philox import philox
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
 
@@ -75,9 +76,9 @@ def words() -> list[dict[str, Any]]:
     key = (0xA4093822, 0x299F31D0)
     found = []
     for counter in COUNTERS:
-        c0, c1, c2, c3 = map(torch.tensor, counter)
-        block = philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1])))
-        found.append({"counter": counter, "key": key, "words": [word.item() for word in block]})
+        c0, c1, c2, c3 = counter
+        block = philox((c0, c1, c2, c3), key)
+        found.append({"counter": counter, "key": key, "words": list(block)})
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -229,6 +230,7 @@ def test_ids_of_a_server(
         ("abc", "stop", 4, "abc<|end|>"),  # counted with the end
         ("abc", "stop", None, "abc<|end|>"),
         ("abc", "length", 3, "abc"),
+        ("abc", "length", 4, None),  # no end that may not have been counted
         ("ab\ufffd", "length", None, None),  # half of a character
         ("abc", "stop", 2, None),  # the target has written other tokens of this text
         ("ab<|end|>c", "stop", None, None),
@@ -295,6 +297,40 @@ def test_busy_servers_are_asked_again(target: Target, tmp_path: Path) -> None:
     assert not answers
 
 
+def test_a_long_answer_may_fail_once(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the request that fails first does not count."""
+    monkeypatch.setattr(endpoint_client, "PATIENCE_S", 0.0)
+    good = completion("w30", token_ids=[30, 1])
+    answers = [good, (503, {"error": "restarting"}), good]
+    with fake(lambda _: answers.pop(0)) as url:
+        rows, _ = write(target, url, tmp_path / "a.jsonl", conversations=ONE)
+    assert len(rows) == 1
+
+
+def test_a_server_may_not_ask_for_attempts_without_a_pause(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    def asked(answer: httpx.Response) -> float | None:
+        return after_s(httpx.Response(answer.status_code, headers={"Retry-After": "0"}))
+
+    after_s = endpoint_client._retry_after_s
+    monkeypatch.setattr(endpoint_client, "_retry_after_s", asked)
+    monkeypatch.setattr("moaspec.train.dataset.endpoint_client.asyncio.sleep", sleep)
+    good = completion("w30", token_ids=[30, 1])
+    answers = [good, (429, b""), (429, b""), good]
+    with fake(lambda _: answers.pop(0)) as url:
+        endpoint: Fields = {"first_delay_s": 0.5}
+        write(target, url, tmp_path / "a.jsonl", conversations=ONE, endpoint=endpoint)
+    assert pauses == [0.5, 0.5]
+
+
 def test_a_server_that_stays_away_stops_the_run(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +372,44 @@ def test_refusals_of_single_requests_are_counted(target: Target, tmp_path: Path)
 def test_what_is_no_completion_is_refused(body: Any, target: Target, tmp_path: Path) -> None:
     with fake(lambda _: (200, body)) as url, pytest.raises(ServerError):
         write(target, url, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"usage": "x"},
+        {"usage": [1]},
+        {"usage": {"prompt_tokens": [3]}},
+        {"usage": {"completion_tokens": True}},
+        {"choices": ["x"]},
+        {"choices": [{"text": 5}]},
+        {"choices": [{"text": "w30", "finish_reason": ["stop"], "token_ids": [30]}]},
+        {"choices": [{"text": "w30", "finish_reason": "stop", "token_ids": [True, 1]}]},
+        {"choices": [{"text": "\ud800", "finish_reason": "stop"}]},
+    ],
+)
+def test_answers_of_another_form_are_dropped(
+    answer: Fields, target: Target, tmp_path: Path
+) -> None:
+    good = completion("w30", token_ids=[30, 1])
+    answers = [good, (200, good[1] | answer)]
+    with fake(lambda _: answers.pop(0)) as url:
+        rows, writer = write(target, url, tmp_path / "a.jsonl", conversations=ONE)
+    assert not rows
+    (reason,) = writer.dropped
+    assert reason.startswith("the server's answer is no completion (")
+
+
+@pytest.mark.parametrize("length", [-5, 0, True, "9"])
+def test_lists_of_models_of_another_form(length: Any, target: Target, tmp_path: Path) -> None:
+    """They are needed only where no model is named."""
+    good = completion("w30", token_ids=[30, 1])
+    with fake(lambda _: good, [{"id": "m", "max_model_len": length}]) as url:
+        with pytest.raises(InputError, match=r"max_model_len: Input should.*--endpoint-model"):
+            write(target, url, tmp_path / "a.jsonl", conversations=ONE)
+        named: Fields = {"model": "m"}
+        rows, _ = write(target, url, tmp_path / "a.jsonl", conversations=ONE, endpoint=named)
+    assert len(rows) == 1
 
 
 def test_another_models_tokens_are_refused_first(target: Target, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,6 @@ def test_finished_conversations_of_a_group_are_kept(
     for run in range(2):
         writer = ResponseWriter(target, None, WriterOptions(**values))
         with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
-            writer.kept = journal.kept
             if run:
                 regenerate(writer, TALKS, journal)
                 continue
@@ -215,6 +215,43 @@ def test_finished_conversations_of_a_group_are_kept(
             journal.keep(writer.finished)
             assert 0 < len(journal.kept) < len(TALKS)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_interrupted_while_a_group_is_saved(
+    call: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the moment from which the group counts, no conversation is repeated."""
+    write(target, tmp_path / "whole.jsonl")
+    values = {"max_new_tokens": NEW_TOKENS, "batch_size": 2, "group_size": 3}
+    owner: Any = os if call == "fsync" else Path
+    real, add, path = getattr(owner, call), Engine.add, tmp_path / "cut.jsonl"
+    asked: list[Any] = []
+
+    def counted(self: Engine, prompt_ids: Sequence[int], **options: Any) -> int:
+        asked.append(prompt_ids)
+        return add(self, prompt_ids, **options)
+
+    def interrupted(*given: Any) -> Any:
+        done = real(*given)
+        if asked:
+            monkeypatch.setattr(owner, call, real)
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(Engine, "add", counted)
+    monkeypatch.setattr(owner, call, interrupted)
+    for run in range(2):
+        writer = ResponseWriter(target, None, WriterOptions(**values))
+        with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
+            if run:
+                regenerate(writer, TALKS, journal)
+                continue
+            with pytest.raises(KeyboardInterrupt):
+                regenerate(writer, TALKS, journal)
+            journal.keep(writer.finished)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(asked) == len(path.read_text().splitlines())
 
 
 def test_other_prompts_do_not_continue_a_file(target: Target, tmp_path: Path) -> None:

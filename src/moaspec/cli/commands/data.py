@@ -23,7 +23,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.table import Table, show_table
-from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
+from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.cli.writing_options import (
     EndpointOptions,
     WritingOptions,
@@ -35,7 +35,6 @@ from moaspec.data.row_sources import read_records, refuse
 from moaspec.errors import DataError, InputError
 from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.stopping import StopCondition
 
 if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
@@ -107,8 +106,7 @@ def synth_command(
     from moaspec.train.dataset.synth import PromptGenerator, synth
 
     generator = PromptGenerator(target, systems)
-    stop = StopCondition(seconds)
-    with WritingProgress("prompts", num, stop) as bar:
+    with WritingProgress("prompts", num, seconds) as bar:
         writer = ResponseWriter(
             target,
             module,
@@ -123,10 +121,9 @@ def synth_command(
         settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
         with (
             Journal(options.out, settings) as journal,
-            stoppable(journal, lambda: writer.finished),
+            bar.stoppable(journal, lambda: writer.finished),
         ):
             bar.resume(journal.rows)
-            writer.kept = journal.kept
             limit = SAMPLES_PER_PROMPT * num if max_samples is None else max_samples
             synth(writer, generator, journal, num, max_samples=limit, report=report)
     _report(journal, None)
@@ -194,16 +191,14 @@ def regenerate_command(
         raise DataError(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
-    stop = StopCondition(seconds)
-    with WritingProgress("conversations", len(conversations), stop) as bar:
+    with WritingProgress("conversations", len(conversations), seconds) as bar:
         tried = short_prompt(target, conversations)
         with opened(prompt_ids=tried, advance=bar.add) as writer:
             settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
             with (
                 Journal(options.out, settings) as journal,
-                stoppable(journal, lambda: writer.finished),
+                bar.stoppable(journal, lambda: writer.finished),
             ):
-                writer.kept = journal.kept
                 done = journal.groups * options.group_size + len(journal.kept)
                 bar.resume(min(done, len(conversations)))
                 regenerate(writer, conversations, journal)

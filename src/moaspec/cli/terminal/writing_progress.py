@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.progress_bar import PERIOD_S, ProgressBar
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, StopCondition
@@ -19,19 +18,23 @@ if TYPE_CHECKING:
     from moaspec.train.dataset.response_writer import OutputRow
 
 
-class _TimeUpError(Exception):
-    """The time that `--for` gave is over."""
+class _StopError(Exception):
+    """A signal asks to stop, or the time that `--for` gave is over."""
 
 
 class WritingProgress(ProgressBar):
-    """A progress bar of rows with tokens per second; ends the run when its time is up.
+    """A progress bar of rows with tokens per second; ends the run inside `stoppable`.
 
-    At least one conversation is finished first, so that a run makes progress in any time.
+    Args:
+        name: of the rows.
+        total: number of rows.
+        seconds: time limit; None for no limit. At least one conversation is finished first, so
+            that a run makes progress in any time.
     """
 
-    def __init__(self, name: str, total: int, stop: StopCondition) -> None:
+    def __init__(self, name: str, total: int, seconds: float | None) -> None:
         super().__init__(name, total, transient=False, period_s=PERIOD_S)
-        self._stop = stop
+        self._stop = StopCondition(seconds)
         self._tokens, self._finished, self._started = 0, 0, time.perf_counter()
         self._note = ""
 
@@ -51,7 +54,7 @@ class WritingProgress(ProgressBar):
         return f"{speed}, {self._note}" if self._note else speed
 
     def add(self, tokens: int, finished: int, *, rows: int | None = None) -> None:
-        """Count tokens and finished conversations of one engine step.
+        """Count tokens and finished conversations, and raise if the run shall stop.
 
         Args:
             tokens: new ones.
@@ -62,37 +65,43 @@ class WritingProgress(ProgressBar):
         self._finished += finished
         done = int(self.task.completed) + (finished if rows is None else rows)
         self.update(done, self._text())
-        if self._finished and self._stop.due is StopCause.TIME:
-            raise _TimeUpError
+        due = self._stop.due
+        if due >= StopCause.INTERRUPTED or (due is StopCause.TIME and self._finished):
+            raise _StopError
 
+    @contextmanager
+    def stoppable(
+        self, journal: Journal, finished: Callable[[], Mapping[int, list[OutputRow]]]
+    ) -> Iterator[None]:
+        """Keep finished conversations when the run ends early, and say which rows are saved.
 
-@contextmanager
-def stoppable(
-    journal: Journal, finished: Callable[[], Mapping[int, list[OutputRow]]] = dict
-) -> Iterator[None]:
-    """Print which rows are saved when the user stops, the time is up, or the device is lost.
+        The first Ctrl-C or SIGTERM and the end of the time let `add` raise.
 
-    Args:
-        journal: of the rows.
-        finished: the finished conversations of the group under way, which are kept.
-    """
-    from moaspec.train.run_failures import explain_failures
+        Args:
+            journal: of the rows.
+            finished: the finished conversations of groups under way, by number.
+        """
+        from moaspec.train.run_failures import explain_failures
 
-    try:
-        with (
-            raise_on_sigterm(),
-            explain_failures("while decoding", lambda: f"{journal.rows} rows before are intact."),
-        ):
-            yield
-    except (KeyboardInterrupt, TerminatedError, _TimeUpError) as reason:
-        kept = dict(finished())
-        journal.keep(kept)
-        more = f", {len(kept)} conversations of the next group beside it" if kept else ""
-        console.warn(
-            f"Stopped. {journal.rows} rows are in {journal.path}{more}; run the same command "
-            "again to continue."
-        )
-        if isinstance(reason, KeyboardInterrupt):
-            raise
-        terminated = isinstance(reason, TerminatedError)
-        raise typer.Exit(TERMINATED if terminated else EXIT_UNFINISHED) from reason
+        try:
+            with (
+                self._stop.on_signals(),
+                explain_failures(
+                    "while decoding", lambda: f"{journal.rows} rows before are intact."
+                ),
+            ):
+                yield
+        except BaseException as reason:
+            kept = finished()
+            journal.keep(kept)
+            if not isinstance(reason, KeyboardInterrupt | _StopError):
+                raise
+            more = f", {len(kept)} conversations of the next groups beside it" if kept else ""
+            console.warn(
+                f"Stopped. {journal.rows} rows are in {journal.path}{more}; run the same command "
+                "again to continue."
+            )
+            if isinstance(reason, KeyboardInterrupt):
+                raise
+            number = self._stop.signal
+            raise typer.Exit(EXIT_UNFINISHED if number is None else 128 + number) from reason

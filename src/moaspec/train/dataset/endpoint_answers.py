@@ -10,7 +10,7 @@ from moaspec.engine.result import GenerationResult, StopReason
 from moaspec.errors import InputError
 from moaspec.sampling.incremental_text import UNKNOWN
 from moaspec.target.spec import TargetSpec
-from moaspec.train.dataset.endpoint_client import UnusableAnswerError
+from moaspec.train.dataset.endpoint_client import Completion, UnusableAnswerError
 
 PromptForm = Literal["ids", "text", "text without BOS"]
 """How prompts are sent: some servers take only texts, and some put a BOS token before these."""
@@ -58,13 +58,13 @@ class AnswerReader:
         return text.removeprefix(bos) if self.form == "text without BOS" else text
 
     def result(
-        self, prompt_ids: Sequence[int], choice: dict[str, Any], *, limit: int
+        self, prompt_ids: Sequence[int], answer: Completion, *, limit: int
     ) -> GenerationResult:
         """Token ids and the reason of the end.
 
         Args:
             prompt_ids: what was continued.
-            choice: see `EndpointClient.complete`.
+            answer: of the server.
             limit: number of tokens that was asked for.
 
         Returns:
@@ -73,32 +73,31 @@ class AnswerReader:
         Raises:
             UnusableAnswerError: the tokens cannot be told.
         """
-        self.check(prompt_ids, choice)
-        ids = _own_ids(choice)
+        self.check(prompt_ids, answer)
+        ids = answer.token_ids
         if ids is None:
-            counted = (choice.get("usage") or {}).get("completion_tokens")
-            ids = self._read_back(prompt_ids, choice.get("text") or "", counted)
-        return self._ended(ids, choice.get("finish_reason"), limit)
+            ids = self._read_back(prompt_ids, answer)
+        return self._ended(ids, answer.choice.finish_reason, limit)
 
-    def check(self, prompt_ids: Sequence[int], choice: dict[str, Any]) -> None:
+    def check(self, prompt_ids: Sequence[int], answer: Completion) -> None:
         """Refuse an answer to another prompt, or in tokens of another model.
 
         Args:
             prompt_ids: what was continued.
-            choice: see `EndpointClient.complete`.
+            answer: of the server.
 
         Raises:
             UnusableAnswerError: it is one.
         """
-        counted = (choice.get("usage") or {}).get("prompt_tokens")
+        counted = answer.counted.prompt_tokens
         unknown = counted is None and self.form == "ids"
         if not unknown and counted != len(prompt_ids):
             raise UnusableAnswerError(OTHER_PROMPT)
-        ids = _own_ids(choice)
-        if ids is not None and not self._stands_for(ids, choice.get("text") or ""):
+        ids = answer.token_ids
+        if ids is not None and not self._stands_for(ids, answer.choice.text or ""):
             raise UnusableAnswerError(OTHER_TEXT)
 
-    def _ended(self, ids: list[int], finish: Any, limit: int) -> GenerationResult:
+    def _ended(self, ids: list[int], finish: str | None, limit: int) -> GenerationResult:
         """The answer up to its first end-of-turn token, which servers may have left out."""
         stop = next((i for i, token in enumerate(ids) if token in self._stops), None)
         if stop is not None:
@@ -115,11 +114,13 @@ class AnswerReader:
             raise UnusableAnswerError(OTHER_TOKENS)
         return GenerationResult(token_ids=ids, stop_reason=reason)
 
-    def _read_back(self, prompt_ids: Sequence[int], text: str, counted: int | None) -> list[int]:
+    def _read_back(self, prompt_ids: Sequence[int], answer: Completion) -> list[int]:
         """The tokens of a text behind a prompt, if they can be told from it.
 
-        A server counts the final token or not.
+        A server counts the token that ends a turn, or not.
         """
+        text, counted = answer.choice.text or "", answer.counted.completion_tokens
+        uncounted = answer.choice.finish_reason == "stop"
         before = self._decode(prompt_ids)
         whole = self._template.tokenize(before + text)
         prompt, ids = whole[: len(prompt_ids)], whole[len(prompt_ids) :]
@@ -128,7 +129,7 @@ class AnswerReader:
             or prompt != list(prompt_ids)
             or self._decode(whole) != before + text
             or self._special.intersection(ids)
-            or counted not in (None, len(ids), len(ids) + 1)
+            or counted not in (None, len(ids), len(ids) + uncounted)
         ):
             raise UnusableAnswerError(OTHER_TOKENS)
         return ids
@@ -163,16 +164,3 @@ class AnswerReader:
         eos = self._tokenizer.eos_token_id
         likely = [*ids, eos, *(self._stops if len(self._stops) == 1 else ())]
         return next((token for token in likely if token in self._stops), None)
-
-
-def _own_ids(choice: dict[str, Any]) -> list[int] | None:
-    """Ids that the server gives: vLLM's `token_ids`, or moaspec's pieces."""
-    ids = choice.get("token_ids")
-    if ids is None and choice.get("moaspec"):
-        try:
-            ids = [piece["id"] for piece in choice["moaspec"]["choices"][0]["pieces"]]
-        except (KeyError, IndexError, TypeError):
-            return None
-    if isinstance(ids, list) and all(type(one) is int for one in ids):
-        return ids
-    return None

@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from moaspec.errors import DataError, InputError, ServerError
 
@@ -24,13 +25,79 @@ KEY_REFUSED = frozenset({401, 402, 403})
 FOR_ALL = KEY_REFUSED | {404, 405}
 """Status codes that concern every request: the key, the model or the path."""
 PATIENCE_S = 300.0
-"""A request is tried again for this long."""
+"""A request is tried again for this long after it first failed."""
 MAX_DELAY_S = 30.0
 MAX_FAULTS = 3
 """Attempts at a request that fails inside the server (500): some servers report refusals so."""
 MAX_REFUSED = 20
 """Successive refused requests after which the run stops."""
 CONTINUE = "Rows that are written stay; run the same command again to continue."
+
+
+class _Answer(BaseModel, strict=True):
+    """A part of an answer; unknown fields are left out."""
+
+
+class _Model(_Answer):
+    id: str
+    max_model_len: PositiveInt | None = None
+
+
+class _Models(_Answer):
+    data: list[_Model]
+
+
+class Usage(_Answer):
+    """Tokens that a server has counted; None: it does not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Piece(_Answer):
+    id: int
+
+
+class _Pieces(_Answer):
+    pieces: list[_Piece] = []
+
+
+class Choice(_Answer):
+    """One text of a completion; `token_ids` is vLLM's."""
+
+    text: str | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Sources(_Answer):
+    choices: list[_Pieces] = []
+
+
+class Completion(_Answer):
+    """An answer of `/v1/completions` with one choice; `moaspec` is ours."""
+
+    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+    usage: Usage | None = None
+    moaspec: _Sources | None = None
+
+    @property
+    def choice(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def counted(self) -> Usage:
+        return self.usage or Usage()
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Ids that the server gives."""
+        if self.choice.token_ids is None and self.moaspec and self.moaspec.choices:
+            return [piece.id for piece in self.moaspec.choices[0].pieces]
+        return self.choice.token_ids
+
+
+AnswerT = TypeVar("AnswerT", bound=_Answer)
 
 
 class UnusableAnswerError(DataError):
@@ -45,7 +112,8 @@ class Endpoint:
         url: base URL, with or without /v1.
         model: the server's name of the model; None: it has only one.
         key: API key; "" sends none.
-        first_delay_s: before the first repeated attempt; it doubles with each further one.
+        first_delay_s: before the first repeated attempt; it doubles with each further one. A
+            server may ask for another delay, but not for a shorter one than the first.
 
     Raises:
         InputError: no http or https URL, or a key that cannot be sent.
@@ -104,33 +172,32 @@ class EndpointClient:
             ServerError: no server answers.
             InputError: several models, or none of the name that was asked for.
         """
-        wanted = self._endpoint.model
+        wanted, none = self._endpoint.model, "none"
         try:
-            listed = (await self._sent("GET", "/v1/models", fatal=KEY_REFUSED))["data"]
-            models = {str(one["id"]): one for one in listed}
-        except (UnusableAnswerError, KeyError, TypeError, AttributeError):
-            models = {}
+            listed = await self._sent(_Models, "GET", "/v1/models", fatal=KEY_REFUSED)
+            models = {one.id: one.max_model_len for one in listed.data}
+        except UnusableAnswerError as error:
+            models, none = {}, f"{error}"
         if wanted is None:
             found = [called] if called in models else list(models)
             if len(found) != 1:
-                names = ", ".join(found[:5]) or "none"
+                names = ", ".join(found[:5]) or none
                 raise InputError(
                     f"The server at {self._http.base_url} lists these models: {names}. Name the "
                     "one to ask with --endpoint-model."
                 )
             wanted = found[0]
-        limit = models.get(wanted, {}).get("max_model_len")
-        return wanted, limit if isinstance(limit, int) else None
+        return wanted, models.get(wanted)
 
-    async def complete(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The first choice of a completion, with the fields `usage` and `moaspec` of the answer.
+    async def complete(self, fields: Mapping[str, Any]) -> Completion:
+        """A completion.
 
         Raises:
             UnusableAnswerError: the server refuses this request.
             ServerError: it refuses all, or cannot be reached.
         """
         try:
-            answer = await self._sent("POST", "/v1/completions", fields)
+            answer = await self._sent(Completion, "POST", "/v1/completions", fields)
         except UnusableAnswerError as error:
             self._refused += 1
             if self._refused >= MAX_REFUSED:
@@ -139,29 +206,25 @@ class EndpointClient:
                 ) from error
             raise
         self._refused = 0
-        try:
-            (choice,) = answer["choices"]
-            return {**choice, "usage": answer.get("usage"), "moaspec": answer.get("moaspec")}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(
-                f"{self._http.base_url} answered what is no completion: {str(answer)[:100]}"
-            ) from error
+        return answer
 
     async def _sent(
         self,
+        form: type[AnswerT],
         method: str,
         path: str,
         fields: Mapping[str, Any] | None = None,
         *,
         fatal: Collection[int] = FOR_ALL,
-    ) -> dict[str, Any]:
-        """The JSON of an answer, after as many attempts as it takes.
+    ) -> AnswerT:
+        """An answer, after as many attempts as it takes.
 
         Raises:
-            UnusableAnswerError: this request is refused.
+            UnusableAnswerError: this request is refused, or its answer has another form.
             ServerError: the server has not answered for long, or with one of the `fatal` codes.
         """
-        begun, delay_s, faults = time.monotonic(), self._endpoint.first_delay_s, 0
+        least_s = delay_s = self._endpoint.first_delay_s
+        failing_since, faults = None, 0
         while True:
             after_s = None
             try:
@@ -170,7 +233,7 @@ class EndpointClient:
                 cause = str(error) or type(error).__name__
             else:
                 if answer.status_code == httpx.codes.OK:
-                    return self._json(answer)
+                    return _parsed(form, answer.content)
                 cause, code = f"{answer.status_code}: {_message(answer)}", answer.status_code
                 if code in fatal:
                     raise ServerError(f"{self._http.base_url} answers {path} with {cause}")
@@ -178,28 +241,33 @@ class EndpointClient:
                 if code not in BUSY and (code < 500 or faults >= MAX_FAULTS):
                     raise UnusableAnswerError(f"the server refuses the request with {cause}")
                 after_s = _retry_after_s(answer)
-            if time.monotonic() - begun > PATIENCE_S:
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
+            if now - failing_since > PATIENCE_S:
                 raise ServerError(
                     f"{self._http.base_url} has not answered for {PATIENCE_S:.0f} s ({cause}). "
                     f"{CONTINUE}"
                 )
             self._tell_waiting(cause)
-            await asyncio.sleep(delay_s if after_s is None else after_s)
+            await asyncio.sleep(delay_s if after_s is None else max(after_s, least_s))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
-
-    def _json(self, answer: httpx.Response) -> dict[str, Any]:
-        try:
-            found = answer.json()
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ServerError(f"{self._http.base_url} answers what is no JSON object.")
-        return found
 
     def _tell_waiting(self, cause: str) -> None:
         if not self._told:
             self._told = True
             self._tell(f"Waiting for the server ({cause}); requests are repeated.")
+
+
+def _parsed(form: type[AnswerT], body: bytes) -> AnswerT:
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "all"
+        name = form.__name__.strip("_").lower()
+        raise UnusableAnswerError(
+            f"the server's answer is no {name} ({place}: {first['msg']})"
+        ) from error
 
 
 def _message(answer: httpx.Response) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self, get_args
 
 from moaspec.engine.result import GenerationResult
@@ -15,8 +15,14 @@ from moaspec.generation.options import sampling_params
 from moaspec.target.spec import TargetSpec
 from moaspec.target.token_rules import NO_RULES
 from moaspec.train.dataset.endpoint_answers import AnswerReader, PromptForm
-from moaspec.train.dataset.endpoint_client import Endpoint, EndpointClient, UnusableAnswerError
+from moaspec.train.dataset.endpoint_client import (
+    Completion,
+    Endpoint,
+    EndpointClient,
+    UnusableAnswerError,
+)
 from moaspec.train.dataset.response_writer import (
+    ConversationGroup,
     ConversationTask,
     OnProgress,
     OutputRow,
@@ -28,6 +34,8 @@ from moaspec.train.dataset.response_writer import (
 WITH_IDS = {"return_token_ids": True, "moaspec": {"sources": True}}
 """Fields by which servers are asked for token ids: vLLM's and moaspec's. Others ignore them."""
 PROBE_TOKENS = 4
+CHECK_S = 0.2
+"""The progress is reported this often, also where no answer comes."""
 
 
 class EndpointWriter:
@@ -37,13 +45,13 @@ class EndpointWriter:
         target: config and tokenizer of the server's model.
         endpoint: where the server is.
         options: of generation; `batch_size` is the number of requests under way at once.
-        advance: called with the progress.
+        advance: called with the progress; what it raises ends the writing.
         tell: called with a line when the server is waited for.
 
     Attributes:
         target, options: as given.
         dropped: reasons why answers could not be used, and how often.
-        kept: rows of conversations of the next group that an earlier run finished, by index.
+        finished: see `Writer`.
 
     Raises:
         InputError: the model's generation defaults cannot be asked of a server.
@@ -60,14 +68,14 @@ class EndpointWriter:
     ) -> None:
         self.target, self.options = target, options
         self.dropped: Counter[str] = Counter()
-        self.kept: dict[int, list[OutputRow]] = {}
+        self.finished: dict[int, list[OutputRow]] = {}
         self._endpoint, self._advance, self._tell = endpoint, advance, tell
         self._reader = AnswerReader(target)
         self._sampling = self._sampling_fields()
         self._more_fields: dict[str, Any] = dict(WITH_IDS)
         self._model, self._context = endpoint.model or "", target.max_positions
         self._slots = asyncio.Semaphore(options.batch_size)
-        self._groups: deque[list[asyncio.Task[list[OutputRow]]]] = deque()
+        self._groups: deque[dict[int, asyncio.Task[None]]] = deque()
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
@@ -83,13 +91,6 @@ class EndpointWriter:
                 loop.run_until_complete(closing)
         self._runner.close()
 
-    @property
-    def finished(self) -> dict[int, list[OutputRow]]:
-        """Rows of finished conversations of the group under way, by index."""
-        group = self._groups[0] if self._groups else []
-        ended = ((i, task) for i, task in enumerate(group) if task.done() and not task.cancelled())
-        return {i: task.result() for i, task in ended if task.exception() is None}
-
     def connect(self, prompt_ids: Sequence[int]) -> None:
         """Find out the model's name, how it takes prompts, and whether it gives token ids.
 
@@ -102,9 +103,7 @@ class EndpointWriter:
         """
         self._runner.run(self._connect(prompt_ids))
 
-    def write_groups(
-        self, groups: Iterable[Sequence[ConversationTask]]
-    ) -> Iterator[list[OutputRow]]:
+    def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
         """The rows of each group, in order; the next groups are under way meanwhile.
 
         Raises:
@@ -113,17 +112,16 @@ class EndpointWriter:
         ahead = 1 + -(-self.options.batch_size // self.options.group_size)
         for group in groups:
             loop = self._runner.get_loop()
-            kept, self.kept = self.kept, {}
             self._groups.append(
-                [
-                    loop.create_task(self._converse(task, kept.get(i)))
-                    for i, task in enumerate(group)
-                ]
+                {
+                    number: loop.create_task(self._converse(number, task))
+                    for number, task in group.items()
+                }
             )
             if len(self._groups) > ahead:
-                yield self._finished_group()
+                yield from self._first_group()
         while self._groups:
-            yield self._finished_group()
+            yield from self._first_group()
 
     def settings(self, **more: object) -> dict[str, object]:
         """What determines the rows, after `connect`."""
@@ -139,17 +137,30 @@ class EndpointWriter:
             **more,
         }
 
-    def _finished_group(self) -> list[OutputRow]:
-        rows = self._runner.run(_rows_of(self._groups[0]))
+    def _first_group(self) -> Iterator[list[OutputRow]]:
+        """The rows of the first group, which is forgotten when the caller has saved them."""
+        group = self._groups[0]
+        self._runner.run(self._wait_for(group.values()))
+        yield [row for number in group for row in self.finished[number]]
         self._groups.popleft()
-        return rows
+        for number in group:
+            del self.finished[number]
 
-    async def _converse(
-        self, task: ConversationTask, kept: list[OutputRow] | None
-    ) -> list[OutputRow]:
+    async def _wait_for(self, tasks: Collection[asyncio.Task[None]]) -> None:
+        """Wait for conversations, and for the first error of any."""
+        pending: Collection[asyncio.Task[None]] = tasks
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                task.result()
+            self._advance(0, 0)
+
+    async def _converse(self, number: int, task: ConversationTask) -> None:
         """Take one conversation to its end, if an earlier run did not."""
-        if kept is not None:
-            return kept
+        if number in self.finished:
+            return
         async with self._slots:
             step = next_step(task, None)
             while isinstance(step, WriteRequest):
@@ -161,8 +172,8 @@ class EndpointWriter:
                 else:
                     self._advance(len(result.token_ids), 0)
                     step = next_step(task, result)
+            self.finished[number] = step
             self._advance(0, 1)
-            return step
 
     async def _answer(self, request: WriteRequest) -> GenerationResult:
         room = self._context - len(request.prompt_ids)
@@ -173,8 +184,8 @@ class EndpointWriter:
         if self.options.temperature:
             # Some servers take 32 bits.
             sampling["seed"] = (self.options.seed * 1_000_003 + request.number) % 2**31
-        choice = await self._choice(request.prompt_ids, {"max_tokens": limit, **sampling})
-        result = self._reader.result(request.prompt_ids, choice, limit=limit)
+        answer = await self._completion(request.prompt_ids, {"max_tokens": limit, **sampling})
+        result = self._reader.result(request.prompt_ids, answer, limit=limit)
         if (
             result.stop_reason != "stop_token"
             and len(result.token_ids) < self.options.max_new_tokens
@@ -182,7 +193,7 @@ class EndpointWriter:
             result.stop_reason = "context"
         return result
 
-    async def _choice(self, prompt_ids: Sequence[int], fields: dict[str, Any]) -> dict[str, Any]:
+    async def _completion(self, prompt_ids: Sequence[int], fields: dict[str, Any]) -> Completion:
         prompt = self._reader.prompt(prompt_ids)
         return await self._client.complete(
             {"model": self._model, "prompt": prompt, **fields, **self._more_fields}
@@ -197,7 +208,7 @@ class EndpointWriter:
             for more in (WITH_IDS, {}):
                 self._reader.form, self._more_fields = form, dict(more)
                 try:
-                    self._reader.check(prompt_ids, await self._choice(prompt_ids, fields))
+                    self._reader.check(prompt_ids, await self._completion(prompt_ids, fields))
                 except UnusableAnswerError as error:
                     reasons.append(str(error))
                 else:
@@ -237,12 +248,8 @@ class EndpointWriter:
         }
 
     async def _close(self) -> None:
-        tasks = [task for group in self._groups for task in group]
+        tasks = [task for group in self._groups for task in group.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
-
-
-async def _rows_of(group: Sequence[asyncio.Task[list[OutputRow]]]) -> list[OutputRow]:
-    return [row for rows in await asyncio.gather(*group) for row in rows]

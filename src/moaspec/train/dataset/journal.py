@@ -27,7 +27,7 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     Attributes:
         settings: determine the rows; a resumed run must have the same.
         groups, rows, num_bytes: written so far.
-        kept: rows of finished conversations of the next group, by their index in it.
+        kept: rows of finished conversations of later groups, by the conversation's number.
     """
 
     settings: dict[str, Any]
@@ -80,19 +80,19 @@ class Journal:
 
     @property
     def kept(self) -> dict[int, list[dict[str, Any]]]:
-        """What `keep` was given, of a group that is not written yet."""
-        return {int(index): rows for index, rows in self._progress.kept.items()}
+        """What `keep` was given since the last group."""
+        return {int(number): rows for number, rows in self._progress.kept.items()}
 
     def keep(self, finished: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-        """Keep rows of a part of the next group, so that its conversations need not be repeated.
+        """Keep rows of unfinished groups, so that their conversations need not be repeated.
 
         Args:
-            finished: rows by the conversation's index in the group.
+            finished: rows by the conversation's number.
 
         Raises:
             TrainingError: the disk is full or broken.
         """
-        kept = {str(index): [dict(row) for row in rows] for index, rows in finished.items()}
+        kept = {str(number): [dict(row) for row in rows] for number, rows in finished.items()}
         self._progress = self._progress.model_copy(update={"kept": kept})
         with self._explained():
             self._record(self._progress)

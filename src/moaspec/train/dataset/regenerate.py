@@ -44,12 +44,13 @@ def regenerate(writer: Writer, conversations: Sequence[Conversation], journal: J
     """
     size, template = writer.options.group_size, ChatTemplate(writer.target.tokenizer)
     groups = (
-        [
-            _conversation_task(writer.target, template, conversation, start + i)
-            for i, conversation in enumerate(conversations[start : start + size])
-        ]
+        {
+            number: _conversation_task(writer.target, template, conversation, number)
+            for number, conversation in enumerate(conversations[start : start + size], start)
+        }
         for start in range(journal.groups * size, len(conversations), size)
     )
+    writer.finished = journal.kept
     for rows in writer.write_groups(groups):
         journal.commit(rows)
 

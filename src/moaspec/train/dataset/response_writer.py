@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +37,8 @@ ConversationTask = Generator[WriteRequest, "GenerationResult", list[OutputRow]]
 
 It receives a DataError in place of a result that cannot be used.
 """
+ConversationGroup = Mapping[int, ConversationTask]
+"""The tasks of conversations that are saved together, by the conversation's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +72,19 @@ class WriterOptions:
 
 
 OnProgress = Callable[[int, int], None]
-"""Called with (new tokens, finished conversations) after each step of the engine."""
+"""Called with (new tokens, finished conversations) after each step of the engine; may raise."""
 
 
 class Writer(Protocol):
     """Decodes conversations: `ResponseWriter` here, `EndpointWriter` by a server.
 
     Attributes:
-        kept: rows of conversations of the next group that an earlier run finished, by index.
+        finished: rows of finished conversations of groups under way, by the conversation's number.
+            A group stays until the next one is asked for, when the caller has saved its rows. What
+            an earlier run finished is put in before the first group.
     """
 
-    kept: dict[int, list[OutputRow]]
-
-    @property
-    def finished(self) -> dict[int, list[OutputRow]]:
-        """Rows of finished conversations of the group under way, by index."""
-        ...
+    finished: dict[int, list[OutputRow]]
 
     @property
     def target(self) -> TargetSpec:
@@ -101,9 +100,7 @@ class Writer(Protocol):
         """What determines the rows."""
         ...
 
-    def write_groups(
-        self, groups: Iterable[Sequence[ConversationTask]]
-    ) -> Iterator[list[OutputRow]]:
+    def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
         """The rows of each group, in order."""
         ...
 
@@ -119,8 +116,7 @@ class ResponseWriter:
         advance: called with the progress.
 
     Attributes:
-        kept: rows of conversations of the next group that an earlier run finished, by index.
-        finished: rows of finished conversations of the group under way, by index.
+        finished: see `Writer`.
     """
 
     def __init__(
@@ -133,18 +129,15 @@ class ResponseWriter:
         advance: OnProgress = lambda *_: None,
     ) -> None:
         self.target, self.options = target, options
-        self.kept: dict[int, list[OutputRow]] = {}
         self.finished: dict[int, list[OutputRow]] = {}
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
-    def write_groups(
-        self, groups: Iterable[Sequence[ConversationTask]]
-    ) -> Iterator[list[OutputRow]]:
+    def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
         """The rows of each group, in order."""
         return map(self.write, groups)
 
-    def write(self, tasks: Sequence[ConversationTask]) -> list[OutputRow]:
+    def write(self, tasks: ConversationGroup) -> list[OutputRow]:
         """Run the tasks of one group; the rows are in the order of the tasks.
 
         Prompts of similar length are decoded together, because a pass reads as many keys of every
@@ -153,32 +146,32 @@ class ResponseWriter:
         from moaspec.generation.local_engine import local_engine
 
         engine = local_engine(self.target, self._drafter)
-        self.finished, self.kept = self.kept, {}
+        first = min(tasks, default=0)
+        # Earlier groups are saved.
+        self.finished = {n: rows for n, rows in self.finished.items() if n >= first}
         started = (
-            (i, self.finished[i] if i in self.finished else next_step(task, None))
-            for i, task in enumerate(tasks)
+            (number, next_step(task, None))
+            for number, task in tasks.items()
+            if number not in self.finished
         )
         waiting = deque(sorted(started, key=_prompt_length, reverse=True))
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
             while waiting and len(running) < self.options.batch_size:
-                index, step = waiting.popleft()
+                number, step = waiting.popleft()
                 if isinstance(step, WriteRequest):
                     handle = self._add(engine, step)
-                    running[handle] = (index, engine.result(handle))
+                    running[handle] = (number, engine.result(handle))
                 else:
-                    known = index in self.finished
-                    self.finished[index] = step
-                    if not known:
-                        self._advance(0, 1)
+                    self.finished[number] = step
+                    self._advance(0, 1)
             for event in engine.step():
                 self._advance(len(event.token_ids), 0)
                 if event.stop_reason is not None:
-                    index, result = running.pop(event.handle)
+                    number, result = running.pop(event.handle)
                     # A next turn goes first, to keep the number of open conversations small.
-                    waiting.appendleft((index, next_step(tasks[index], result)))
-        finished, self.finished = self.finished, {}
-        return [row for index in range(len(tasks)) for row in finished[index]]
+                    waiting.appendleft((number, next_step(tasks[number], result)))
+        return [row for number in tasks for row in self.finished[number]]
 
     def settings(self, **more: object) -> dict[str, object]:
         defaults = self.target.generation_defaults.as_facts()

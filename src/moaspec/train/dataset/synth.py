@@ -135,6 +135,7 @@ def synth(
     """
     seen = {_prompt_key(record.value) for record in read_records(journal.path)}
     size, fruitless = writer.options.group_size, 0
+    writer.finished = journal.kept
     while journal.rows < num:
         first = journal.groups * size
         if max_samples is not None and first >= max_samples:
@@ -143,7 +144,7 @@ def synth(
                 f"{journal.path}: the limit of {max_samples} samples is reached. Allow more "
                 "tokens, raise the temperature, or raise --max-samples and run it again."
             )
-        rows = writer.write([generator.task(first + i) for i in range(size)])
+        rows = writer.write({n: generator.task(n) for n in range(first, first + size)})
         fresh = _new_prompts(rows, seen)[: num - journal.rows]
         journal.commit(fresh)
         report(journal.rows, journal.groups * size)
