@@ -35,7 +35,7 @@ def save_adapter(base: Target, directory: Path, seed: int = 0, **changes: Any) -
     torch.manual_seed(seed)
     adapted: Any = get_peft_model(base.model, LoraConfig(**(settings | changes)))
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(directory)
     return adapted.eval()
@@ -52,10 +52,17 @@ def text(target: Target, **options: Any) -> list[int]:
     return moaspec.generate(target, PROMPT, max_new_tokens=NEW_TOKENS, **options).token_ids
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}])
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_rslora": True}, {"use_dora": True}, {"target_modules": ["q_proj", EMBEDDING, HEAD]}],
+)
 def test_text_is_the_adapted_models(changes: dict[str, Any], base: Path, tmp_path: Path) -> None:
     """As peft itself decodes, without merging."""
-    adapted = save_adapter(moaspec.load_target(base, packed=False), tmp_path / "adapter", **changes)
+    exact = moaspec.load_target(base, dtype="float32", packed=False)
+    adapted = save_adapter(exact, tmp_path / "adapter", **changes)
     ids = torch.tensor([PROMPT])
     expected = adapted.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS,
@@ -152,12 +159,30 @@ def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     refused(WEIGHTS)
 
 
-def test_tied_matrices_are_not_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": [HEAD]},
+        {"target_modules": ["q_proj", f"model.{EMBEDDING}"]},
+        {"target_modules": f".*({EMBEDDING}|q_proj)"},
+        {"modules_to_save": [f"model.{EMBEDDING}"]},
+    ],
+    ids=str,
+)
+def test_tied_matrices_are_not_changed(changes: dict[str, Any], tmp_path: Path) -> None:
     """The head and the embedding would part."""
     model = tmp_path / "tied"
     tiny.fresh_target(tie_word_embeddings=True).model.save_pretrained(model)
-    save_adapter(
-        moaspec.load_target(model, packed=False), tmp_path / "adapter", target_modules=["lm_head"]
-    )
+    save_adapter(moaspec.load_target(model, packed=False), tmp_path / "adapter", **changes)
     with pytest.raises(InputError, match="one matrix"):
         moaspec.load_target(model, adapter=tmp_path / "adapter", packed=False)
+
+
+def test_repeated_layers_are_refused(base: Path, tmp_path: Path) -> None:
+    """They would be left out of the text."""
+    place = tmp_path / "adapter"
+    save_adapter(moaspec.load_target(base, packed=False), place)
+    config = json.loads((place / CONFIG).read_text())
+    (place / CONFIG).write_text(json.dumps({**config, "layer_replication": [[0, 2], [1, 3]]}))
+    with pytest.raises(InputError, match="repeats layers"):
+        moaspec.load_target(base, adapter=place, packed=False)

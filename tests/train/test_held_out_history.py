@@ -29,6 +29,10 @@ def rows(*points: tuple[float, float]) -> list[dict[str, Any]]:
         ([(0.2, 0.2), (0.3, 0.3), (0.4, 0.3)], True),
         ([(0.2, 0.2), (0.3, 0.3), (0.4, 0.29)], True),
         ([(0.4, 0.2), (0.42, 0.2), (0.43, 0.2)], False),  # always apart, hardly more
+        ([(0.15, 0.31), (0.31, 0.31)], False),  # the mean in training lagged behind
+        ([(0.15, 0.31), (0.37, 0.31)], True),
+        ([(0.2, 0.2), (0.4, 0.3), (0.4, 0.3), (0.44, 0.3)], False),  # given at 10 points
+        ([(0.2, 0.2), (0.4, 0.3), (0.4, 0.3), (0.46, 0.3)], True),
     ],
 )
 def test_overfitting(points: list[tuple[float, float]], warns: bool) -> None:

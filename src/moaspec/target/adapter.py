@@ -17,7 +17,6 @@ from moaspec.support.extras import require
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NO_PART = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 """Fields of `adapter_config.json` that do not change the merged weights."""
-_TIED = frozenset({"embed_tokens", "lm_head"})
 
 
 def read_adapter(directory: str | Path) -> dict[str, Any]:
@@ -77,8 +76,7 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
         InputError: see `read_adapter`; or it was made for another model, leaves weights of the
             model or of itself unused, or the model is quantised.
     """
-    config = read_adapter(directory)
-    _require_mergeable(model, config, directory, name)
+    _require_mergeable(model, read_adapter(directory), directory, name)
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -86,10 +84,15 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
         with warnings.catch_warnings(), safe_open(Path(directory) / WEIGHTS, "pt") as file:
             warnings.simplefilter("ignore")  # of missing tensors, which are refused below
             adapted = PeftModel.from_pretrained(model, str(directory))
+            _require_tied(adapted, directory, name)
             stored = set(file.keys())
-            used = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+            missing = set(get_peft_model_state_dict(adapted, save_embedding_layers=False)) - stored
+            # peft stores the model's own matrix beside an adapter of the embedding or the head.
+            unused = stored - set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
             # Refuses numbers that are not finite: of a damaged adapter, or too large for the dtype.
-            whole = None if stored != used else adapted.merge_and_unload(safe_merge=True)
+            whole = None if missing or unused else adapted.merge_and_unload(safe_merge=True)
+    except InputError:
+        raise
     # peft and safetensors raise almost anything where an adapter and a model do not fit.
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -98,8 +101,8 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
         ) from error
     if whole is None:
         raise InputError(
-            f"The adapter {directory} does not fit {name}: {len(stored - used)} of its tensors "
-            f"have no place in the model, {len(used - stored)} are missing."
+            f"The adapter {directory} does not fit {name}: {len(unused)} of its tensors "
+            f"have no place in the model, {len(missing)} are missing."
         )
     return whole
 
@@ -112,10 +115,23 @@ def _require_mergeable(
             f"{name} is quantised, and an adapter merged into rounded weights would be rounded "
             "too. Load the model that it was rounded from."
         )
-    parts = (config.get("target_modules"), config.get("modules_to_save"))
-    changed = {name for one in parts if isinstance(one, list) for name in one}
-    if model.config.tie_word_embeddings and changed & _TIED:
+    if config.get("layer_replication"):
         raise InputError(
-            f"The adapter {directory} changes {', '.join(sorted(changed & _TIED))}, and in {name} "
-            "the embedding and the LM head are one matrix. Merge it with peft, and load the result."
+            f"The adapter {directory} repeats layers of {name} (layer_replication). "
+            "Merge it with peft, and load the result."
+        )
+
+
+def _require_tied(adapted: Any, directory: str | Path, name: str) -> None:
+    """Refuse an adapter of one end of tied matrices: merging would change the other end, too."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    if adapted.config.tie_word_embeddings and any(
+        isinstance(end, (LoraLayer, ModulesToSaveWrapper)) for end in ends
+    ):
+        raise InputError(
+            f"The adapter {directory} changes the embedding or the LM head, which in {name} are "
+            "one matrix. Merge it with peft, and load the result."
         )

@@ -32,11 +32,12 @@ def held_out_score(progress: StepMetrics) -> float:
 def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """A warning if the gap between training and held-out accuracy widens, or None.
 
-    It is given when the gap has grown by `MAX_WIDENING` since its smallest value and held-out
-    accuracy stands still. Training accuracy is the mean since the measurement before.
+    It is given when the gap has grown by `MAX_WIDENING` since its smallest value, or since it was
+    given before, and held-out accuracy stands still. Training accuracy is the mean since the
+    measurement before; early it lags behind, so a negative gap counts as 0.
 
     Args:
-        rows: of the log; the last one has a held-out measurement.
+        rows: of the whole log; the last one has a held-out measurement.
     """
     points: list[tuple[float, float]] = []
     since: list[float] = []
@@ -45,14 +46,17 @@ def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
         if row.get("held_out_accuracy"):
             points.append((fmean(since), fmean(row["held_out_accuracy"])))
             since = []
-    if len(points) < 2:
-        return None
-    gaps = [trained - held_out for trained, held_out in points]
-    smallest, (trained, held_out) = min(gaps[:-1]), points[-1]
-    if gaps[-1] < smallest + MAX_WIDENING or held_out >= points[-2][1] + MIN_RISE:
-        return None
-    return (
-        f"Overfitting: accuracy is {trained:.0%} in training and {held_out:.0%} held out, and the "
-        f"gap grew from {100 * smallest:.0f} to {100 * gaps[-1]:.0f} points while held-out "
-        "accuracy stands still. More answers of the target help, more epochs do not."
-    )
+    smallest, given_at, warning = 1.0, 0.0, None
+    for number, (trained, held_out) in enumerate(points):
+        gap, warning = max(0.0, trained - held_out), None
+        rises = not number or held_out >= points[number - 1][1] + MIN_RISE
+        if not rises and gap >= max(smallest, given_at) + MAX_WIDENING:
+            given_at = gap
+            warning = (
+                f"Overfitting: accuracy is {trained:.0%} in training and {held_out:.0%} held out, "
+                f"and the gap grew from {100 * smallest:.0f} to {100 * gap:.0f} points while "
+                "held-out accuracy stands still. More answers of the target help, more epochs do "
+                "not."
+            )
+        smallest = min(smallest, gap)
+    return warning
