@@ -22,8 +22,8 @@ from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.codec import CODECS, Codec
 from moaspec.sampling.noise import seed_bits, uniform
-from moaspec.sampling.philox import philox
 from moaspec.sampling.params import SamplingParams
+from moaspec.sampling.philox import philox
 from moaspec.target.generation_defaults import GenerationDefaults
 
 GOLDEN = Path(__file__).parents[3] / "packages" / "device-js" / "test" / "golden.json"
