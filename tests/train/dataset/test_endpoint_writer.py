@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -322,7 +323,8 @@ def test_a_server_may_not_ask_for_attempts_without_a_pause(
 
     after_s = endpoint_client._retry_after_s
     monkeypatch.setattr(endpoint_client, "_retry_after_s", asked)
-    monkeypatch.setattr("moaspec.train.dataset.endpoint_client.asyncio.sleep", sleep)
+    # Of this module alone: other loops of the process sleep, too.
+    monkeypatch.setattr(endpoint_client, "asyncio", SimpleNamespace(sleep=sleep))
     good = completion("w30", token_ids=[30, 1])
     answers = [good, (429, b""), (429, b""), good]
     with fake(lambda _: answers.pop(0)) as url:
