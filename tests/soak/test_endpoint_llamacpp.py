@@ -25,7 +25,7 @@ import xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel = sys.argv[1], 4096, 4
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-params.hostname, params.port = "127.0.0.1", 0
+params.hostnames, params.port = ["127.0.0.1"], 0
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 sys.stdin.read()
