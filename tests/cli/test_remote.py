@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
 from moaspec.cli.device_options import DeviceOptions
 from moaspec.engine.result import Source
-from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
@@ -32,11 +29,9 @@ from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import ShapedTransport
-from moaspec.remote.server.grpc_server import GrpcServer
-from moaspec.remote.server.service import TargetService
 from moaspec.support.paths import cache_dir
 from moaspec.support.ports import bind
-from transports import KINDS, listening
+from transports import KINDS, server_in_thread
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 
@@ -49,25 +44,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def addresses(bundle: Path) -> Iterator[dict[str, str]]:
     """A server in a thread of its own: what `--server` is for each transport."""
-    found: dict[str, str] = {}
-    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        target = load_target(bundle.parent / "target")
-        drafter = load_drafter(bundle.parent / "drafter", target=target)
-        async with GrpcServer(TargetService(target, drafter), listening("websocket")) as server:
-            assert server.websocket is not None
-            found.update(grpc=server.address, websocket=server.websocket.url)
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(60)
-    yield found
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(60)
-    loop.close()
+    with server_in_thread(bundle.parent) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +18,8 @@ import pytest
 import moaspec
 from bundles import save_drafter_and_target
 from moaspec.backends.load import load_target
-from moaspec.generation.drafters import load_drafter
-from moaspec.remote.server.grpc_server import GrpcServer
-from moaspec.remote.server.service import TargetService
 from moaspec.support.ports import bind
-from transports import KINDS, listening
+from transports import KINDS, server_in_thread
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -89,25 +84,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def addresses(directory: Path) -> Iterator[dict[str, str]]:
     """A server in a thread of its own: what `--server` is for each transport."""
-    found: dict[str, str] = {}
-    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        target = load_target(directory / "target")
-        drafter = load_drafter(directory / "drafter", target=target)
-        async with GrpcServer(TargetService(target, drafter), listening("websocket")) as server:
-            assert server.websocket is not None
-            found.update(grpc=server.address, websocket=server.websocket.url)
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(60)
-    yield found
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(60)
-    loop.close()
+    with server_in_thread(directory) as found:
+        yield found
 
 
 def expected(directory: Path, words: str, **settings: Any) -> list[int]:
