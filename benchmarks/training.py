@@ -71,7 +71,8 @@ class Clock:
 @contextmanager
 def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
     """Measure the parts of our loop while it runs; "backward" is that of LSA, SA and CA."""
-    strategy, optimizer = trainer.strategy, trainer.strategy.optimizer
+    strategy = trainer.strategy
+    (optimizer,) = strategy.optimizers
     with (
         patch.object(TargetActivations, "passes", clock.timed("target", TargetActivations.passes)),
         patch.object(
@@ -150,10 +151,11 @@ def measured(
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
         cached.activations.passes(part.batch)  # fills the cache, outside the clock
-        for group in other.strategy.optimizer.param_groups:
+        (optimizer,) = other.strategy.optimizers
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(plain.config, step)
         runs = {
-            NAIVE: partial(naive_step, target, naive, other.strategy.optimizer, part, ids),
+            NAIVE: partial(naive_step, target, naive, optimizer, part, ids),
             OURS: partial(ours, plain, part),
             CACHED: partial(ours, cached, part),
         }

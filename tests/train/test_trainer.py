@@ -165,6 +165,7 @@ def test_trackers(tmp_path: Path) -> None:
         {"frozen_lsa": 0.3},
         {"frozen_lsa": 0.8},
         {"anchors": "rounds", "loss": LossWeights(divergence="hybrid", survival=0.5)},
+        {"optimizer": "muon"},
     ],
     ids=str,
 )
@@ -183,6 +184,21 @@ def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
     for name, value in module(resumed).state_dict().items():
         assert_close(value, state[name], rtol=0, atol=0)
     assert resumed.tokens == whole.tokens
+
+
+def test_muon_trains_matrices_and_adamw_the_rest(tmp_path: Path) -> None:
+    run = trainer(tmp_path, optimizer="muon")
+    run.train_step()
+    for name, parameter in module(run).named_parameters():
+        kinds = run.strategy.moments(parameter).keys()
+        assert ("momentum_buffer" in kinds) == (parameter.ndim == 2), name
+        assert ("exp_avg" in kinds) == (parameter.ndim != 2), name
+
+
+def test_a_run_goes_on_with_its_optimiser_only(tmp_path: Path) -> None:
+    trainer(tmp_path).run()
+    with pytest.raises(InputError, match="other optimizer"):
+        trainer(tmp_path, optimizer="muon")
 
 
 def test_a_finished_run_only_exports(tmp_path: Path) -> None:

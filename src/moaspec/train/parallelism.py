@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class ParallelStrategy:
         accelerator: of the run's processes.
         module: the drafter.
         model: the wrapped module to call for a training pass.
-        optimizer: AdamW over this process's shard.
+        *optimizers: over this process's shard, each of other parameters.
     """
 
     def __init__(
@@ -115,16 +115,17 @@ class ParallelStrategy:
         accelerator: Accelerator,
         module: nn.Module,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        *optimizers: torch.optim.Optimizer,
     ) -> None:
         self._accelerator = accelerator
-        self.module, self.model, self.optimizer = module, model, optimizer
+        self.module, self.model, self.optimizers = module, model, optimizers
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: clear gradients and set the learning rate."""
         self.model.zero_grad()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context of one pass; gradients are exchanged in the last pass of a step only."""
@@ -146,7 +147,8 @@ class ParallelStrategy:
         """
         norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
         if math.isfinite(norm):
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         return norm
 
     def state(self) -> dict[str, Tensor]:
@@ -186,13 +188,21 @@ class ParallelStrategy:
 
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         """Optimiser state of a parameter, by kind; empty before the first step."""
-        return self.optimizer.state.get(parameter, {})
+        return self._optimizer_of(parameter).state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
-        self.optimizer.state[parameter] = {
+        self._optimizer_of(parameter).state[parameter] = {
             kind: _place_like(value, parameter) for kind, value in moments.items()
         }
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        return next(
+            optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if any(one is parameter for one in group["params"])
+        )
 
 
 def new_strategy(
@@ -223,13 +233,28 @@ def new_strategy(
         fully_shard(module, mesh=mesh, mp_policy=policy)
     else:
         model = accelerator.prepare_model(module)
-    return ParallelStrategy(accelerator, module, model, adamw(module, config))
+    return ParallelStrategy(accelerator, module, model, *new_optimizers(module, config))
 
 
-def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Create the optimiser of a run."""
+def new_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimisers of a run: AdamW alone, or Muon for matrices and AdamW for the rest."""
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    if config.optimizer == "adamw":
+        return [adamw(parameters, config)]
+    matrices = [one for one in parameters if one.ndim == 2]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, for the same learning rate
+    )
+    return [muon, adamw([one for one in parameters if one.ndim != 2], config)]
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with the settings of a run."""
     return torch.optim.AdamW(
-        module.parameters(),
+        parameters,
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,

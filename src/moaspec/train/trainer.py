@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 LAST, BEST = "drafter", "best"
 """Directories of the last weights, and of those with the highest held-out simulated tau."""
 
-FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
+FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed", "optimizer")
 """Settings that a resumed run must share with the saved one; the examples must be the same, too."""
 
 MOMENT = "head_moment"
@@ -373,6 +373,7 @@ class Trainer:
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         # States of earlier versions lack these facts.
         was, now = facts.get("run", self._identity), self._identity
+        was.setdefault("optimizer", "adamw")
         was["sizes"] = dataclasses.asdict(DrafterSizes()) | was.get("sizes", {})
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:

@@ -35,7 +35,7 @@ class ZeroStrategy(ParallelStrategy):
         self._tools = deepspeed.utils
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=_in_precision(module, accelerator.device, config),
-            optimizer=adamw(module, config),
+            optimizer=adamw(module.parameters(), config),
             config={
                 "train_micro_batch_size_per_gpu": 1,  # losses are normalised by the trainer
                 "gradient_accumulation_steps": 1,
@@ -84,18 +84,22 @@ class ZeroStrategy(ParallelStrategy):
                 self._tools.safe_set_full_optimizer_state(parameter, moved, kind)
 
     def _flat_states(self) -> list[dict[str, Tensor]]:
-        return [self.optimizer.state[flat] for flat in self._zero.single_partition_of_fp32_groups]
+        return [
+            self._zero.optimizer.state[flat] for flat in self._zero.single_partition_of_fp32_groups
+        ]
 
     def _start_moments(self) -> None:
         for flat, parameters in zip(
             self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups, strict=True
         ):
-            self.optimizer.state[flat] = {
+            self._zero.optimizer.state[flat] = {
                 STEP: torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(flat),
                 "exp_avg_sq": torch.zeros_like(flat),
             }
-            self._tools.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
+            self._tools.lazy_init_hp_params_optimizer_state(
+                parameters, flat, self._zero.optimizer.state
+            )
 
 
 def _deepspeed(device: torch.device) -> Any:
