@@ -201,8 +201,9 @@ def test_on_a_gpu_torchao_multiplies(quantize: str, directory: Path) -> None:
     stock = moaspec.load_target(directory, packed=False, **options)
     states = torch.randn(1, 3, 64, device="cuda").bfloat16()
     layers = [one.model.base_model.layers[0].mlp for one in (target, stock)]
-    # Two orders of bf16 sums over 96 inputs, of numbers near 1.
-    assert_close(layers[0](states), layers[1](states), rtol=0.05, atol=0.05)
+    # Two orders of bf16 sums: single numbers may differ by 7%.
+    one, other = (layer(states).float() for layer in layers)
+    assert float((one - other).norm() / other.norm()) < 0.03
 
 
 @needs_torchao
