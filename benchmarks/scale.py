@@ -1,9 +1,9 @@
-"""What drafts bring on targets of other sizes: costs of random models here, by assumed tau.
+"""Speed-up of drafts on targets of 135M to 8B, by the costs of random models and an assumed tau.
 
 Costs do not depend on the numbers in the weights. So targets of the shapes of SmolLM2 and Llama 3,
 and their drafters, are made of random numbers on the device. After 512 tokens of context the script
-times passes over 1 to 64 tokens (head and choice included), drafts, encodings and whole rounds;
-what a round takes beyond these parts is its overhead. For an assumed tau the speed-up is
+times passes over 1 to 64 tokens (head and choice included), drafts, encodings and whole rounds. The
+overhead is a round's time less that of its parts. For an assumed tau the speed-up is
 
     tau * (pass over one token + overhead) / (draft + pass over all drafts + encoding + overhead)
 
@@ -85,7 +85,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 
 def main() -> None:
     """Measure one target after another, then print tables and JSON."""
-    options = argparse.ArgumentParser(description="What drafts bring on targets of other sizes.")
+    options = argparse.ArgumentParser(description="Speed-up of drafts by the target's size.")
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     options.add_argument("--device", default="cpu")
     options.add_argument("--dtype", choices=DTYPES, default="bfloat16")
