@@ -33,6 +33,9 @@ BLOCK = 10
 """Length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults."""
 GATE = 2.0
 """Mean of the gates. Activations are nearly linear from there on."""
+STRENGTH = 0.1
+"""Penalty of the regression. Smaller ones fit the sample better, by large weights: the optimiser's
+first steps, which move all weights alike, then raise the loss."""
 MIN_QUERIES_PER_UNIT = 4
 """With fewer sampled queries for each unit of the MLP, fewer units are used."""
 MASSIVE_RATIO = 3.0
@@ -112,7 +115,7 @@ def fit_mlp(layer: AttentionBlock, middle_NE: Tensor, wanted_NE: Tensor) -> None
     mlp.up_proj.weight[:linear] = _main_directions(normed_NE)[:linear]
     inner_NI = mlp.inner(norm, middle_NE)[:, :units]
     mlp.down_proj.weight.zero_()
-    mlp.down_proj.weight[:, :units] = ridge(inner_NI, wanted_NE - middle_NE).T
+    mlp.down_proj.weight[:, :units] = ridge(inner_NI, wanted_NE - middle_NE, STRENGTH).T
 
 
 def _main_directions(states_NE: Tensor) -> Tensor:

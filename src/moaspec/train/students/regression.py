@@ -12,11 +12,19 @@ RIDGE = 1e-3
 """Relative to the mean square of the inputs."""
 
 
-def ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
-    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E)."""
+def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:
+    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E).
+
+    Args:
+        x_NK: inputs.
+        y_NE: outputs.
+        strength: the penalty, relative to the sum of squares of an input.
+    """
     x, y = x_NK.double(), y_NE.double()
     gram = x.T @ x
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype).to(gram.device)
+    gram += (
+        strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype).to(gram.device)
+    )
     return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
 
 

@@ -4,7 +4,7 @@ With random weights CA attends uniformly and LSA's output carries no information
 learns from the text alone for a long time. Instead:
 
 - SA starts as a copy of the target's first layer, which reads token embeddings too; norms that SA
-  lacks are folded into the weights (`folded_layer`).
+  lacks are folded into the weights (`folded_layer`). Not if that layer has massive dimensions.
 - LSA's heads prefer the target's last layers, some sharply and some broadly. Their values are the
   directions that a regression of the target's final state uses.
 - The projection after LSA is the ridge regression of the target's final state on the mean over
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, tee
 
 import torch
@@ -44,7 +44,11 @@ from moaspec.train.students.regression import RIDGE, fit_linear, ridge
 log = logging.getLogger(__name__)
 
 FOLD_EXAMPLES = 16
-"""Examples that show what the norms of the first layer do."""
+"""Examples that show what the norms of the first layer do, and what it returns."""
+MASSIVE_DIMENSION = 100.0
+"""SA stays random where a dimension of the first layer's output, by its root mean square, is above
+this multiple of the median one (Gemma 3 270M: 659). In the target later layers and the last norm
+remove it. CA's norms would see little else, and any step of training would change much there."""
 LAYER_SLOPES = (1.0, 0.5, 0.25)
 """Increase of the score per layer, for LSA's heads in turn."""
 LSA_GAIN = 4.0
@@ -98,19 +102,21 @@ def warm_start(
     )
 
 
+@torch.no_grad()
 def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batch] = ()) -> None:
     """Copy the target's first layer to SA, its further norms folded into the weights.
 
-    Logs a warning where SA stays random.
+    Logs a warning where SA stays random: it has other parts or sizes, or massive dimensions.
 
     Args:
         target: the frozen target.
         drafter: with random weights.
-        batches: of one example each; needed to fold norms.
+        batches: of one example each; needed to fold norms and to find massive dimensions.
     """
+    batches = list(islice(batches, FOLD_EXAMPLES))
     source = first_layer_weights(target, drafter)
     if source is None:
-        folded = folded_layer_state(target, islice(batches, FOLD_EXAMPLES))
+        folded = folded_layer_state(target, batches)
         source = None if folded is None else _named_as_in_sa(folded)
         if source is None or _shapes(source) != _sa_shapes(drafter):
             log.warning(
@@ -120,7 +126,27 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
                 target.identity.model_type,
             )
             return
-    drafter.decoder.self_attention.load_state_dict(source)
+    layer = drafter.decoder.self_attention
+    random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(source)
+    ratio = largest_dimension([_text_states(target, drafter, one) for one in batches])
+    if ratio > MASSIVE_DIMENSION:
+        layer.load_state_dict(random)
+        log.warning(
+            "Warm start: SA keeps random weights, because the first layer of %s (%s) has massive "
+            "dimensions: the largest is %.0f times the median one.",
+            target.name,
+            target.identity.model_type,
+            ratio,
+        )
+
+
+def largest_dimension(states: Sequence[Tensor]) -> float:
+    """Root mean square of the largest dimension of states, (N, E) each, over the median one's."""
+    if not states:
+        return 1.0
+    size_E = torch.cat(list(states)).square().mean(0).sqrt()
+    return float(size_E.max() / size_E.median().clamp(min=1e-12))
 
 
 def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Tensor] | None:
