@@ -17,6 +17,7 @@ import torch
 import chat_tokenizers
 from commands import complaints, interrupt_after
 from moaspec.cli.main import run
+from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.engine.engine import Engine
 from moaspec.train.dataset.response_writer import ResponseWriter
 
@@ -175,6 +176,23 @@ def test_synth_gives_up_and_shows_what_it_discards(cli: Cli, model: str, tmp_pat
     assert "of 50 prompts" in err
     assert "--max-samples" in err
     assert cli("data", "synth", *out, "--max-samples", "0")[0] == 2
+
+
+def test_synth_counts_prompts_before_their_group_ends(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[float] = []
+    add = WritingProgress.add
+
+    def watched(self: WritingProgress, tokens: int, finished: int, **more: Any) -> None:
+        add(self, tokens, finished, **more)
+        shown.append(self.task.completed)
+
+    monkeypatch.setattr(WritingProgress, "add", watched)
+    out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, "--max-new-tokens", "16")
+    assert cli("data", "synth", "--num", "50", *out, "--max-samples", "64")[0] == 1
+    assert 0 < max(shown) < 50
+    assert shown == sorted(shown)
 
 
 def test_running_again_adds_nothing(cli: Cli, model: str, tmp_path: Path) -> None:

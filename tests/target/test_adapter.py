@@ -133,6 +133,23 @@ def test_hash_is_of_what_changes_the_weights(base: Path, tmp_path: Path) -> None
     assert adapter_hash(place) != before
 
 
+def test_an_adapter_of_another_base_is_told(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the names' last parts: a model may lie elsewhere than when the adapter was trained."""
+    place = tmp_path / "adapter"
+    save_adapter(moaspec.load_target(base, packed=False), place)
+    config = json.loads((place / CONFIG).read_text())
+    for made_for, told in (("owner/Base/", False), (None, False), ("owner/base-instruct", True)):
+        (place / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": made_for}))
+        caplog.clear()
+        moaspec.load_target(base, packed=False, adapter=place)
+        assert bool(caplog.messages) == told, made_for
+    (said,) = caplog.messages
+    assert "made for owner/base-instruct" in said
+    assert f"merged into {base}" in said
+
+
 def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     place = tmp_path / "adapter"
     save_adapter(moaspec.load_target(base, packed=False), place)

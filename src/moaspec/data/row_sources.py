@@ -127,7 +127,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with opener(path, "rb") as file:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"Cannot read the data {path}: {error}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"Cannot read the data {path}: {reason}") from error
 
 
 def decoded(where: str, line: bytes) -> str:
@@ -177,8 +178,13 @@ def _start(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(8)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"Cannot read the data {path}: there is no such file or directory. Data of the hub are "
+            "named hub:OWNER/NAME."
+        ) from error
     except OSError as error:
-        raise DataError(f"Cannot read the data {path}: {error}") from error
+        raise DataError(f"Cannot read the data {path}: {error.strerror or error}.") from error
 
 
 def _open_zstd(path: Path, _: str) -> BinaryIO:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 from moaspec.errors import InputError
 from moaspec.support.extras import require
+from moaspec.target.names import ALIASES
+
+log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NO_PART = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+_BASE = "base_model_name_or_path"
+_NO_PART = ("auto_mapping", _BASE, "inference_mode", "peft_version", "revision")
 """Fields of `adapter_config.json` that do not change the merged weights."""
 
 
@@ -67,6 +72,8 @@ def adapter_hash(directory: str | Path) -> str:
 def merged(model: Any, directory: str | Path, name: str) -> Any:
     """A model of transformers with an adapter's product added to its weights, in their dtype.
 
+    Logs a warning where the adapter names another base model.
+
     Args:
         model: as it was loaded; its weights change.
         directory: of the adapter.
@@ -76,7 +83,9 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
         InputError: see `read_adapter`; or it was made for another model, leaves weights of the
             model or of itself unused, or the model is quantised.
     """
-    _require_mergeable(model, read_adapter(directory), directory, name)
+    config = read_adapter(directory)
+    _require_mergeable(model, config, directory, name)
+    _tell_other_base(model, config.get(_BASE), directory, name)
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -105,6 +114,24 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
             f"have no place in the model, {len(missing)} are missing."
         )
     return whole
+
+
+def _tell_other_base(model: Any, made_for: str | None, directory: str | Path, name: str) -> None:
+    """Warn of an adapter that was made for a model of another name: only its sizes are checked."""
+    names = [name, model.name_or_path, *(ALIASES[one].hub_id for one in ALIASES if one == name)]
+    if made_for and _last_part(made_for) not in map(_last_part, names):
+        log.warning(
+            "The adapter %s was made for %s, and is merged into %s. Make sure that these are the "
+            "same model: in another one of the same sizes its weights mean nothing.",
+            directory,
+            made_for,
+            name,
+        )
+
+
+def _last_part(name: str) -> str:
+    """Of a hub id or a path, without regard to case."""
+    return str(name).replace("\\", "/").rstrip("/").rpartition("/")[2].lower()
 
 
 def _require_mergeable(

@@ -112,8 +112,16 @@ def synth_command(
             module,
             writing,
             stop_token_ids=generator.stop_token_ids,
-            advance=lambda tokens, finished: bar.add(tokens, finished, rows=0),
+            advance=lambda tokens, finished: show(tokens, finished),
         )
+
+        def show(tokens: int, finished: int) -> None:
+            """Count those of the present group, too; repeated prompts are found at its end."""
+            first = journal.groups * writing.group_size
+            group = [rows for number, rows in writer.finished.items() if number >= first]
+            prompts = min(num, journal.rows + sum(map(bool, group)))
+            report(prompts, first + len(group))
+            bar.add(tokens, finished, done=prompts)
 
         def report(prompts: int, samples: int) -> None:
             bar.note(prompts, f"{samples - prompts} of {samples} samples discarded")

@@ -14,7 +14,7 @@ import typer
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.plan_table import plan_table
-from moaspec.cli.terminal.progress_bar import PERIOD_S, ProgressBar
+from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, set_threads, show_log_records, status
 from moaspec.cli.terminal.table import show_table
 from moaspec.data.conversations import ReadReport
@@ -122,7 +122,7 @@ def train(
     )
     with (
         _explained_sigterm(saved),
-        ProgressBar("step", settings.steps, screen=told, transient=False, period_s=PERIOD_S) as bar,
+        ProgressBar("step", settings.steps, screen=told, transient=False) as bar,
         show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
     ):
         bar.resume(trainer.step)

@@ -22,10 +22,8 @@ from moaspec.cli.terminal.console import Screen
 
 BAR_COLUMNS = 8
 """A whole line then fits 80 columns."""
-LONG_S = 10.0
-"""Where no bar can be drawn, a remaining time from this on is printed once."""
 PERIOD_S = 30.0
-"""Where no bar can be drawn, seconds between the lines of a run that takes hours."""
+"""Where no bar can be drawn, seconds between the lines that take its place."""
 
 
 class TimeLeft(ProgressColumn):
@@ -60,9 +58,8 @@ class TimeLeft(ProgressColumn):
 class ProgressBar:
     """A bar of finished units with the remaining time, as a context manager.
 
-    Where no bar can be drawn, one line says how long the rest takes once a unit is done, or, with
-    `period_s`, a line is printed at this interval. `total` is None until `begin` gives it;
-    `screen` is standard error by default.
+    Where no bar can be drawn, a line is printed now and then. `total` is None until `begin` gives
+    it; `screen` is standard error by default.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class ProgressBar:
         *,
         screen: Screen | None = None,
         transient: bool = True,
-        period_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._left = TimeLeft()
@@ -92,8 +88,7 @@ class ProgressBar:
             get_time=clock,
         )
         self._id = self._progress.add_task(name, total=total, before=0, text="")
-        self._printed, self._begun = False, 0
-        self._period_s, self._told_s = period_s, self._progress.get_time()
+        self._begun, self._told_s = 0, self._progress.get_time()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -124,7 +119,7 @@ class ProgressBar:
         """Begin the next unit, which has this name."""
         self._progress.update(self._id, description=name, total=total, completed=self._begun)
         self._begun += 1
-        self._print_long_rest()
+        self._print_line()
 
     def advance(self, units: int = 1) -> None:
         """Add to the number of finished units."""
@@ -134,33 +129,17 @@ class ProgressBar:
         """Set the number of finished units, and the text behind it."""
         text = self.task.fields["text"] if text is None else text
         self._progress.update(self._id, completed=done, text=text)
-        self._print_long_rest()
+        self._print_line()
 
-    def _print_line(self, period_s: float) -> None:
-        """Print the bar as a line, if `period_s` have passed since the last one."""
-        now_s = self._progress.get_time()
-        if now_s - self._told_s < period_s:
+    def _print_line(self) -> None:
+        """Print the bar as a line where none is drawn, if `PERIOD_S` have passed since the last."""
+        left = self._left.render(self.task).plain  # notes when this number of units was reached
+        now_s, task = self._progress.get_time(), self.task
+        if self.screen.is_terminal or now_s - self._told_s < PERIOD_S:
             return
         self._told_s = now_s
-        task, left = self.task, self._left.render(self.task).plain
         parts = (f"{task.completed:.0f}/{task.total:.0f}", task.fields["text"], left)
         self.screen.print(" ".join((task.description, *filter(None, parts))))
-
-    def _print_long_rest(self) -> None:
-        if self.screen.is_terminal:
-            return
-        left_s = self._left.left_s(self.task)  # notes when this number of units was reached
-        if self._period_s is not None:
-            self._print_line(self._period_s)
-            return
-        if self._printed:
-            return
-        self._printed = left_s is not None
-        if left_s is not None and left_s >= LONG_S:
-            self.screen.print(
-                f"{self.task.completed:.0f} of {self.task.total:.0f} done, about "
-                f"{duration(left_s)} left."
-            )
 
 
 def duration(seconds: float) -> str:

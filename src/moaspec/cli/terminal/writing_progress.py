@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.progress_bar import PERIOD_S, ProgressBar
+from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, StopCondition
 
@@ -33,7 +33,7 @@ class WritingProgress(ProgressBar):
     """
 
     def __init__(self, name: str, total: int, seconds: float | None) -> None:
-        super().__init__(name, total, transient=False, period_s=PERIOD_S)
+        super().__init__(name, total, transient=False)
         self._stop = StopCondition(seconds)
         self._tokens, self._finished, self._started = 0, 0, time.perf_counter()
         self._note = ""
@@ -53,18 +53,17 @@ class WritingProgress(ProgressBar):
         speed = f"{self._tokens / max(elapsed, 1e-9):.1f} tokens/s"
         return f"{speed}, {self._note}" if self._note else speed
 
-    def add(self, tokens: int, finished: int, *, rows: int | None = None) -> None:
+    def add(self, tokens: int, finished: int, *, done: int | None = None) -> None:
         """Count tokens and finished conversations, and raise if the run shall stop.
 
         Args:
             tokens: new ones.
             finished: conversations.
-            rows: units of the bar that they are; None: each is one.
+            done: units of the bar in all; None: each conversation is one more.
         """
         self._tokens += tokens
         self._finished += finished
-        done = int(self.task.completed) + (finished if rows is None else rows)
-        self.update(done, self._text())
+        self.update(int(self.task.completed) + finished if done is None else done, self._text())
         due = self._stop.due
         if due >= StopCause.INTERRUPTED or (due is StopCause.TIME and self._finished):
             raise _StopError

@@ -98,8 +98,9 @@ def read_report(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(
-            f"Cannot read the report {path}: {error}. `moaspec eval --out` writes it at its end."
+            f"Cannot read the report {path}: {reason}. `moaspec eval --out` writes it at its end."
         ) from error
     methods = facts.get("methods") if isinstance(facts, dict) else None
     whole = isinstance(methods, dict) and all(
