@@ -136,6 +136,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
         "no_rope_layers": [1, 0, 1],
     },
+    # Each of its layers has two attentions.
+    "longcat_flash": _MLA
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 4,
+        "ffn_hidden_size": 56,
+        "expert_ffn_hidden_size": 40,
+        "n_routed_experts": 4,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
     "mellum": _EXPERTS | _HEAD_DIM | _WINDOWS,
     "minimax_m2": _HEAD_DIM | _LOCAL_EXPERTS,
     "ministral": _HEAD_DIM | _WINDOWS,

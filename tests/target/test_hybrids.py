@@ -155,16 +155,24 @@ def test_a_text_that_goes_on_elsewhere_is_processed_again(kind: str) -> None:
 
 @every_kind
 def test_a_kept_text_goes_on(kind: str) -> None:
-    """A second turn behind the first, and one that parts from it, equal transformers' texts."""
+    """A second turn behind the first, and one that parts from it, equal transformers' texts.
+
+    Their results say how much of the text was not processed again: nothing, where a state of the
+    first text cannot be used.
+    """
     target, (prompt, other) = hybrid_models.target(kind), PROMPTS[:2]
     engine = local_engine(target, tiny.random_drafter(target))
     first = engine.add(prompt, max_new_tokens=4, shape=Tree(2, 2, 4), keep=True)
     list(engine.run())
     said = engine.result(first).token_ids
-    for turn in ((*prompt, *said, *other), (*prompt, *said[:2], *other)):
+    assert isinstance(target.layers, HybridLayers)
+    kept = 0 if target.layers.reads_whole else len(prompt) + len(said) - 1
+    turns = {(*prompt, *said, *other): kept, (*prompt, *said[:2], *other): 0}
+    for turn, num_reused in turns.items():
         first = engine.add(turn, max_new_tokens=6, shape=Tree(2, 2, 4), keep=True, after=first)
         list(engine.run())
         assert engine.result(first).token_ids == tiny.own_text(target, turn, 6)
+        assert engine.result(first).num_reused_tokens == num_reused
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "jamba", "nemotron_h"])

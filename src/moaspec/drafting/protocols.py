@@ -71,6 +71,8 @@ class VerifyResult:
             GPU, which computes asynchronously.
         tree: the tree of `accepted`, if it is not the request's: a verifier across a network may
             have sent newer drafts while the request waited.
+        num_read_again: verified tokens that were processed again, because a target with recurrent
+            states cannot go on from everywhere.
     """
 
     accepted: tuple[int, ...]
@@ -81,6 +83,7 @@ class VerifyResult:
     top_logprobs: tuple[Alternatives, ...] = ()
     tree: DraftTree | None = None
     pass_s: float | None = None
+    num_read_again: int = 0
 
 
 class Verifier(Protocol):

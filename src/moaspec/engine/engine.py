@@ -64,8 +64,9 @@ class Engine(RequestTable):
         verified = await self._verifier.verify(prompts)
         events = self._emit(requests, prompts, verified)
         elapsed_s = time.perf_counter() - started_s
-        for request in requests:
+        for request, found in zip(requests, verified, strict=True):
             request.result.timing.prefill_s += elapsed_s
+            request.result.num_reused_tokens -= found.num_read_again
         return events
 
     async def _round(self, requests: Sequence[RequestState]) -> list[Event]:

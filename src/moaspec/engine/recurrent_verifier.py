@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.kv_cache import KVCache, KVWriter
-from moaspec.drafting.protocols import Proposer, VerifyRequest
+from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
 from moaspec.engine.local_verifier import PREFILL_CHUNK_TOKENS, LocalVerifier, PassRow
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState, num_bytes
@@ -144,6 +144,14 @@ class RecurrentVerifier(LocalVerifier):
         assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
         self._layers = target.layers
         self.cache = RecurrentCache.of(target)
+        self._num_read_again: dict[int, int] = {}
+
+    def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+        """See `LocalVerifier`; also counts what was processed again."""
+        self._num_read_again.clear()
+        results = super()._verify(requests)
+        again = [self._num_read_again.get(request.cache_row, 0) for request in requests]
+        return [replace(one, num_read_again=n) for one, n in zip(results, again, strict=True)]
 
     def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
         """As `LocalVerifier` does, or no chunks where a prompt must be read in one pass."""
@@ -162,7 +170,7 @@ class RecurrentVerifier(LocalVerifier):
         """Process the text before a request again, unless the row's states end there."""
         if self.cache.length(request.cache_row) == request.num_verified:
             return
-        known = tuple(self._texts[request.cache_row][: request.num_verified])
+        known = self._again(request.cache_row, request.num_verified)
         plain = replace(request, tree=DraftTree())
         for start in range(0, len(known), PREFILL_CHUNK_TOKENS):
             chunk = known[start : start + PREFILL_CHUNK_TOKENS]
@@ -192,8 +200,13 @@ class RecurrentVerifier(LocalVerifier):
             self.cache.length(row.request.cache_row) == row.start and not reads_on
         ):
             return row
-        known = tuple(self._texts[row.request.cache_row][: row.start])
+        known = self._again(row.request.cache_row, row.start)
         return PassRow(row.request, 0, known + row.tokens, len(known) + row.num_new)
+
+    def _again(self, cache_row: int, num_tokens: int) -> tuple[int, ...]:
+        """The first tokens of a text, which are processed again."""
+        self._num_read_again[cache_row] = num_tokens
+        return tuple(self._texts[cache_row][:num_tokens])
 
     def _pass(self, rows: Sequence[PassRow]) -> Tensor:
         """The pass of `LocalVerifier`, after which the states are those behind the new tokens."""

@@ -41,10 +41,18 @@ class GenericLayers(DecoderLayers):
         self.kv_shape: KVShape | None = None
 
     def modules(self) -> Sequence[nn.Module]:
-        """The decoder layers: the first list of modules that is as long as the config says."""
+        """The decoder layers: the first list of modules that is as long as the config says.
+
+        Or the one named `layers`, of which each may have several attentions (LongCat).
+        """
+        lists = {
+            name: list(one)
+            for name, one in self._base.named_children()
+            if isinstance(one, nn.ModuleList)
+        }
         expected = int(self._base.config.num_hidden_layers)
-        lists = [one for one in self._base.children() if isinstance(one, nn.ModuleList)]
-        return next((list(one) for one in lists if len(one) == expected), [])
+        exact = (one for one in lists.values() if len(one) == expected)
+        return next(exact, lists.get("layers", []))
 
     def measure(self, token_ids_1T: Tensor) -> KVShape:
         """The keys and values that layers hand to the cache, found by a pass.
@@ -68,7 +76,7 @@ class GenericLayers(DecoderLayers):
             if not (seen and token_ids_1T.is_meta):
                 raise
             # PyTorch's, where a layer (a router of experts) needs values: further ones are alike.
-            for layer in range(len(self.modules())):
+            for layer in range(int(self._base.config.num_hidden_layers)):
                 seen.setdefault(layer, seen[min(seen)])
         if not seen:
             raise UnsupportedTargetError("no layer hands keys and values to the cache")

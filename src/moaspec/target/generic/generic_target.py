@@ -164,9 +164,9 @@ class GenericTarget(Target):
         return None
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
-        """Weights of one decoder layer, under transformers' names."""
-        layers = self.layers.modules()
-        return cast(dict[str, Tensor], layers[index].state_dict()) if layers else {}
+        """Weights of one decoder layer, under transformers' names; none beyond the last one."""
+        layers = self.layers.modules()[index : index + 1]
+        return cast(dict[str, Tensor], layers[0].state_dict()) if layers else {}
 
     def plain_layer_state(self, index: int) -> dict[str, Tensor] | None:
         """None: nothing is known of how its layers are built."""
