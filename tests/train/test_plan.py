@@ -186,7 +186,7 @@ def test_tau_grows_with_tokens() -> None:
     words = [expected_tau(int(10**exponent)) for exponent in (5, 6.5, 7, 8)]
     assert words[0] == "below 2.4"
     assert 2.4 < float(words[1]) < float(words[2]) < 3.3
-    assert words[3] == "above 3.3"
+    assert words[3] == "above 3.4"
 
 
 def test_names_of_gpus() -> None:

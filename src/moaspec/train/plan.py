@@ -55,13 +55,15 @@ GPUS = {
 }
 """Dense bf16 operations a second and bytes of memory. Source: NVIDIA's data sheets."""
 UTILISATION = 0.35
-"""Share of these operations that a run reaches: assumed, not measured."""
+"""Share of these operations that a run reaches: assumed. With a target of 135M, whose products are
+small, one run reached 0.08 on an H200 (lab/log/drafter-experiments.md)."""
 MEASURED_TAU = {
     1_863_948: 2.40,
     5_045_416: 2.63,
     12_894_870: 2.93,
     16_266_666: 3.17,
     21_705_209: 3.3,
+    28_936_629: 3.4,
 }
 """tau by tokens with loss, of SmolLM2-135M's drafter of 8.1M parameters, N = 0.
 Source: docs/drafters.md and lab/log/drafter-runs.md."""
