@@ -2,8 +2,9 @@
 
 Random models of realistic shapes are made in this process, so nothing is downloaded. Transformers
 decodes with a model of its own that shares the weights. Both decode the same prompt greedily, in
-turn, and the texts must be equal. Then rounds whose drafts are all wrong show what a pass over a
-chain or a tree costs beside a pass over one token.
+turn. In float32 the texts must be equal. In bfloat16 a router that chooses another expert may move
+logits by more than rounding explains; `text` in the JSON says how they part. Then rounds whose
+drafts are all wrong show what a pass over a chain or a tree costs beside a pass over one token.
 
     python benchmarks/generic.py --dtype float32 --threads 1
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -126,6 +128,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     figures = {}
     for name in args.models:
+        print(f"{name}: {1 + args.rounds} turns ...", file=sys.stderr, flush=True)
         own, target = made(name, getattr(torch, args.dtype))
         facts = figures[name] = measured(own, target, args)
         ratio, millions = facts["speed_up"], facts["parameters"] / 1e6
@@ -152,7 +155,7 @@ def measured(own: PreTrainedModel, target: Target, args: argparse.Namespace) -> 
     """Figures of one model.
 
     Raises:
-        SystemExit: the texts differ by more than rounding.
+        SystemExit: the texts differ by more than rounding, in float32.
     """
     torch.manual_seed(1)
     prompt = torch.randint(3, 32000, (args.prompt_tokens,)).tolist()
@@ -177,7 +180,7 @@ def measured(own: PreTrainedModel, target: Target, args: argparse.Namespace) -> 
         max_new_tokens=limit,
         stop_token_ids=(),
     )
-    if not same.lossless:
+    if not same.lossless and args.dtype == "float32":
         raise SystemExit(f"{target.name}: texts differ ({same}); no figures.")
     pairs = zip(*seconds.values(), strict=True)
     return {
