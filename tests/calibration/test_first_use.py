@@ -26,7 +26,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
     monkeypatch.delenv(first_use.SWITCH)
     monkeypatch.setattr(first_use, "MIN_WEIGHTS", 0)
-    monkeypatch.setattr(first_use, "MAX_EXPECTED_S", 1e6)  # however slow this machine is
+    for limit in ("MAX_EXPECTED_S", "TIME_LIMIT_S"):  # however slow this machine is
+        monkeypatch.setattr(first_use, limit, 1e6)
     target = tiny.fresh_target()
     target.threads = ThreadLimiter()
     monkeypatch.setattr(type(target.threads), "limit", 1024)
