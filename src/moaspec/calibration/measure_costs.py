@@ -35,13 +35,15 @@ from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
 """Tokens of the measured passes. All small sizes, because their costs rise in steps."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
 """Levels of the timed trees. Each level below the first counts as an equal part of the rest."""
+ROWS = 4
+"""Rows that are drafted for together, to tell what each further one costs."""
 DRAFTS = 2
 """Length of the drafts in timed whole rounds."""
 WARM_UPS = 1
@@ -277,12 +279,13 @@ class _DraftParts:
     def __init__(self, bench: RoundParts) -> None:
         assert bench.proposer is not None
         self._widths = tuple(w for w in WIDTHS if w <= bench.proposer.vocabulary)
-        self._root = bench.draft(Chain(1))
+        self._root, self._roots = bench.draft(Chain(1)), bench.draft(Chain(1), ROWS)
         self._grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in self._widths]
         self._encoded = [bench.encode(n) for n in TOKENS]
         self._rounds = TimedRounds(bench, Chain(DRAFTS))
         self.parts: list[TimedPart | TimedRounds] = [
             self._root,
+            self._roots,
             *chain(*self._grown),
             *self._encoded,
             self._rounds,
@@ -291,12 +294,12 @@ class _DraftParts:
     def added_to(self, costs: CostTable) -> CostTable:
         """The target's costs with those of drafts."""
         levels = LEVELS - 1
+        # Timed twice in each turn, so that a short disturbance counts less.
+        root_s = min(part.median_s for part in (self._root, *(one for one, _ in self._grown[:1])))
         costs = replace(
             costs,
-            # Timed twice in each turn, so that a short disturbance counts less.
-            root_s=min(
-                part.median_s for part in (self._root, *(one for one, _ in self._grown[:1]))
-            ),
+            root_s=root_s,
+            row_s=max(0.0, self._roots.median_s - root_s) / (ROWS - 1),
             widths=self._widths,
             step_s=_rising([(many.median_s - one.median_s) / levels for one, many in self._grown]),
             encode_s=_rising([part.median_s for part in self._encoded]),

@@ -100,22 +100,23 @@ class RoundParts:
         states = torch.ones(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
         return TimedPart(lambda: head(states), self.target.device, self._small_pass)
 
-    def draft(self, shape: Tree) -> TimedPart:
-        """Drafting of one tree."""
+    def draft(self, shape: Tree, num_rows: int = 1) -> TimedPart:
+        """Drafting of one tree for each of `num_rows` rows."""
         assert self.proposer is not None
         proposer, length = self.proposer, self.text_length
         features = self._features(length - 1)
-        row = RequestText(0, [0] * length)
+        rows = [RequestText(row, [0] * length) for row in range(num_rows)]
 
         def behind_a_pass() -> None:
             # As in a round, where the pass has filled the CPU's caches with the target's weights.
             self._small_pass()
             proposer.share_target_cache(self._cache)
-            proposer.close(0)
-            proposer.append_features(0, features)
-            proposer.num_read[0] = length - 1
+            for row in range(num_rows):
+                proposer.close(row)
+                proposer.append_features(row, features)
+                proposer.num_read[row] = length - 1
 
-        return TimedPart(lambda: proposer.propose([row], shape), self.target.device, behind_a_pass)
+        return TimedPart(lambda: proposer.propose(rows, shape), self.target.device, behind_a_pass)
 
     def encode(self, num_tokens: int) -> TimedPart:
         """Encoding `num_tokens` verified tokens."""

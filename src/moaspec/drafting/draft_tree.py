@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -101,6 +101,7 @@ class DraftTree:
         num_copied: number of nodes at the end that come from n-gram branches, not from the drafter.
         levels: number of drafted levels, 0 if unknown; the deepest may have no node here.
         num_expanded: number of drafted nodes that got children, kept here or not.
+        log_p: log-probability that each node's path survives; empty if unknown.
     """
 
     tokens: tuple[int, ...] = ()
@@ -108,6 +109,7 @@ class DraftTree:
     num_copied: int = 0
     levels: int = 0
     num_expanded: int = 0
+    log_p: tuple[float, ...] = field(default=(), compare=False)
 
     @cached_property
     def depths(self) -> list[int]:

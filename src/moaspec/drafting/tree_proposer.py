@@ -172,8 +172,9 @@ def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
         places = {-1: -1} | {node: place for place, node in enumerate(kept)}
         tokens = [tokens[node] for node in kept]
         parents = [places[parents[node]] for node in kept]
-    levels, num_expanded = nodes.levels, nodes.num_expanded
-    return DraftTree(tuple(tokens), tuple(parents), levels=levels, num_expanded=num_expanded)
+        scores = [scores[node] for node in kept]
+    facts = nodes.levels, nodes.num_expanded, tuple(scores)
+    return DraftTree(tuple(tokens), tuple(parents), 0, *facts)
 
 
 @dataclass(frozen=True)

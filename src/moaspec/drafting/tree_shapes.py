@@ -56,8 +56,8 @@ class PricedTree(Tree):
     """A tree that is grown and verified as far as the drafter's own probabilities pay for it.
 
     Args:
-        prices: what verifying 1, 2, ... `total_tokens` drafts costs beyond verifying none, in
-            tokens that would be written in that time.
+        prices: what verifying 1, 2, ... `total_tokens` drafts costs a pass beyond verifying none,
+            in tokens that would be written in that time.
         least: probability that a draft must have, together with all above it, to be drafted on.
 
     It is for drafters with probabilities; others take it as the large `Tree` that it is.
@@ -149,4 +149,5 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
         sum(node >= own for node in kept),
         levels=tree.levels,
         num_expanded=tree.num_expanded,
+        log_p=tuple(tree.log_p[node] for node in kept) if tree.log_p else (),
     )

@@ -12,6 +12,7 @@ from collections.abc import Collection, Coroutine, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.policy.pass_budget import share_slots
 from moaspec.drafting.protocols import RequestText, VerifyRequest, VerifyResult
 from moaspec.engine.request_state import RequestState, Shape
 from moaspec.engine.request_table import RequestTable
@@ -99,6 +100,7 @@ class Engine(RequestTable):
                 ]
                 for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
                     trees[i] = tree
+            trees = share_slots(trees, by_shape) if len(requests) > 1 else trees
         return [
             request.with_branches(tree, self._shape(request, request.branch_shape, len(requests)))
             for request, tree in zip(requests, trees, strict=True)

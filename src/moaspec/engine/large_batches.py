@@ -20,7 +20,7 @@ MAX_PAD_RATIO = 1.5
 split."""
 
 MIN_SPLIT_TOKENS = 16
-"""Fewest tokens of a row that is split."""
+"""Fewest tokens of the parts of a prompt."""
 
 MAX_HEAD_NODES = 256
 """Most nodes whose logits exist at a time (but at least one request's)."""
@@ -38,16 +38,19 @@ def client_rows(device: torch.device) -> int:
 
 
 def ragged_states(
-    rows: Sequence[PassRow], run: Callable[[Sequence[PassRow]], Tensor]
+    rows: Sequence[PassRow], run: Callable[[Sequence[PassRow]], Tensor], *, recorded: bool = False
 ) -> list[Tensor]:
     """One pass over all rows: the final states of each one's tokens, (n, E).
 
     Args:
         rows: of the pass.
         run: the pass, right-padded; returns (B, T, E).
+        recorded: whether passes are recorded; then rows with drafts, whose number of parts would
+            change from pass to pass, are not split.
     """
-    width = _width(rows)
-    split = [_split(row, width) for row in rows]
+    whole = [row.drafted and (recorded or not row.request.tree.is_chain) for row in rows]
+    width = _width(rows, [row for row, one in zip(rows, whole, strict=True) if one])
+    split = [[row] if one else _split(row, width) for row, one in zip(rows, whole, strict=True)]
     hidden_BTE = run([part for parts in split for part in parts])
     states: list[Tensor] = []
     first = 0
@@ -64,9 +67,9 @@ def _split(row: PassRow, width: int) -> list[PassRow]:
     Each attends to the rows before it in the same pass, because a layer stores all keys before it
     computes attention. Only the last has pads, since pads overwrite the slots behind a row.
     """
-    if row.drafted:
-        return [row]
     cuts = range(0, len(row.tokens), width)
+    if len(cuts) == 1:
+        return [row]
     parts = [row.tokens[cut : cut + width] for cut in cuts]
     return [
         replace(row, start=row.start + cut, tokens=part, num_new=len(part))
@@ -74,12 +77,13 @@ def _split(row: PassRow, width: int) -> list[PassRow]:
     ]
 
 
-def _width(rows: Sequence[PassRow]) -> int:
+def _width(rows: Sequence[PassRow], whole: Sequence[PassRow]) -> int:
     """Tokens of each row of a pass: those of the longest, unless pads would cost too much."""
     sizes = [len(row.tokens) for row in rows]
     if len(sizes) * max(sizes) <= MAX_PAD_RATIO * sum(sizes):
         return max(sizes)
-    return max([MIN_SPLIT_TOKENS, *(len(row.tokens) for row in rows if row.drafted)])
+    reads = any(row.num_new > 1 for row in rows)
+    return max([MIN_SPLIT_TOKENS if reads else 1, *(len(row.tokens) for row in whole)])
 
 
 def head_groups(rows: Sequence[PassRow]) -> Iterator[list[PassRow]]:

@@ -166,7 +166,7 @@ class LocalVerifier:
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
         """One pass over all rows: the final states of each one's tokens, (n, E)."""
         if len(rows) > 1:
-            return ragged_states(rows, self._pass)
+            return ragged_states(rows, self._pass, recorded=self.target.layers.records)
         return [self._pass(rows)[0, : len(rows[0].tokens)]]
 
     def _pass(self, rows: Sequence[PassRow]) -> Tensor:

@@ -20,6 +20,8 @@ from moaspec.drafting.policy.cost_model import (
 )
 from moaspec.errors import InputError
 
+HALF = np.array([0.5])
+
 
 def test_costs_are_interpolated_and_extended() -> None:
     costs = table()
@@ -100,7 +102,7 @@ def test_what_a_round_takes_around_its_parts_counts_once() -> None:
 
 
 def test_prices_are_what_a_wider_pass_costs() -> None:
-    found = RoundCosts(table(), 0.5, 64, 1)
+    found = RoundCosts(table(), HALF, 64, 1)
     prices = found.tree.prices
     assert prices[:7] == (0.0,) * 7  # a pass over eight takes as long as one over a single token
     assert prices[7] == pytest.approx(GAIN * 0.1)
@@ -113,14 +115,14 @@ def test_prices_are_what_a_wider_pass_costs() -> None:
 
 
 def test_prices_of_full_batches_are_higher() -> None:
-    alone, together = (RoundCosts(table(), 0.5, 64, rows).tree for rows in (1, 16))
+    alone, together = (RoundCosts(table(), HALF, 64, rows).tree for rows in (1, 16))
     assert together.total_tokens < alone.total_tokens
     assert together.prices[0] > alone.prices[0]
 
 
 def test_nothing_is_drafted_on_where_no_draft_pays() -> None:
     steep = ((0.01, 0.5, 1.0, 4.0), (0.01, 0.5, 1.0, 4.0))
-    tree = RoundCosts(table(pass_s=steep), 0.5, 64, 1).tree
+    tree = RoundCosts(table(pass_s=steep), HALF, 64, 1).tree
     assert tree.least == 1.0
     assert tree.kept([-0.01]) == 0
 
@@ -134,7 +136,7 @@ def test_rows_of_like_length_share_their_costs() -> None:
 
 def test_wide_levels_and_large_trees_cost_what_the_table_says() -> None:
     costs = table(widths=(1, 8), step_s=(0.001, 0.008))
-    found = RoundCosts(costs, 0.5, 64, 1)
+    found = RoundCosts(costs, HALF, 64, 1)
     narrow, wide = (found.drafted_s(3, num_expanded, 4) for num_expanded in (2, 8))
     assert wide - narrow == pytest.approx(2 * (costs.step_s_of(4) - costs.step_s_of(1)))
     assert found.drafted_s(1, 0, 100) == pytest.approx(0.001 + float(costs.verify_s(101, 64)))

@@ -181,7 +181,7 @@ def test_a_short_prompt_is_always_encoded(room: int) -> None:
 def test_the_engine_says_what_a_prompt_would_take() -> None:
     target = tiny.target()
     engine = local_engine(target, tiny.random_drafter(target))
-    policies = [by_cost(table(encode_s=(seconds,) * 4), 0.05) for seconds in (0.0, 100.0)]
+    policies = [by_cost(table(encode_s=(seconds,) * 4), 0.9) for seconds in (0.0, 100.0)]
     handles = [
         engine.add(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS, shape=policy)
         for policy in policies

@@ -167,13 +167,19 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     """The target in this process."""
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import load_drafter
+    from moaspec.generation.shaping import shaping_for
     from moaspec.remote.server.service import TargetService
 
     target = load_target(
         asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
     )
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
-    return TargetService(target, module, limits)
+    if module is None:
+        return TargetService(target, None, limits)
+    # Alone the server drafts with N = 0 or not at all. Passes cost the same whatever N is.
+    layers = 0 if 0 in module.config.num_target_layers else None
+    shaping = shaping_for(target, module, num_target_layers=layers)
+    return TargetService(target, module, limits, shaping=shaping)
 
 
 def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:

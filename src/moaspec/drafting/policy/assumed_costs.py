@@ -73,6 +73,7 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         pass_s=(passes,),
         head_s=(0.0,) * len(TOKENS),
         root_s=level_s,
+        row_s=level_s if target.device.type == "cpu" else OVERHEAD,
         widths=(1, 8),
         step_s=(level_s, level_s * passes[TOKENS.index(8)]),
         encode_s=tuple(one * token / whole + OVERHEAD for one in passes),

@@ -61,6 +61,7 @@ class CostTable:
         plain_rest_s: of a round without drafts, beyond its pass and head.
         draft_rest_s: of a round with drafts, beyond all of these parts.
         logits_s: of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
+        row_s: that each further row adds to drafting a first level.
         busy: whether other processes used the CPU meanwhile, so that all of this is too long.
 
     Raises:
@@ -79,6 +80,7 @@ class CostTable:
     plain_rest_s: float = 0.0
     draft_rest_s: float = 0.0
     logits_s: tuple[float, ...] = ()
+    row_s: float = 0.0
     busy: bool = False
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class CostTable:
         lines = (*self.pass_s, self.head_s, self.encode_s, self.logits_s or self.head_s)
         fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
         fits = fits and all(map(_ascend, (self.contexts, self.tokens, self.widths)))
-        single = (self.root_s, self.plain_rest_s, self.draft_rest_s)
+        single = (self.root_s, self.row_s, self.plain_rest_s, self.draft_rest_s)
         times = [*single, *self.step_s, *(t for line in lines for t in line)]
         if not fits or not np.isfinite(times).all() or min(times) < 0:
             raise InputError(
@@ -112,8 +114,29 @@ class CostTable:
     def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
         """Seconds of drafting for `num_rows` rows, with the overhead of a drafted round."""
         wider = self.step_s_of(num_rows) - self.step_s_of(1)
-        first = self.root_s + wider + self.draft_rest_s
-        return first + (depth - 1) * self.step_s_of(breadth * num_rows)
+        first = self.root_s + max(wider, (num_rows - 1) * self.row_s) + self.draft_rest_s
+        return first + (depth - 1) * self.level_s(breadth, num_rows)
+
+    def level_s(self, breadth: int, num_rows: int) -> float:
+        """Seconds of a further level; kernels draft for one row after another, as `row_s` tells."""
+        further = (num_rows - 1) * self.row_s / self.root_s if self.root_s else 0.0
+        one_by_one_s = self.step_s_of(breadth) * (1.0 + further)
+        return max(one_by_one_s, self.step_s_of(breadth * num_rows))
+
+    def prices(
+        self, most: int, *, context: int, num_rows: int, num_tokens: int | None = None
+    ) -> Floats:
+        """What 1, 2, ... `most` drafts of all rows cost a pass, in tokens written in that time.
+
+        Args:
+            most: drafts.
+            context: tokens of the texts.
+            num_rows: rows of the pass.
+            num_tokens: of the pass without drafts; None is one for each row.
+        """
+        tokens = (num_tokens or num_rows) + np.arange(most + 1.0)
+        verify_s = np.maximum.accumulate(self.verify_s(tokens, context))
+        return np.asarray((verify_s[1:] - verify_s[0]) * GAIN / self.plain_s(context, num_rows))
 
     def accept_s(self, num_tokens: Floats | float) -> Floats:
         """Seconds of encoding `num_tokens` newly verified tokens."""
@@ -200,10 +223,10 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
     """
     emitted_D = 1.0 + rates_D.cumprod().cumsum()
     lengths_D = np.arange(1.0, 1.0 + len(rates_D))
-    shared_D = costs.verify_s(num_rows * (1.0 + lengths_D), context)
-    shared_D = shared_D + costs.draft_s(1, 1, num_rows)
-    shared_D = shared_D + (lengths_D - 1.0) * costs.step_s_of(num_rows)
-    seconds_D = shared_D / num_rows + costs.accept_s(emitted_D)
+    seconds_D = costs.verify_s(num_rows * (1.0 + lengths_D), context)
+    seconds_D = seconds_D + costs.draft_s(1, 1, num_rows)
+    seconds_D = seconds_D + (lengths_D - 1.0) * costs.level_s(1, num_rows)
+    seconds_D = (seconds_D + costs.accept_s(num_rows * emitted_D)) / num_rows
     return np.asarray(emitted_D / seconds_D * costs.plain_s(context, num_rows))
 
 
@@ -224,39 +247,45 @@ class RoundCosts:
 
     Args:
         costs: of this machine.
-        rate: how often the target chooses the drafter's favourite.
+        rates_D: see `AcceptanceRates`.
         context: tokens of the text.
         num_rows: rows that run together.
 
     Attributes:
         plain_s: a round without drafts.
-        tree: the tree that grows as far as it pays.
+        speedup: promised by `chain_speedups`.
+        tree: the tree that grows as far as it pays, if no other row of the pass has drafts.
     """
 
-    def __init__(self, costs: CostTable, rate: float, context: int, num_rows: int) -> None:
+    def __init__(self, costs: CostTable, rates_D: Floats, context: int, num_rows: int) -> None:
         self.plain_s = costs.plain_s(context, num_rows)
+        self.speedup = float(chain_speedups(costs, rates_D, context, num_rows).max())
         self._costs, self._context, self._num_rows = costs, context, num_rows
-        self._accept_s = costs.accept_s(np.arange(MAX_DRAFTS + 2.0)).tolist()
+        encoded = num_rows * np.arange(MAX_DRAFTS + 2.0)
+        self._accept_s = (costs.accept_s(encoded) / num_rows).tolist()
         self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
         self._level_s = [
-            costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_BREADTH + 1)
+            costs.level_s(breadth, num_rows) / num_rows for breadth in range(1, MAX_BREADTH + 1)
         ]
         tokens = num_rows * np.arange(1.0, MAX_DRAFTS + 2)
         verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
         self._verify_s = verify_s.tolist()
-        tokens_per_s = GAIN / self.plain_s
-        prices = tokens_per_s * (verify_s[1:] - verify_s[0])
+        prices = costs.prices(MAX_DRAFTS, context=context, num_rows=num_rows)
         total = max(1, int((prices < MAX_DEPTH).sum()))  # no more can be accepted
         depth = min(total, MAX_DEPTH)
-        going_on = tokens_per_s * self._level_s[0] + float(prices[depth - 1]) / depth
+        breadth = MAX_BREADTH
+        if num_rows > 1 and prices[MAX_BREADTH - 1] > 1.0:
+            # No second choice pays, and a pass of several chains has no pads.
+            breadth, total = 1, depth
+        going_on = GAIN / self.plain_s * self._level_s[0] + float(prices[depth - 1]) / depth
         self.tree = PricedTree(
             depth,
-            MAX_BREADTH,
+            breadth,
             total,
             prices=tuple(prices[:total].tolist()),
-            least=min(1.0, going_on / rate),
+            least=min(1.0, going_on / float(rates_D[0])),
         )
-        least = max(self.tree.least, 1.0 / MAX_BREADTH)
+        least = max(self.tree.least, 1.0 / breadth)
         self._widest = int(1.0 / least)
 
     def drafted_s(self, levels: int, num_expanded: int, num_drafts: int) -> float:
@@ -282,7 +311,7 @@ class RoundCosts:
         """Seconds of encoding `num_tokens` newly verified tokens."""
         if num_tokens < len(self._accept_s):
             return float(self._accept_s[num_tokens])
-        return float(self._costs.accept_s(num_tokens))
+        return float(self._costs.accept_s(self._num_rows * num_tokens)) / self._num_rows
 
     def pass_s(self, num_drafts: int) -> float:
         """Seconds of verifying `num_drafts` drafts."""
@@ -313,6 +342,6 @@ class KnownCosts:
         context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
         found = self._found.get((context, num_rows))
         if found is None:
-            found = RoundCosts(self.table, float(self.rates_D[0]), context, num_rows)
+            found = RoundCosts(self.table, self.rates_D, context, num_rows)
             self._found[context, num_rows] = found
         return found

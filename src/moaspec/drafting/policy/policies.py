@@ -6,7 +6,7 @@ their cost on this machine, and none where plain decoding is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -21,7 +21,6 @@ from moaspec.drafting.policy.cost_model import (
     CostTable,
     KnownCosts,
     RoundCosts,
-    chain_speedups,
 )
 from moaspec.drafting.tree_shapes import Chain, PricedTree, parse_shape
 from moaspec.errors import InputError
@@ -101,6 +100,7 @@ class DraftSettings:
         lags: whether the drafter can draft while the newest tokens are not encoded; see
             `AdaptivePolicy`.
         num_target_layers: N of the drafter that all of this is for; None takes its default.
+        beside: see `AdaptivePolicy`.
 
     Raises:
         ShapeError: a text that is no shape.
@@ -113,6 +113,7 @@ class DraftSettings:
     prior: Sequence[Sequence[float]] = PRIOR
     lags: bool = False
     num_target_layers: int | None = None
+    beside: Callable[[], int] = lambda: 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str | None):
@@ -131,7 +132,7 @@ class DraftSettings:
         """
         known = self._known(sampling)
         if known is not None:
-            return AdaptivePolicy(known, lags=self.lags)
+            return AdaptivePolicy(known, lags=self.lags, beside=self.beside)
         return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
     def branches(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
@@ -172,6 +173,10 @@ class AdaptivePolicy:
     no drafts. If a prompt takes longer to encode than the row may lose, it is encoded only when
     drafts promise to gain that back. Otherwise the row never drafts.
 
+    Beside other rows nothing may be lost: a row drafts, and is encoded, only where `KnownCosts`
+    promises a gain for so many rows. What was left out is encoded when rows have ended and the rest
+    of the text can gain it back.
+
     Encoding all tokens of a text can exceed the limit by itself. So a row that pauses is not
     encoded further. It probes with the features that it has, if its drafter can, and its missing
     tokens are encoded when a probe shows that drafting pays again.
@@ -182,6 +187,7 @@ class AdaptivePolicy:
     Args:
         costs: of this machine, target and drafter, shared with other rows.
         lags: whether the drafter can draft while the newest tokens are not encoded.
+        beside: how many rows passes have at least, if rows of other engines are in them.
 
     Attributes:
         lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,
@@ -192,33 +198,44 @@ class AdaptivePolicy:
 
     wants_features = True
 
-    def __init__(self, costs: KnownCosts, *, lags: bool = False) -> None:
-        self._costs, self._lags = costs, lags
+    def __init__(
+        self, costs: KnownCosts, *, lags: bool = False, beside: Callable[[], int] = lambda: 1
+    ) -> None:
+        self._costs, self._lags, self._beside = costs, lags, beside
         self._round: RoundCosts | None = None
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
-        self._unencoded = 0
+        self._unencoded, self._room, self._left_out = 0, 0, False
         # Tokens of rounds with drafts over those of plain decoding in the same time.
         self._speedup = _Rate(GAIN, FIRST_ROUNDS)
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int) -> None:
         """See `DraftPolicy.begin` for the arguments."""
-        table = self._costs.table
-        plain_s, encoding_s = table.plain_s(unread, num_rows), float(table.accept_s(unread))
-        self._waiting, self._behind, self._unencoded = 0, False, 0
-        if encoding_s > MAX_LOSS * (room + CREDIT_TOKENS) * plain_s:
-            speedup = float(chain_speedups(table, self._costs.rates_D, unread, num_rows).max())
-            if encoding_s > room * plain_s * (1.0 - 1.0 / speedup):
-                self._waiting = NEVER
-        self.wants_features = not self._waiting
-        if self.wants_features:
+        table, num_rows = self._costs.table, max(num_rows, self._beside())
+        self._behind, self._room, self._unencoded = False, room, unread
+        costs, plain_s = self._costs.at(unread, num_rows), table.plain_s(unread, num_rows)
+        pays = self.wants_features = self._pays(costs, plain_s, num_rows)
+        self._left_out = num_rows > 1 and not pays
+        self._waiting = 0 if pays or self._left_out else NEVER
+        if pays:
+            encoding_s, self._unencoded = float(table.accept_s(unread)), 0
             self._prompt_s += encoding_s
             self.lost_s += encoding_s
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """See `DraftPolicy.shape` for the arguments."""
-        self._drafting = None
+        self._drafting, num_rows = None, max(num_rows, self._beside())
+        if num_rows > 1 or self._left_out:
+            costs = self._round = self._costs.at(length, num_rows)
+            was_left_out = self._left_out
+            self._left_out = not self._pays(costs, costs.plain_s, num_rows)
+            if self._left_out or (was_left_out and not self._waiting):
+                # The missing tokens are encoded after this round, for drafts from the next one on.
+                self.wants_features = not self._left_out
+                if self.wants_features:
+                    self._prompt_s += costs.accept_s(self._unencoded)
+                return None
         if self._waiting:
             self._waiting -= 1
         else:
@@ -229,6 +246,15 @@ class AdaptivePolicy:
         self.wants_features = not self._waiting and not self._behind
         return self._drafting
 
+    def _pays(self, costs: RoundCosts, plain_s: float, num_rows: int) -> bool:
+        """Whether the rest of the text promises a gain, or alone may lose the missing encoding."""
+        if num_rows > 1 and costs.speedup <= 1.0:  # asked for every row in every round
+            return False
+        encoding_s = float(self._costs.table.accept_s(self._unencoded)) if self._unencoded else 0.0
+        if num_rows == 1 and encoding_s <= MAX_LOSS * (self._room + CREDIT_TOKENS) * plain_s:
+            return True
+        return encoding_s <= self._room * plain_s * (1.0 - 1.0 / costs.speedup)
+
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """See `DraftPolicy.record_round` for the arguments."""
         costs = self._round
@@ -238,6 +264,7 @@ class AdaptivePolicy:
         emitted = 1 + sum(node < own for node in accepted)
         self.plain_s += costs.plain_s * emitted
         self._unencoded += 1 + len(accepted)
+        self._room -= 1 + len(accepted)
         if self.wants_features:
             self.lost_s += costs.accept_s(self._unencoded)
             self._unencoded = 0
@@ -316,8 +343,14 @@ class NgramBranchPolicy(DraftPolicy):
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """See `DraftPolicy.shape` for the arguments."""
-        gains = {None: 0.0} | {s: self._gain(s, length, num_rows) for s in COPY_SHAPES}
-        return max(gains, key=lambda shape: gains[shape])
+        costs, best, best_s = self._costs.at(length, num_rows), None, 0.0
+        first, further, narrow_s = self._first.value, self._next.value, costs.pass_s(self._drafted)
+        for shape in COPY_SHAPES:
+            copied = first * (1.0 - further**shape.depth) / (1.0 - further)
+            wider_s = costs.pass_s(self._drafted + shape.total_tokens) - narrow_s
+            if copied * costs.plain_s - wider_s > best_s:
+                best, best_s = shape, copied * costs.plain_s - wider_s
+        return best
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """See `DraftPolicy.record_round` for the arguments."""
@@ -325,14 +358,6 @@ class NgramBranchPolicy(DraftPolicy):
         copied = sum(node >= self._drafted for node in accepted)
         self._first.count(min(copied, 1), min(tree.num_copied, 1))
         self._next.count(max(copied - 1, 0), copied)
-
-    def _gain(self, shape: Tree, length: int, num_rows: int) -> float:
-        """Seconds that a round with such branches is expected to save."""
-        costs = self._costs.at(length, num_rows)
-        first, further = self._first.value, self._next.value
-        copied = sum(first * further**level for level in range(shape.depth))
-        wider_s = costs.pass_s(self._drafted + shape.total_tokens) - costs.pass_s(self._drafted)
-        return copied * costs.plain_s - wider_s
 
 
 class _Rate:

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import DEFAULT_TREE
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.model.moa import MoADrafter
@@ -32,7 +32,8 @@ class LeasedSlot:
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify one request; see `Verifier`."""
         (request,) = requests
-        request = replace(request, cache_row=self._row, encode=self._encode)
+        encode = self._encode and request.encode
+        request = replace(request, cache_row=self._row, encode=encode)
         size, total = (
             self._shared.options.prefill_tokens,
             request.num_verified + len(request.new_tokens),
@@ -76,6 +77,7 @@ async def decode_alone(
     request: pb.GenerateRequest,
     sampling: SamplingParams,
     *,
+    shaping: DraftSettings,
     owner: str,
     max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
@@ -98,7 +100,7 @@ async def decode_alone(
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             stop=request.stop,
-            shape=DEFAULT_TREE,
+            shape=shaping.policy(sampling),
             sampling=sampling,
         )
         while engine.num_active:

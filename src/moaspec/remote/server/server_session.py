@@ -174,9 +174,10 @@ class ServerSession:
             text_length=total,
         )
         verdict, self.pass_s = await self.shared.decide(request)
-        accepted = [request.tree.tokens[node] for node in verdict.accepted]
+        tree = verdict.tree or request.tree
+        accepted = [tree.tokens[node] for node in verdict.accepted]
         self.num_verified += len(known) + len(accepted)
-        if self.records is not None:
+        if self.records is not None and verdict.features is not None:
             self._record(self.records, verdict)
         if not total:
             self.token_ids += [*accepted, verdict.next_token]

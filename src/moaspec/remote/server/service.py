@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from moaspec.drafting.policy.pass_budget import PassBudget
+from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier
 from moaspec.engine.large_batches import client_rows
 from moaspec.engine.position_rules import PositionRules
@@ -113,6 +115,8 @@ class TargetService:
         options: limits.
         observer: metrics and traces.
         engine: runs the target; None runs the target in this process.
+        shaping: by whose costs drafts of devices and of `generate` are verified; None verifies all
+            and lets `generate` draft `DEFAULT_TREE`.
 
     Raises:
         MismatchError: the drafter belongs to another target.
@@ -125,10 +129,12 @@ class TargetService:
         options: ServiceOptions | None = None,
         observer: Telemetry | None = None,
         engine: ServingEngine | None = None,
+        *,
+        shaping: DraftSettings | None = None,
     ) -> None:
         self.target, self.options = target, options or ServiceOptions()
         self.observer = observer or Telemetry()
-        self._drafter = drafter
+        self._drafter, shaping = drafter, shaping or DraftSettings()
         own = EngineCapabilities() if engine is None else engine.capabilities
         self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
@@ -140,7 +146,10 @@ class TargetService:
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = local_verifier(target, encoder)
             passes = replace(passes, owner_rows=min(passes.owner_rows, client_rows(target.device)))
-        self.shared = SharedVerifier(self.verifier, passes, self.verifier.release)
+        costs = shaping.costs
+        budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
+        self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)
+        self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
         self._room = self.options.fitting(target)
         rules = PositionRules.of(target, self.capabilities.max_tokens)
         self.sessions = SessionStore(self._room, self.shared, rules)
@@ -337,6 +346,7 @@ class TargetService:
                 self._drafter,
                 request,
                 sampling,
+                shaping=self._shaping,
                 owner=owner,
                 max_tokens=self.capabilities.max_tokens,
             )

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import run_now
 
@@ -124,6 +125,7 @@ class SharedVerifier:
         verifier: called in a thread of its own, one pass at a time.
         options: limits of a pass.
         on_idle: called when the last leased row is returned.
+        budget: of the drafts of all rows of a pass; None verifies all.
     """
 
     def __init__(
@@ -131,9 +133,11 @@ class SharedVerifier:
         verifier: Verifier,
         options: PassOptions | None = None,
         on_idle: Callable[[], None] | None = None,
+        budget: PassBudget | None = None,
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
-        self._on_idle = on_idle
+        self._on_idle, self._budget = on_idle, budget
+        self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
         self._served: dict[str, int] = {}  # the latest pass of each owner
@@ -151,6 +155,11 @@ class SharedVerifier:
         return len(self._used)
 
     @property
+    def num_recent_rows(self) -> int:
+        """Number of rows in the newest two passes; where many ask, passes take turns."""
+        return len(set[int]().union(*self._recent))
+
+    @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a pass."""
         return len(self._jobs)
@@ -163,6 +172,8 @@ class SharedVerifier:
         """Lease the lowest free row, which keeps caches small, until `close`."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
         self._used[row] = owner
+        if self._budget is not None:
+            self._budget.forget(row)
         return row
 
     def close(self, row: int) -> None:
@@ -177,7 +188,10 @@ class SharedVerifier:
             self._on_idle()
 
     async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
-        """Verify a request of one row; returns the result and the duration of its pass."""
+        """Verify a request of one row; returns the result and the duration of its pass.
+
+        The result has the tree that was verified, if that is not the request's.
+        """
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         owner = self._used.get(request.cache_row, "")
@@ -235,6 +249,11 @@ class SharedVerifier:
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.cache_row for job in jobs}
+        self._recent.append(self._running)
+        if self._budget is not None:
+            asked = self._budget.applied([job.request for job in jobs])
+            for job, request in zip(jobs, asked, strict=True):
+                job.request = request
         started = time.monotonic()
         answers: list[VerifyResult | Exception]
         try:
@@ -252,6 +271,9 @@ class SharedVerifier:
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
+                if self._budget is not None:
+                    self._budget.count(job.request, answer)
+                    answer = replace(answer, tree=job.request.tree)
                 job.answer.set_result((answer, seconds))
             else:
                 job.answer.set_exception(answer)

@@ -1,0 +1,128 @@
+"""Which drafts of all rows one pass of the target verifies.
+
+A pass has as many verification slots for drafts as pay by its measured cost, down to none. They go
+to the drafts that most probably survive, whichever row they belong to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.policy.cost_model import PRIOR, CostTable, Floats
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import PricedTree, without
+
+NEWEST = 0.1
+"""Weight of a device's newest draft in the share of its drafts that were right."""
+
+
+def share_slots(
+    trees: Sequence[DraftTree], by_shape: Mapping[Tree, Sequence[int]]
+) -> list[DraftTree]:
+    """The trees without the drafts that do not pay.
+
+    Trees of fixed shapes stay whole, and those of proposers without probabilities.
+
+    Args:
+        trees: of all rows of one pass.
+        by_shape: the shape that each was grown in, and the indices of its rows.
+    """
+    kept = list(trees)
+    priced = [(one, rows) for one, rows in by_shape.items() if isinstance(one, PricedTree)]
+    rows = [i for _, own in priced for i in own if trees[i].log_p]
+    if len(rows) > 1:  # the drafts of a single row have their slots already
+        prices = max((shape.prices for shape, _ in priced), key=len)
+        for i, tree in zip(rows, _cut([trees[i] for i in rows], prices), strict=True):
+            kept[i] = tree
+    return kept
+
+
+class PassBudget:
+    """The slots of passes whose rows belong to several engines and devices.
+
+    Args:
+        costs: of passes on this machine.
+        rate: share of a new device's drafts that are right. Devices send no probabilities, so the
+            share of their own drafts that were right stands for them.
+    """
+
+    def __init__(self, costs: CostTable, rate: float = PRIOR[0][0]) -> None:
+        self._costs, self._rate = costs, rate
+        self._rates: dict[int, float] = {}
+
+    def applied(self, requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
+        """The requests of one pass without the drafts that do not pay.
+
+        A request that loses all of them is not encoded now. A row alone keeps its drafts, which
+        keep nobody waiting.
+        """
+        most = sum(len(one.tree.tokens) for one in requests)
+        if len(requests) == 1 or not most:
+            return list(requests)
+        prices = self._costs.prices(
+            most,
+            context=sum(one.num_verified for one in requests) // len(requests),
+            num_rows=len(requests),
+            num_tokens=sum(len(one.new_tokens) for one in requests),
+        )
+        asked = []
+        for one, tree in zip(requests, _cut([*map(self._rated, requests)], prices), strict=True):
+            lost_all = bool(one.tree.tokens) and not tree.tokens
+            asked.append(replace(one, tree=tree, encode=one.encode and not lost_all))
+        return asked
+
+    def count(self, request: VerifyRequest, result: VerifyResult) -> None:
+        """Update the rate of a request's row by the drafts that were right."""
+        parents = request.tree.parents
+        for parent, node in zip((-1, *result.accepted), (*result.accepted, None), strict=True):
+            if parent in parents:
+                rate = self._rates.get(request.cache_row, self._rate)
+                right = node == parents.index(parent)
+                self._rates[request.cache_row] = rate + NEWEST * (right - rate)
+
+    def forget(self, row: int) -> None:
+        """Let a row begin anew, for another device."""
+        self._rates.pop(row, None)
+
+    def _rated(self, request: VerifyRequest) -> DraftTree:
+        """The tree with log-probabilities; siblings come in the order of their promise."""
+        tree, ranks, log_p = request.tree, Counter[int](), list[float]()
+        if tree.log_p or not tree.tokens:
+            return tree
+        rate = min(max(self._rates.get(request.cache_row, self._rate), 0.01), 0.99)
+        right, wrong = math.log(rate), math.log1p(-rate)
+        for parent in tree.parents:
+            log_p.append(right + ranks[parent] * wrong + (log_p[parent] if parent >= 0 else 0.0))
+            ranks[parent] += 1
+        return replace(tree, log_p=tuple(log_p))
+
+
+def _cut(trees: Sequence[DraftTree], prices: Sequence[float] | Floats) -> list[DraftTree]:
+    """The trees with the drafts that promise the most accepted ones beyond their price."""
+    log_p = np.fromiter(chain.from_iterable(tree.log_p for tree in trees), float)
+    # Stable, so that a parent comes before a child that is as probable.
+    order = np.argsort(-log_p, kind="stable")
+    gains = np.exp(log_p[order]).cumsum() - _extended(prices, len(log_p))
+    number = int(gains.argmax()) + 1 if gains.max(initial=0.0) > 0.0 else 0
+    if number == len(log_p):
+        return list(trees)
+    dropped_N = np.zeros(len(log_p), bool)
+    dropped_N[order[number:]] = True
+    flags = iter(dropped_N.tolist())
+    cut = [[i for i in range(len(tree.tokens)) if next(flags)] for tree in trees]
+    return [without(tree, own) if own else tree for tree, own in zip(trees, cut, strict=True)]
+
+
+def _extended(prices: Sequence[float] | Floats, number: int) -> Floats:
+    """That many prices; the last difference continues beyond the last one."""
+    known = np.array([0.0, *prices])
+    counts = np.arange(1, number + 1)
+    beyond = np.maximum(0, counts - len(prices)) * (known[-1] - known[-2])
+    return np.asarray(known[np.minimum(counts, len(prices))] + beyond)

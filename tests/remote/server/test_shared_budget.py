@@ -1,0 +1,75 @@
+"""Devices and texts of the server alone share the drafts of a pass, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from costs import table
+from links import Restartable
+from moaspec.drafting.policy.pass_budget import PassBudget
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.protocols import VerifyRequest
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.server.service import TargetService
+
+STEEP = table(pass_s=((0.010, 0.024, 0.048, 0.192),) * 2, encode_s=(0.0001, 0.0008, 0.0016, 0.0064))
+"""Passes that cost 2 ms per token: of several rows only sure drafts pay."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agrees", [False, True])
+def test_texts_are_the_targets_own(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny.target()
+    drafter = tiny.agreeing_drafter("llama") if agrees else tiny.random_drafter(target)
+    passes: list[list[VerifyRequest]] = []
+    applied = PassBudget.applied
+
+    def watched(budget: PassBudget, requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
+        passes.append(applied(budget, requests))
+        return passes[-1]
+
+    monkeypatch.setattr(PassBudget, "applied", watched)
+
+    async def device(server: Restartable, prompt: list[int]) -> list[int]:
+        remote = RemoteOptions(draft=Chain(4))
+        session = RemoteSession(LocalDevice(target, drafter), server.transport(), remote)
+        await session.generate(prompt, max_new_tokens=tiny.NEW_TOKENS)
+        await session.close()
+        return session.result.token_ids
+
+    async def alone(server: Restartable, prompt: list[int]) -> list[int]:
+        here: Any = SimpleNamespace(generate=partial(server.service.generate, "local"))
+        stream = RemoteText(here).stream(prompt, speculate=True, max_new_tokens=tiny.NEW_TOKENS)
+        return [token async for event in stream for token in event.token_ids]
+
+    async def run() -> list[list[int]]:
+        shaping = DraftSettings(costs=STEEP, prior=[[0.6]])
+        service = TargetService(target, drafter, shaping=shaping)
+        server = Restartable(lambda: service)
+        texts = await asyncio.gather(
+            *(write(server, [*prompt]) for write in (device, alone) for prompt in tiny.PROMPTS)
+        )
+        await service.stop()
+        return texts
+
+    texts = asyncio.run(run())
+    expected = [
+        moaspec.generate(target, prompt, max_new_tokens=tiny.NEW_TOKENS).token_ids
+        for prompt in tiny.PROMPTS
+    ]
+    assert texts == [*expected, *expected]
+    rounds = [one for one in passes if all(row.num_verified for row in one)]
+    assert any(row.tree.tokens for one in rounds for row in one)
+    assert any(len(one) > 2 and not any(row.tree.tokens for row in one) for one in rounds)
+    assert any(not row.encode for one in rounds for row in one)
