@@ -65,7 +65,10 @@ def arguments(models: Models, drafter: Path | None) -> dict[str, Any]:
     serving = VLLMServeSettings(
         model=str(models.path), drafter=str(drafter), num_speculative_tokens=DRAFT_TOKENS
     )
-    return serving.engine_arguments
+    found = serving.engine_arguments
+    # Alike in every step, so that rounds can be counted.
+    fixed = {"num_speculative_tokens_per_batch_size": [(1, 1024, DRAFT_TOKENS)]}
+    return found | {"speculative_config": found["speculative_config"] | fixed}
 
 
 @contextlib.contextmanager

@@ -137,6 +137,17 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     assert asked == {(1, 3), (2, 1)}
 
 
+def test_texts_stay_where_the_load_decides_what_is_drafted(models: Models) -> None:
+    speculative = serving.arguments(models, models.taught)["speculative_config"]
+    del speculative["num_speculative_tokens_per_batch_size"]
+    lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, tiny.PROMPTS, lengths, concurrency=4)
+    with serving.engine(models, models.taught, speculative_config=speculative) as llm:
+        for _ in range(4):  # long enough for each length to be tried
+            assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
+
+
 @pytest.mark.parametrize("form", ["raw", "vllm"])
 def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None:
     taught = load_drafter(models.taught, target=models.target)

@@ -31,6 +31,7 @@ from moaspec.target.spec import identity_of
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
+from moaspec.vllm_plugin.load_aware import LoadAwareLength
 from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.vllm_drafting import DrafterParts, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
@@ -72,7 +73,7 @@ class VLLMMoAProposer(CustomProposer):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self._depths = _depths(vllm_config)
+        self._depths, self._chooser = _depths(vllm_config), _chooser(vllm_config)
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: DrafterParts | None = None
         self._drafter: PagedDrafter | None = None
@@ -142,7 +143,7 @@ class VLLMMoAProposer(CustomProposer):
         with self._failures_logged():
             # All computed tokens of an unfinished prompt are verified.
             self._encode([newest.get(row, ALL_TOKENS) for row in range(len(drafts))])
-            depth = self._depths[len(drafts)]
+            depth = self._depth(lengths_R, [len(new) for new in sampled_token_ids])
             if rows := self._to_draft(newest, depth):
                 tokens = [sampled_token_ids[row][-1] for row in rows]
                 with _timed("draft"):
@@ -150,6 +151,11 @@ class VLLMMoAProposer(CustomProposer):
                 for row, chain in zip(rows, chains, strict=True):
                     drafts[row] = chain
         return drafts
+
+    def _depth(self, lengths_R: list[int], emitted_R: list[int]) -> int:
+        if self._chooser is None:
+            return self._depths[len(lengths_R)]
+        return self._chooser.choose(lengths_R, emitted_R, time.perf_counter())
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
         """Sample as vLLM does, but verify no drafts in a step with a sampled request.
@@ -234,6 +240,16 @@ def _depths(vllm_config: Any) -> list[int]:
     if schedule is None:
         return [depth] * (most + 1)
     return build_dynamic_sd_schedule_lookup(schedule, most, depth)
+
+
+def _chooser(vllm_config: Any) -> LoadAwareLength | None:
+    """Chooses draft lengths, unless vLLM's option does, or several ranks must choose alike."""
+    settings = vllm_config.speculative_config
+    if settings.num_speculative_tokens_per_batch_size is not None:
+        return None
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        return None
+    return LoadAwareLength(int(settings.num_speculative_tokens))
 
 
 @contextmanager
