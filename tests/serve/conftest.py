@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ from openai import OpenAI
 
 import browsing
 import chatpage
+import device_pages
 import serving
 from edges import Edge
 from serving import Served
@@ -58,3 +60,11 @@ def browser() -> Iterator[Browser]:
 def local(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
     with serving.serving(chatpage.local_source()) as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def device_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, its drafter and their ONNX bundle, see `device_pages.save_models`."""
+    made = tmp_path_factory.mktemp("device-models")
+    device_pages.save_models(made)
+    return made

@@ -7,6 +7,7 @@
  *   - WireError: the server sent something that the protocol does not allow
  *   - LinkError: the link broke, or no answer came in time
  *   - RefusedError: the server refuses this device; a repetition would not help
+ *     - UnknownClientError: it knows no such token
  */
 export class MoaSpecError extends Error {
   constructor(message: string) {
@@ -20,3 +21,4 @@ export class BundleError extends MoaSpecError {}
 export class WireError extends MoaSpecError {}
 export class LinkError extends MoaSpecError {}
 export class RefusedError extends MoaSpecError {}
+export class UnknownClientError extends RefusedError {}

@@ -63,6 +63,8 @@ test.each([false, true])("caches are kept and grow, written in place: %s", async
   expect((await drafter.run([8], 3)).tokenIds).toEqual([(2 * (6 + 8 + 10 + 12) + 3) % 97]);
   expect(seen.map(({ numSlots }) => numSlots)).toEqual([512, 512, 512, 1024]);
   expect(seen.at(-1)!.mask[600]).toBe(1);
+  const held = drafter.memory(2);
+  expect([held.count, held.key.length, held.value.length]).toEqual([2, 4, 4]);
   drafter.cut(1);
   await drafter.run([9], 1099);
   expect(seen.at(-1)!.numSlots).toBe(1100);

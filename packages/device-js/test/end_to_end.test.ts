@@ -46,7 +46,16 @@ let directory = "";
 let server: ChildProcess | undefined;
 let port = 0;
 let session: RemoteSession | undefined;
-let expected: { conversations: any[][]; prompts: number[][]; answers: Answer[]; texts: [number[], string][] };
+let expected: {
+  conversations: any[][];
+  prompts: number[][];
+  continued: number[][];
+  tools: Record<string, unknown>[];
+  withTools: number[];
+  answers: Answer[];
+  shaped: Answer[];
+  texts: [number[], string][];
+};
 
 async function freePort(): Promise<number> {
   const listener = createServer().listen(0, "127.0.0.1");
@@ -124,6 +133,11 @@ describe.skipIf(!hasPython)("a real server", () => {
     expected.conversations.forEach((messages, i) => {
       expect(tokenizer.chat(messages as any)).toEqual(expected.prompts[i]);
     });
+    expected.conversations.forEach((messages, i) => {
+      expect(tokenizer.chat(messages as any, { continueFinal: true })).toEqual(expected.continued[i]);
+    });
+    const { tools, conversations } = expected;
+    expect(tokenizer.chat(conversations[0] as any, { tools })).toEqual(expected.withTools);
     for (const [ids, text] of expected.texts) expect(tokenizer.decode(ids)).toBe(text);
   });
 
@@ -154,10 +168,12 @@ describe.skipIf(!hasPython)("a real server", () => {
     expect(result.sources).toContain("draft");
   });
 
-  test("frames that are lost, doubled and overtaken", async () => {
+  test("40 prompts over a link whose frames are lost, doubled, late and overtaken", async () => {
     const found = await made({ draft: 3, link: { ...PATIENT, retryMs: 100 } }, { loss: 0.1, twice: 0.2, delayMs: 20 });
-    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 8)) {
-      expect((await found.session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+    expect(expected.shaped).toHaveLength(40);
+    for (const { prompt, settings, tokenIds } of expected.shaped) {
+      const options = { ...turnOptions(settings), maxNewTokens: tokenIds.length };
+      expect((await found.session.generate(prompt, options)).tokenIds).toEqual(tokenIds);
     }
   }, 300_000);
 
@@ -193,6 +209,13 @@ describe.skipIf(!hasPython)("a real server", () => {
     expect(found.session.stats.provisional).toBeGreaterThan(0);
     expect(found.session.stats.reopened).toBeGreaterThan(0);
   }, 600_000);
+
+  test("a server describes itself", async () => {
+    const { manifest } = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
+    const description = await transport().describe(30_000);
+    expect(description).toMatchObject({ protocol: manifest.protocol, law: manifest.law, engine: "torch" });
+    expect(description.drafter).toBe(manifest.fingerprint);
+  });
 
   test("a server with another drafter refuses", async () => {
     const device = await loadDevice(fromDirectory(join(directory, "bundle")), ort);

@@ -39,8 +39,10 @@ export function ownText(prompt: readonly number[], count: number, seed = 0n): nu
 /** A drafter that agrees with the target at a share of texts; it checks how it is used. */
 export class FakeDrafter implements Drafter {
   private text: number[] = [];
-  readonly memory = new PositionSet();
+  private readonly held = new PositionSet();
   runs = 0;
+  /** Whether it may be asked without activations. */
+  blind = false;
 
   constructor(
     private readonly share: number,
@@ -50,7 +52,7 @@ export class FakeDrafter implements Drafter {
   async run(tokenIds: readonly number[], start: number) {
     this.runs += 1;
     if (start > this.text.length) throw new Error(`tokens before ${start} were never stored`);
-    if (!this.memory.size) throw new Error("drafts without activations mean nothing");
+    if (!this.held.size && !this.blind) throw new Error("drafts without activations mean nothing");
     this.text = [...this.text.slice(0, start), ...tokenIds];
     await Promise.resolve();
     const right = nextToken(this.text, this.seed);
@@ -59,11 +61,15 @@ export class FakeDrafter implements Drafter {
   }
 
   place(start: number, parts: MemoryParts): void {
-    this.memory.add(start, start + parts.count);
+    this.held.add(start, start + parts.count);
   }
 
   cut(length: number): void {
-    this.memory.cut(length);
+    this.held.cut(length);
+  }
+
+  memory(count: number) {
+    return { key: new Float32Array(count), value: new Float32Array(count), count };
   }
 }
 

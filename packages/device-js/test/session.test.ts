@@ -16,10 +16,15 @@ afterEach(async () => {
   await Promise.all(sessions.splice(0).map((one) => one.close()));
 });
 
-function made(options: SessionOptions = {}, { faults = {} as Faults, share = 0.7, seed = 1, noise = 0n } = {}) {
+function made(
+  options: SessionOptions = {},
+  { faults = {} as Faults, share = 0.7, seed = 1, noise = 0n, blind = false } = {},
+) {
   const server = new FakeServer();
   const transport = new FaultyTransport(server, faults, seed);
-  const session = new RemoteSession(device(share, {}, noise), transport, { link: LINK, ...options });
+  const here = device(share, {}, noise);
+  here.drafter.blind = blind;
+  const session = new RemoteSession(here, transport, { link: LINK, ...options });
   sessions.push(session);
   return { server, transport, session };
 }
@@ -135,6 +140,57 @@ test("a whole answer without a link, verified later", async () => {
     else if (session.stats.provisional === 0 && shown.length > 4) transport.hole = true;
   });
   expect(text).toEqual(ownText(PROMPT, 20));
+});
+
+test("an answer that begins without a server", async () => {
+  const { session, transport } = made({ draft: 2, minHeldShare: 0 }, { blind: true });
+  transport.hole = true;
+  const { text, events } = await read(session, PROMPT, { maxNewTokens: 20 }, (_, shown) => {
+    if (shown.length >= 6) transport.hole = false;
+  });
+  expect(text).toEqual(ownText(PROMPT, 20));
+  expect(events[0]).toMatchObject({ start: 0, numProvisional: 1, link: "connecting" });
+  expect(session.stats.provisional).toBeGreaterThanOrEqual(6);
+  expect(session.stats.failures).toBe(0);
+});
+
+test("without activations nothing is drafted, unless asked for", async () => {
+  const { session, transport } = made({ draft: 2 });
+  transport.hole = true;
+  setTimeout(() => (transport.hole = false), 300);
+  const { text, events } = await read(session, PROMPT, { maxNewTokens: 12 });
+  expect(text).toEqual(ownText(PROMPT, 12));
+  expect(events.every((event) => event.link === "up")).toBe(true);
+  expect(() => made({ minHeldShare: 1.5 })).toThrow(InputError);
+});
+
+test("a session remembers the text of an earlier one", async () => {
+  const first = made({ draft: 2 });
+  await read(first.session, PROMPT, { maxNewTokens: 20 });
+  const prefix = first.session.prefix()!;
+  const whole = [...PROMPT, ...ownText(PROMPT, 20)];
+  expect(prefix.tokenIds).toEqual(whole.slice(0, prefix.tokenIds.length));
+  expect(prefix.tokenIds.length).toBeGreaterThan(PROMPT.length);
+  const second = made({ draft: 2 });
+  second.session.remember(prefix);
+  const { text } = await read(second.session, [...whole, 5], { maxNewTokens: 12 });
+  expect(text).toEqual(ownText([...whole, 5], 12));
+  const fresh = made({ draft: 2 });
+  await read(fresh.session, [...whole, 5], { maxNewTokens: 12 });
+  expect(second.session.stats.activationBytes).toBeLessThan(fresh.session.stats.activationBytes);
+  expect(() => second.session.remember(prefix)).toThrow(InputError);
+  expect(made().session.prefix()).toBeUndefined();
+});
+
+test("a device that has changed its network connects anew", async () => {
+  const { session } = made({ draft: 2 });
+  let hasChanged = false;
+  const { text } = await read(session, PROMPT, { maxNewTokens: 24 }, (_, shown) => {
+    if (!hasChanged && shown.length > 6) session.reconnect();
+    hasChanged ||= shown.length > 6;
+  });
+  expect(text).toEqual(ownText(PROMPT, 24));
+  expect([session.stats.cuts, session.stats.reconnects]).toEqual([1, 1]);
 });
 
 test("a server that has forgotten the session", async () => {

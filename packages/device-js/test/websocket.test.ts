@@ -3,7 +3,7 @@ import { once } from "node:events";
 import type { AddressInfo } from "node:net";
 import { afterEach, expect, test } from "vitest";
 import WebSocket, { WebSocketServer } from "ws";
-import { InputError, LinkError, RefusedError } from "../src/errors.js";
+import { InputError, LinkError, RefusedError, UnknownClientError, WireError } from "../src/errors.js";
 import type { ConnectionEvents } from "../src/protocol/transport.js";
 import { WebSocketTransport } from "../src/protocol/websocket.js";
 
@@ -52,6 +52,17 @@ test("a token travels as a subprotocol, not in the URL", async () => {
   await first(url, "sec?ret>~");
   const encoded = Buffer.from("sec?ret>~").toString("base64url");
   expect(offered).toEqual(["/v1/converse", `moaspec.v1,moaspec.token.${encoded}`]);
+});
+
+test("descriptions: nonsense, a refusal, silence", async () => {
+  const url = await listening((socket) => socket.send(Uint8Array.of(255, 255)));
+  await expect(transport(url).describe()).rejects.toThrow(WireError);
+  server!.close();
+  const refusing = await listening((socket) => socket.close(4401, "no"));
+  await expect(transport(refusing).describe()).rejects.toThrow(UnknownClientError);
+  server!.close();
+  const silent = await listening(() => {});
+  await expect(transport(silent).describe(100)).rejects.toThrow(LinkError);
 });
 
 test.each([4400, 4401, 4403, 4412, 1009])("close code %s is a refusal", async (code) => {

@@ -107,13 +107,15 @@ export function fromUrl(url: string | URL, onBytes: (count: number) => void = ()
 /** Safari has no asynchronous iteration of streams. */
 async function* streamed(stream: ReadableStream<Uint8Array>): AsyncGenerator<Uint8Array> {
   const reader = stream.getReader();
+  let ended = false;
   try {
     for (;;) {
       const { done, value } = await reader.read();
+      ended = done;
       if (done) return;
       yield value;
     }
   } finally {
-    await reader.cancel();
+    if (!ended) await reader.cancel();
   }
 }

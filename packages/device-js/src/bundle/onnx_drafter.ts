@@ -21,6 +21,8 @@ export interface Drafter {
   run(tokenIds: readonly number[], start: number): Promise<Drafts>;
   /** Store CA's keys and values of verified tokens from position `start` on, in any order. */
   place(start: number, parts: MemoryParts): void;
+  /** CA's keys and values of the first `count` positions, which must have been stored. */
+  memory(count: number): MemoryParts;
   /** Forget CA's keys and values from position `length` on. */
   cut(length: number): void;
 }
@@ -127,6 +129,20 @@ export class OnnxDrafter implements Drafter {
       this.caches.memory_value.set(parts.value.subarray(head * width, (head + 1) * width), place);
     }
     this.mask.fill(1, start, start + parts.count);
+  }
+
+  /** See `Drafter`. */
+  memory(count: number): MemoryParts {
+    const { num_kv_heads, head_dim } = this.manifest.cross_attention;
+    const [from, width] = [this.numSlots * head_dim, count * head_dim];
+    const copy = (cache: Float32Array): Float32Array => {
+      const parts = new Float32Array(num_kv_heads * width);
+      for (let head = 0; head < num_kv_heads; head++) {
+        parts.set(cache.subarray(head * from, head * from + width), head * width);
+      }
+      return parts;
+    };
+    return { key: copy(this.caches.memory_key), value: copy(this.caches.memory_value), count };
   }
 
   /** See `Drafter`. */

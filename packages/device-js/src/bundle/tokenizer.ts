@@ -4,14 +4,25 @@ import { BundleError, InputError } from "../errors.js";
 import { jsonObject } from "./bundle.js";
 import type { Bundle } from "./bundle.js";
 
-/** A message of a conversation. */
+/** A message of a conversation; templates may read further fields, such as `tool_calls`. */
 export interface ChatMessage {
-  readonly role: "system" | "user" | "assistant";
+  readonly role: "system" | "user" | "assistant" | "tool";
   readonly content: string;
+  readonly [field: string]: unknown;
+}
+
+/** How a conversation is written. */
+export interface ChatOptions {
+  /** Functions that the model may call, as OpenAI's API takes them: `{type, function}` each. */
+  readonly tools?: readonly Record<string, unknown>[];
+  /** End within the last message, which is to be continued. */
+  readonly continueFinal?: boolean;
 }
 
 /** Whose messages hold no control tokens, whatever they say. */
-const GUARDED_ROLES = ["user"];
+const GUARDED_ROLES = ["user", "tool"];
+/** Marks the end of a message that is continued; Unicode gives it to no character. */
+const END_MARK = "\ufdd1";
 /** Stands between the characters of a guarded token; Unicode gives it to no character. */
 const GUARD = "\ufdd0";
 
@@ -38,6 +49,7 @@ export class DeviceTokenizer {
   private readonly own: RegExp;
   private readonly guarded: RegExp;
   private readonly template: Template | undefined;
+  private readonly source: string | undefined;
 
   /** @throws BundleError the tokenizer's files cannot be used */
   constructor(bundle: Bundle) {
@@ -57,8 +69,8 @@ export class DeviceTokenizer {
       const names = [...this.control.keys()];
       this.own = new RegExp(`(${names.map(escaped).join("|")})`, "u");
       this.guarded = new RegExp(names.map((name) => [...name].map(escaped).join(GUARD)).join("|"), "gu");
-      const source = this.templateSource(bundle);
-      this.template = source === undefined ? undefined : new Template(source);
+      this.source = this.templateSource(bundle);
+      this.template = this.source === undefined ? undefined : new Template(this.source);
     } catch (error) {
       throw new BundleError(`The bundle's tokenizer cannot be used: ${(error as Error).message}`);
     }
@@ -83,21 +95,29 @@ export class DeviceTokenizer {
    * Token ids of a conversation, up to where the answer begins. Without a chat template they are
    * those of the messages' contents, one a line.
    *
-   * @throws InputError the template refuses these messages
+   * @throws InputError the template refuses these messages, or takes no tools
    */
-  chat(messages: readonly ChatMessage[]): number[] {
+  chat(messages: readonly ChatMessage[], { tools = [], continueFinal = false }: ChatOptions = {}): number[] {
     if (!this.template) return this.encode(messages.map(({ content }) => content).join("\n"));
+    if (tools.length && !/\btools\b/.test(this.source!)) {
+      throw new InputError("The model's chat template takes no tools.");
+    }
     const hidden = messages.map((message) =>
       GUARDED_ROLES.includes(message.role) ? { ...message, content: this.hide(message.content) } : message,
     );
+    const last = hidden.at(-1);
+    // The space shows whether the template removes white space at a message's end.
+    if (continueFinal && last) hidden.splice(-1, 1, { ...last, content: `${last.content}${END_MARK} ` });
     let text: string;
     try {
       // Variables that transformers always sets.
-      const variables = { ...this.specialTokens(), tools: null, documents: null };
-      text = this.template.render({ ...variables, messages: hidden, add_generation_prompt: true });
+      const variables = { ...this.specialTokens(), tools: tools.length ? [...tools] : null, documents: null };
+      const prompt = { messages: hidden, add_generation_prompt: !continueFinal };
+      text = this.template.render({ ...variables, ...prompt });
     } catch (error) {
       throw new InputError(`The chat template refuses these messages: ${(error as Error).message}`);
     }
+    if (continueFinal) text = untilMark(text);
     checkCharacters(text);
     return this.tokens(text);
   }
@@ -183,6 +203,14 @@ export class DeviceTokenizer {
 
 function escaped(text: string): string {
   return text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
+}
+
+/** @throws InputError the template has left the last message out */
+function untilMark(text: string): string {
+  const end = text.lastIndexOf(END_MARK);
+  if (end < 0) throw new InputError("The chat template leaves out the message that is to be continued.");
+  const kept = text.slice(0, end);
+  return text[end + 1] === " " ? kept : kept.trimEnd();
 }
 
 /** @throws InputError half of a surrogate pair, which is no character */

@@ -1,13 +1,16 @@
-import { InputError, LinkError, RefusedError } from "../errors.js";
+import { InputError, LinkError, RefusedError, UnknownClientError } from "../errors.js";
 import { MAX_FRAME_BYTES } from "./limits.js";
 import type { Connection, ConnectionEvents, Transport } from "./transport.js";
-import { oneLine } from "./wire.js";
+import type { Description } from "./target_pb.js";
+import { oneLine, parseDescription } from "./wire.js";
 
 const SUBPROTOCOL = "moaspec.v1";
 /** A subprotocol that carries a token: browsers cannot set headers, and URLs appear in logs. */
 const TOKEN_PREFIX = "moaspec.token.";
+/** Close code for no token, or one that the server does not know. */
+const UNKNOWN_CLIENT = 4401;
 /** Close codes after which a device does not try again: invalid, unknown client, forbidden, ... */
-const REFUSALS = new Set([4400, 4401, 4403, 4412, 1009]);
+const REFUSALS = new Set([4400, 4403, 4412, 1009]);
 /** Hosts to which a token may be sent without encryption. */
 const LOCAL_HOST = /^(localhost|127(\.\d+){3}|\[::1\])$/;
 
@@ -41,15 +44,51 @@ export class WebSocketTransport implements Transport {
       const encoded = btoa(token).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
       this.protocols.push(TOKEN_PREFIX + encoded);
     }
-    this.url = `${parts.href.replace(/\/+$/, "")}/v1/converse`;
+    this.url = `${parts.href.replace(/\/+$/, "")}/v1/`;
     const make = options.WebSocket ?? globalThis.WebSocket;
     if (!make) throw new InputError("There is no global WebSocket here; pass that of the package ws.");
     this.make = make;
   }
 
   connect(events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+    return this.open("converse", events, signal);
+  }
+
+  /**
+   * Ask the server what it serves.
+   *
+   * @throws LinkError no answer in time
+   * @throws RefusedError the server does not accept this device
+   * @throws WireError what came is no description
+   */
+  async describe(timeoutMs = 5000): Promise<Description> {
+    const limit = new AbortController();
+    const timer = setTimeout(() => limit.abort(), timeoutMs);
+    let connection: Connection | undefined;
+    try {
+      return await new Promise<Description>((resolve, reject) => {
+        const onFrame = (frame: Uint8Array) => {
+          try {
+            resolve(parseDescription(frame));
+          } catch (error) {
+            reject(error);
+          }
+        };
+        limit.signal.addEventListener("abort", () => reject(new LinkError("The server took too long.")));
+        this.open("describe", { onFrame, onEnd: reject }, limit.signal).then((opened) => {
+          connection = opened;
+          opened.send(new Uint8Array());
+        }, reject);
+      });
+    } finally {
+      clearTimeout(timer);
+      connection?.close();
+    }
+  }
+
+  private open(call: string, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
     return new Promise((resolve, reject) => {
-      const socket = new this.make(this.url, this.protocols);
+      const socket = new this.make(this.url + call, this.protocols);
       socket.binaryType = "arraybuffer";
       let opened = false;
       let closed = false;
@@ -93,7 +132,9 @@ export class WebSocketTransport implements Transport {
 }
 
 function closeError(code: number, reason: string): LinkError | RefusedError {
-  if (REFUSALS.has(code)) return new RefusedError(`The server refuses: ${oneLine(reason)}`);
+  const refusal = `The server refuses: ${oneLine(reason)}`;
+  if (code === UNKNOWN_CLIENT) return new UnknownClientError(refusal);
+  if (REFUSALS.has(code)) return new RefusedError(refusal);
   return new LinkError(`The link broke: close code ${code}.`);
 }
 

@@ -1,13 +1,13 @@
 /** Conversion between messages of target.proto and our own objects; limits all received values. */
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
-import type { DescMessage, MessageInitShape } from "@bufbuild/protobuf";
+import type { DescMessage, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
 import type { TargetIdentity } from "../bundle/manifest.js";
 import { WireError } from "../errors.js";
 import type { SamplingParams, TokenRules } from "../sampling/params.js";
 import { MAX_FRAME_BYTES, MAX_MESSAGE, MAX_RUNS } from "./limits.js";
 import type { PositionRange } from "./position_set.js";
-import { ClientMessageSchema, ServerMessageSchema } from "./target_pb.js";
-import type { OpenSchema, RangeSchema, SamplingSchema, ServerMessage, TokenRulesSchema } from "./target_pb.js";
+import { ClientMessageSchema, DescriptionSchema, ServerMessageSchema } from "./target_pb.js";
+import type { Description, OpenSchema, RangeSchema, SamplingSchema, ServerMessage, TokenRulesSchema } from "./target_pb.js";
 
 /** Length of a session's random name. */
 export const SESSION_BYTES = 16;
@@ -30,11 +30,24 @@ export function clientFrame(session: Uint8Array, turn: number, kind: ClientKind)
  * @throws WireError too long, or no such message
  */
 export function parseServer(frame: Uint8Array): ServerMessage {
+  return parsed(ServerMessageSchema, frame);
+}
+
+/**
+ * Parse a server's description of itself.
+ *
+ * @throws WireError too long, or no such message
+ */
+export function parseDescription(frame: Uint8Array): Description {
+  return parsed(DescriptionSchema, frame);
+}
+
+function parsed<Schema extends DescMessage>(schema: Schema, frame: Uint8Array): MessageShape<Schema> {
   if (frame.length > MAX_FRAME_BYTES) {
     throw new WireError(`A message of ${frame.length} bytes; the limit is ${MAX_FRAME_BYTES}.`);
   }
   try {
-    return fromBinary(ServerMessageSchema, frame);
+    return fromBinary(schema, frame);
   } catch (error) {
     throw new WireError(`The server sent no message of this protocol: ${(error as Error).message}`);
   }

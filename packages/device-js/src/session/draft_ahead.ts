@@ -94,11 +94,15 @@ export class AheadDrafter {
     return this.ready().slice(0, count);
   }
 
-  /** Draft one more expected token; returns false if the text ends or nothing can be drafted. */
-  async extend(): Promise<boolean> {
+  /**
+   * Draft one more expected token; returns false if the text ends or nothing can be drafted.
+   *
+   * @param options blindly: also without any activations
+   */
+  async extend({ blindly = false } = {}): Promise<boolean> {
     const text = this.expected;
     const ended = this.ready().some((token) => this.stops.has(token));
-    if (this.isBusy || text.length >= this.end || !this.canDraft || ended) return false;
+    if (this.isBusy || text.length >= this.end || !(this.canDraft || blindly) || ended) return false;
     this.isBusy = true;
     const started = now();
     try {

@@ -18,6 +18,8 @@ export interface RemoteEvent {
   /** Number of earlier provisional tokens that were removed or changed. */
   readonly numCorrected: number;
   readonly link: LinkState;
+  /** The drafts that a round verified; undefined for other events. */
+  readonly drafts?: readonly number[];
   /** Set on the last event of a turn. */
   readonly stopReason?: StopReason;
 }
@@ -69,6 +71,8 @@ export class LinkStats {
   messagesDown = 0;
   /** Of `bytesDown`, activations. */
   activationBytes = 0;
+  /** Attempts to connect that failed since the link was up. */
+  failures = 0;
   /** Times the link was lost, and times it came back. */
   cuts = 0;
   reconnects = 0;

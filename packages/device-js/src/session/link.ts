@@ -101,6 +101,12 @@ export class ServerLink {
     this.breakOff?.();
   }
 
+  /** Connect at once, over a new connection. */
+  reconnect(): void {
+    this.pause.set();
+    this.renew();
+  }
+
   /** Stop trying: the session cannot go on. */
   refuse(error: unknown): void {
     const known = error instanceof MoaSpecError;
@@ -154,7 +160,11 @@ export class ServerLink {
     });
     const events = { onFrame: (frame: Uint8Array) => this.receive(frame, breakOff), onEnd: breakOff };
     const connection = await this.connect(events);
-    if (!connection) return false;
+    if (!connection) {
+      this.stats.failures += 1;
+      this.user.onChange();
+      return false;
+    }
     const beating = this.begin(connection, breakOff);
     const error = await broken;
     clearInterval(beating);
@@ -239,6 +249,7 @@ export class ServerLink {
       if (this.stats.state !== "up") {
         this.stats.reconnects += this.stats.state === "down" ? 1 : 0;
         this.stats.upMs = now();
+        this.stats.failures = 0;
         this.setState("up");
       }
       if (message.kind.case === "heartbeat") this.noteRoundTrip(message.kind.value.number);

@@ -20,6 +20,11 @@ export interface RemoteOptions {
   readonly draftAhead: boolean;
   /** "rollback" replaces tokens that the target does not choose, "keep" leaves them, "wait" drafts none. */
   readonly onCut: OnCut;
+  /**
+   * Share of a text whose activations a device must hold to continue it without a link. With 0 it
+   * also begins answers that the server has never seen, mostly with wrong words.
+   */
+  readonly minHeldShare: number;
   /** Largest number of tokens drafted in one cut of the link. */
   readonly maxProvisional: number;
   readonly link: LinkOptions;
@@ -51,6 +56,7 @@ export function remoteOptions(given: SessionOptions): RemoteOptions {
     draft: "auto",
     draftAhead: true,
     onCut: "rollback",
+    minHeldShare: 0.75,
     maxProvisional: MAX_DRAFTED,
     giveUpMs: undefined,
     ...given,
@@ -60,6 +66,9 @@ export function remoteOptions(given: SessionOptions): RemoteOptions {
   oneOf("onCut", options.onCut, ["rollback", "keep", "wait"]);
   integer("maxProvisional", options.maxProvisional, MAX_DRAFTED);
   checkDraft(options.draft);
+  if (!(options.minHeldShare >= 0 && options.minHeldShare <= 1)) {
+    throw new InputError(`minHeldShare must be within 0..1, got ${options.minHeldShare}.`);
+  }
   return options;
 }
 

@@ -1,6 +1,6 @@
 /** The device's session: drafts here, verifies on a server. */
 import type { Device } from "../device.js";
-import { LinkError } from "../errors.js";
+import { InputError, LinkError } from "../errors.js";
 import { ActivationCodec, CODEC_NUMBERS } from "../protocol/activations.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
 import type { Transport } from "../protocol/transport.js";
@@ -19,8 +19,12 @@ import { EventQueue } from "./timing.js";
 import { Turn } from "./turn.js";
 import type { Emitted } from "./turn.js";
 
-/** Share of a text whose activations a device must hold to continue it without a link. */
-const MIN_HELD_SHARE = 0.75;
+/** A text's beginning, and CA's keys and values of its tokens as `MemoryParts` has them. */
+export interface Prefix {
+  readonly tokenIds: readonly number[];
+  readonly key: Float32Array;
+  readonly value: Float32Array;
+}
 
 /**
  * Decodes turns with a target on a server. Every turn passes the whole conversation so far; the
@@ -86,6 +90,21 @@ export class RemoteSession {
     return this.verifier.provisional;
   }
 
+  /** Smoothed time of one drafted token, in milliseconds; undefined before the first. */
+  get draftMs(): number | undefined {
+    return this.ahead.stepMs;
+  }
+
+  /** Connect now, and not with the first turn. */
+  connect(): void {
+    this.link.start();
+  }
+
+  /** Connect at once over a new connection: for a device that has changed its network. */
+  reconnect(): void {
+    this.link.reconnect();
+  }
+
   /** Answer a conversation; see `stream`. */
   async generate(promptIds: readonly number[], options: TurnOptions = {}): Promise<GenerationResult> {
     for await (const event of this.stream(promptIds, options)) void event;
@@ -113,6 +132,34 @@ export class RemoteSession {
     }
   }
 
+  /** End the turn that is under way, if any. */
+  stop(): void {
+    this.stopTurn.abort();
+    this.verifier.wake();
+  }
+
+  /** The beginning of the verified text that the device has activations of; undefined for none. */
+  prefix(): Prefix | undefined {
+    const { ahead, verifier } = this;
+    const { length } = verifier.text;
+    const [gap] = ahead.held.gaps(length);
+    const count = gap ? gap[0] : length;
+    if (!count) return undefined;
+    const { key, value } = this.device.drafter.memory(count);
+    return { tokenIds: verifier.text.slice(0, count), key, value };
+  }
+
+  /**
+   * Begin with a text of an earlier session with the same drafter; before the first turn. The
+   * server need not send what the device has.
+   */
+  remember({ tokenIds, key, value }: Prefix): void {
+    if (this.turn) throw new InputError("remember() comes before the first turn.");
+    this.verifier.text = [...tokenIds];
+    this.ahead.follow(tokenIds);
+    this.ahead.place(0, { key, value, count: tokenIds.length });
+  }
+
   /** End the session here and on the server. */
   async close(): Promise<void> {
     await this.endTurn();
@@ -121,8 +168,7 @@ export class RemoteSession {
   }
 
   private async endTurn(): Promise<void> {
-    this.stopTurn.abort();
-    this.verifier.wake();
+    this.stop();
     await this.running;
   }
 
@@ -172,10 +218,10 @@ export class RemoteSession {
         const drafts = isFirst ? [] : await this.ahead.propose(turn.text, this.numDrafts(turn));
         const found = await this.verifier.verify(turn.request(drafts), signal);
         if (!isFirst && this.policy instanceof LinkPolicy) {
-          this.policy.record(found.numDrafted, found.tokens.length - 1);
+          this.policy.record(found.drafts.length, found.tokens.length - 1);
         }
         const emitted = turn.append(found);
-        events.push(this.verified(emitted));
+        events.push({ ...this.verified(emitted), ...(isFirst ? {} : { drafts: found.drafts }) });
         ended = emitted.stopReason !== undefined;
       }
     } catch (error) {
@@ -221,13 +267,20 @@ export class RemoteSession {
     if (this.stats.state === "up") return this.draftAhead(pending);
     // The kept text is being sent to the server.
     if (pending.kept.length && this.link.connected) return false;
-    const alone = this.stats.state === "down" && this.options.onCut !== "wait";
+    const alone = this.isCut && this.options.onCut !== "wait";
     return alone && this.knowsEnough() && this.draftAlone(pending);
+  }
+
+  /** Whether the link is lost, or cannot be had. */
+  private get isCut(): boolean {
+    const { state, failures } = this.stats;
+    return state === "down" || (state === "connecting" && failures > 0);
   }
 
   /** Whether the device has enough activations of the text to draft from. */
   private knowsEnough(): boolean {
-    return this.ahead.held.size >= MIN_HELD_SHARE * (this.verifier.text.length - 1);
+    const { minHeldShare } = this.options;
+    return this.ahead.held.size >= minHeldShare * (this.verifier.text.length - 1);
   }
 
   /** Draft ahead, at most to the end of the next round's drafts. */
@@ -241,12 +294,13 @@ export class RemoteSession {
   private async draftAlone(pending: PendingRequest): Promise<boolean> {
     const { provisional } = this.verifier;
     if (this.endedAlone || provisional.length >= this.options.maxProvisional) return false;
-    if (this.ahead.ready().length <= provisional.length && !(await this.ahead.extend())) {
+    const blindly = this.options.minHeldShare === 0;
+    if (this.ahead.ready().length <= provisional.length && !(await this.ahead.extend({ blindly }))) {
       this.endAlone();
       return false;
     }
     // The draft step took a while: the link may be back, and the request answered.
-    if (pending.result || this.stats.state !== "down") return false;
+    if (pending.result || !this.isCut) return false;
     const token = this.ahead.ready()[provisional.length];
     if (token === undefined) return true;
     provisional.push(token);

@@ -41,8 +41,8 @@ export interface VerifyRequest {
 export interface VerifyResult {
   /** Accepted drafts, and the bonus token. */
   readonly tokens: readonly number[];
-  /** Number of drafts that were verified. */
-  readonly numDrafted: number;
+  /** The drafts that were verified. */
+  readonly drafts: readonly number[];
   readonly logprobs: readonly number[];
 }
 
@@ -301,7 +301,7 @@ export class RemoteVerifier {
     const unknown = new Array<number>(pending.kept.length).fill(Number.NaN);
     pending.result = {
       tokens: all,
-      numDrafted: chain.length,
+      drafts: chain,
       logprobs: logprobs.length ? [...unknown, ...logprobs] : [],
     };
     this.wake();

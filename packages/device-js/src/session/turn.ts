@@ -107,14 +107,14 @@ export class Turn {
   }
 
   /** Append the tokens of a verification, up to the end of the text. */
-  append({ tokens, numDrafted, logprobs }: VerifyResult): Emitted {
+  append({ tokens, drafts, logprobs }: VerifyResult): Emitted {
     const { result } = this;
     const [count, stopReason] = this.untilEnd(tokens);
     const tokenIds = tokens.slice(0, count);
     const sources = tokenIds.map((_, i): Source => (i < tokens.length - 1 ? "draft" : "target"));
     if (!this.isFirst) {
       result.acceptLengths.push(count);
-      result.drafted.push(numDrafted);
+      result.drafted.push(drafts.length);
     }
     this.isFirst = false;
     this.text.push(...tokenIds);

@@ -48,6 +48,17 @@ def target_server(
             "be given several times; default: none."
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX bundle of a page that drafts in the browser, which --websocket's address "
+            "then serves to everybody; default: no page."
+        ),
+    ] = None,
+    page_scripts: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the page's scripts; default: where they are built."),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Certificate chain of this server, PEM.")
     ] = None,
@@ -102,6 +113,9 @@ def target_server(
     The first line on standard output is JSON with the address, and how many sessions fit.
     Listening beyond this machine without TLS is refused.
 
+    With --page, a browser is a device: it opens the address of --websocket. The drafter must be
+    that of the bundle.
+
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
     require("`moaspec target-server`", "remote")
@@ -113,6 +127,7 @@ def target_server(
     origins = _origins(allow_origin or [])
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
+    scripts = _scripts(page, page_scripts, served=beside is not None)
     if engine == "vllm":
         _require_for_vllm(asked)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
@@ -154,13 +169,59 @@ def target_server(
         _serve_metrics(service, host, metrics_port)
     sockets = None
     if beside is not None:
-        sockets = WebSocketOptions(host=beside[0], port=beside[1], tls=tls, origins=origins)
+        sockets = WebSocketOptions(
+            host=beside[0],
+            port=beside[1],
+            tls=tls,
+            origins=origins,
+            http=_page(page, scripts, asked.model, service),
+        )
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard, websocket=sockets)
     # Made inside the loop, to which gRPC ties a server when it is made.
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
         facts["quantize"] = asked.quantize
     asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
+
+
+def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
+    """The directory of the page's scripts; None without a page.
+
+    Raises:
+        InputError: options that do not go together, or no scripts.
+    """
+    if page is None:
+        if scripts is not None:
+            raise InputError("--page-scripts needs --page.")
+        return None
+    if not served:
+        raise InputError("--page needs --websocket, whose address serves it.")
+    require("--page", "serve")
+    from moaspec.serve.device_page import find_scripts
+
+    return find_scripts(scripts)
+
+
+def _page(
+    bundle: Path | None, scripts: Path | None, model: str, service: TargetService
+) -> Callable[[], Any] | None:
+    """Make protocols that serve the page; None without one.
+
+    Raises:
+        CheckpointError: no ONNX bundle.
+        InputError: a bundle of another drafter.
+    """
+    if bundle is None or scripts is None:
+        return None
+    from moaspec.serve.device_page import DevicePage, page_protocols
+
+    app = DevicePage(bundle, scripts, model=Path(model).name)
+    if app.manifest.fingerprint != service.capabilities.describe().drafter:
+        raise InputError(
+            f"The bundle at {bundle} is of another drafter than this server's. Export it again: "
+            f"moaspec checkpoint export-device {model} DRAFTER {bundle} --format onnx-web --int8."
+        )
+    return page_protocols(app)
 
 
 def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
@@ -293,6 +354,8 @@ async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any])
     async with make() as server:
         if server.websocket is not None:
             facts = {"websocket": server.websocket.url, **facts}
+            if server.websocket.has_page:
+                facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
         await stop.wait()
         console.err.print("Draining", style="dim")

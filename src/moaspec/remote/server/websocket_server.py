@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakSet
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
@@ -28,7 +29,7 @@ from moaspec.remote.protocol.websocket_transport import (
     WebSocketConnection,
 )
 from moaspec.remote.server.admission import Admission
-from moaspec.remote.server.auth import UnknownClientError
+from moaspec.remote.server.auth import LOCAL_HOSTS, UnknownClientError
 from moaspec.remote.server.calls import CALLS
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError, RateLimit
@@ -62,6 +63,9 @@ BURST_S = 5.0
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a handshake; the library's own limits add up to 1 MiB."""
 
+MAX_LINE_BYTES = 8192
+"""Bytes of a connection's first line; a longer one is for no path of ours."""
+
 PIECE_BYTES = 4096
 """Bytes that are parsed before frames are counted; more hold up all other work."""
 
@@ -76,12 +80,16 @@ class WebSocketOptions:
         tls: settings of TLS, see `server_tls`; None listens without TLS.
         origins: web pages of these origins may connect, and no others, such as
             "https://example.org". Programs that are no browsers send none.
+        http: makes the protocol of a connection whose first request is for none of our paths. The
+            pages that it serves may connect too: over TLS under any name, else under a loopback
+            name. None answers such requests with 404.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     tls: ssl.SSLContext | None = None
     origins: tuple[str, ...] = ()
+    http: Callable[[], asyncio.Protocol] | None = None
 
 
 class WebSocketListener:
@@ -103,7 +111,13 @@ class WebSocketListener:
         self._server: Server | None = None
         self._open: set[_LimitedConnection] = set()
         self._calls: set[asyncio.Task[Any]] = set()
+        self._transports: WeakSet[asyncio.Transport] = WeakSet()
         self.url = ""
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the address serves a page too."""
+        return self._options.http is not None
 
     async def start(self) -> None:
         """Listen.
@@ -141,8 +155,8 @@ class WebSocketListener:
         await self._closed()
         for task in list(self._calls):
             task.cancel()
-        for connection in list(self._open):
-            connection.transport.abort()
+        for transport in (*(one.transport for one in self._open), *self._transports):
+            transport.abort()
         await self._closed()
         self._server = None
 
@@ -152,11 +166,16 @@ class WebSocketListener:
             async with asyncio.timeout(CLOSE_S):
                 await self._server.wait_closed()
 
-    def _connection(self, *arguments: Any, **options: Any) -> ServerConnection:
-        return _LimitedConnection(self._open, *arguments, **options)
+    def _connection(self, *arguments: Any, **options: Any) -> asyncio.Protocol:
+        ours = _LimitedConnection(self._open, *arguments, **options)
+        http = self._options.http
+        return ours if http is None else _FirstLine(ours, http, self._transports)
 
     def _respond(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer requests that open no call."""
+        if self._options.http is not None:
+            own = _own_origin(request, secure=self._options.tls is not None)
+            connection.protocol.origins = [*(connection.protocol.origins or ()), *own]
         if request.path == "/health":
             if self._service.draining:
                 return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "NOT_SERVING\n")
@@ -229,6 +248,56 @@ class _LimitedConnection(ServerConnection):
         super().process_event(event)
 
 
+class _FirstLine(asyncio.Protocol):
+    """Reads the first line of a connection, and hands the connection to who serves its path.
+
+    Args:
+        ours: serves `PATHS` and /health.
+        http: makes the protocol that serves other paths.
+        transports: gets the connection's.
+    """
+
+    def __init__(
+        self,
+        ours: asyncio.Protocol,
+        http: Callable[[], asyncio.Protocol],
+        transports: WeakSet[asyncio.Transport],
+    ) -> None:
+        self._ours, self._http, self._transports = ours, http, transports
+        self._head = b""
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the line, as long as a handshake may take."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._transports.add(transport)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(limits.MAX_HANDSHAKE_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in data up to the end of the line."""
+        assert self._transport is not None
+        assert self._deadline is not None
+        self._head += data
+        line, end, _ = self._head.partition(b"\r\n")
+        if not end and len(self._head) <= MAX_LINE_BYTES:
+            return
+        self._deadline.cancel()
+        words = line[:MAX_LINE_BYTES].split(b" ")
+        path = words[1].decode("ascii", "replace") if len(words) > 1 else ""
+        chosen = self._ours if path == "/health" or path in PATHS else self._http()
+        self._transport.set_protocol(chosen)
+        chosen.connection_made(self._transport)
+        chosen.data_received(self._head)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Stop waiting."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+
 class _Listener(socket.socket):
     """A listening socket that refuses connections beyond the limits of all and of one address.
 
@@ -268,6 +337,19 @@ class _Accepted(socket.socket):
         if release is not None:
             release()
         super().close()
+
+
+def _own_origin(request: Request, *, secure: bool) -> list[Any]:
+    """The origin of the pages that this address serves; empty for a name that it may not have.
+
+    Without TLS, a name that is no loopback name may be a foreign page's that leads here (DNS
+    rebinding).
+    """
+    host = ", ".join(request.headers.get_all("Host"))
+    name = host.rpartition(":")[0] or host
+    if secure:
+        return [f"https://{host}"]
+    return [f"http://{host}"] if name.strip("[]") in LOCAL_HOSTS else []
 
 
 def _token(request: Request) -> str | None:

@@ -1,0 +1,39 @@
+/** The last text with its activations: after a reload without a network, drafts read it again. */
+import type { Manifest } from "../bundle/manifest.js";
+import type { Prefix } from "../session/remote_session.js";
+
+const CACHE = "moaspec-prefix";
+/** Longest text that is kept. */
+const MAX_TOKENS = 4096;
+
+function key({ fingerprint }: Manifest): string {
+  return new URL(`/prefix/${encodeURIComponent(fingerprint)}`, self.location.href).href;
+}
+
+/** Keep a text; undefined keeps the one that is there. */
+export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined): Promise<void> {
+  if (!prefix || prefix.tokenIds.length > MAX_TOKENS) return;
+  const ids = Uint32Array.of(prefix.tokenIds.length, ...prefix.tokenIds);
+  const body = new Blob([ids, prefix.key, prefix.value] as BlobPart[]);
+  try {
+    await (await caches.open(CACHE)).put(key(manifest), new Response(body));
+  } catch {
+    // The browser's storage is full; a text less is no loss.
+  }
+}
+
+/** The text that was kept for this drafter; undefined for none. */
+export async function keptPrefix(manifest: Manifest): Promise<Prefix | undefined> {
+  const found = await (await caches.open(CACHE)).match(key(manifest));
+  if (!found) return undefined;
+  const data = await found.arrayBuffer();
+  const count = data.byteLength >= 4 ? new Uint32Array(data, 0, 1)[0]! : 0;
+  const { num_kv_heads, head_dim } = manifest.cross_attention;
+  const numbers = num_kv_heads * head_dim * count;
+  if (!count || count > MAX_TOKENS || data.byteLength !== 4 * (1 + count + 2 * numbers)) return undefined;
+  return {
+    tokenIds: Array.from(new Uint32Array(data, 4, count)),
+    key: new Float32Array(data, 4 * (1 + count), numbers),
+    value: new Float32Array(data, 4 * (1 + count + numbers), numbers),
+  };
+}

@@ -1,0 +1,152 @@
+/** The page's worker: loads the bundle, drafts, and speaks with the server. */
+import * as ort from "onnxruntime-web/wasm";
+import { MANIFEST_FILE } from "../bundle/manifest.js";
+import type { DeviceTokenizer } from "../bundle/tokenizer.js";
+import { loadDevice } from "../device.js";
+import type { Device } from "../device.js";
+import { BundleError, UnknownClientError } from "../errors.js";
+import { WebSocketTransport } from "../protocol/websocket.js";
+import { RemoteSession } from "../session/remote_session.js";
+import { BundleCache } from "./bundle_cache.js";
+import { ChunkWriter } from "./chunks.js";
+import { CuttableTransport } from "./cuttable.js";
+import type { Failure, FromWorker, Link, Question, ToWorker } from "./messages.js";
+import { keepPrefix, keptPrefix } from "./prefix_cache.js";
+
+const MAX_THREADS = 4;
+/** Time between two reports of the link. */
+const REPORT_MS = 500;
+const BASE = new URL("/", self.location.href);
+
+type PageDevice = Device & { readonly tokenizer: DeviceTokenizer };
+
+let device: PageDevice | undefined;
+let transport: CuttableTransport | undefined;
+let session: RemoteSession | undefined;
+/** Ends the answer that is being written. */
+let stopping: AbortController | undefined;
+
+function post(message: FromWorker): void {
+  self.postMessage(message);
+}
+
+function failure(error: unknown): Failure {
+  const message = error instanceof Error ? error.message : String(error);
+  return { message, status: error instanceof UnknownClientError ? 401 : 0 };
+}
+
+/** Threads exist only where the page is isolated from others; more than these wait for one another. */
+function numThreads(): number {
+  if (!self.crossOriginIsolated) return 1;
+  return Math.max(1, Math.min(MAX_THREADS, Math.floor(navigator.hardwareConcurrency / 2)));
+}
+
+async function loadBundle(): Promise<number> {
+  const cache = new BundleCache(new URL("bundle/", BASE).href, (loaded, total) =>
+    post({ kind: "progress", loaded, total }),
+  );
+  let manifest = new Uint8Array();
+  device = await loadDevice(async (name, maxBytes) => {
+    const data = await cache.read(name, maxBytes);
+    if (name === MANIFEST_FILE) manifest = data as Uint8Array<ArrayBuffer>;
+    return data;
+  }, ort);
+  await cache.keep(manifest);
+  return cache.bytes;
+}
+
+/** Load the bundle; one that was damaged in the cache is downloaded again. */
+async function loadTwice(): Promise<number> {
+  try {
+    return await loadBundle();
+  } catch (error) {
+    if (!(error instanceof BundleError) || !navigator.onLine) throw error;
+    await BundleCache.forget();
+    return loadBundle();
+  }
+}
+
+async function load(token: string): Promise<void> {
+  ort.env.wasm.wasmPaths = BASE.href;
+  ort.env.wasm.numThreads = numThreads();
+  const bytes = device ? 0 : await loadTwice();
+  const response = await fetch(new URL("device.json", BASE));
+  const { model } = (await response.json()) as { model: string };
+  const address = BASE.href.replace(/^http/, "ws");
+  const cut = transport?.cut ?? false;
+  transport = new CuttableTransport(new WebSocketTransport(address, token ? { token } : {}));
+  transport.cut = cut;
+  await renew();
+  const context = device!.manifest.max_positions;
+  post({ kind: "ready", facts: { model, context, bytes, threads: ort.env.wasm.numThreads } });
+}
+
+/** Begin another session: the first one, or after a refusal. */
+async function renew(): Promise<void> {
+  const old = session;
+  session = undefined;
+  await old?.close();
+  session = new RemoteSession(device!, transport!, { minHeldShare: 0 });
+  const prefix = await keptPrefix(device!.manifest);
+  if (prefix) session.remember(prefix);
+  session.connect();
+}
+
+function link(): Link {
+  const { stats, draftMs, provisional } = session!;
+  const isDown = stats.state === "down" || (stats.state === "connecting" && stats.failures > 0);
+  const isUp = stats.state === "up" && !provisional.length;
+  return {
+    state: isDown ? "down" : isUp ? "up" : "syncing",
+    round_trip_s: stats.rttMs === undefined ? null : stats.rttMs / 1000,
+    bytes_sent: stats.bytesUp,
+    bytes_received: stats.bytesDown,
+    cut: transport!.cut,
+    can_cut: true,
+    draft_ms: draftMs ?? null,
+  };
+}
+
+async function ask(id: number, question: Question): Promise<void> {
+  const stop = (stopping = new AbortController());
+  try {
+    const { tokenizer } = device!;
+    const prompt = tokenizer.chat(question.messages, { continueFinal: question.continueFinal });
+    const { temperature, topP, seed, maxNewTokens } = question;
+    const sampling = { temperature, seed, maxNewTokens, ...(topP === undefined ? {} : { topP }) };
+    const draft = question.speculation ? {} : { draft: 0 };
+    const writer = new ChunkWriter(tokenizer, session!, prompt);
+    const events = session!.stream(prompt, { ...sampling, ...draft });
+    stop.signal.addEventListener("abort", () => session!.stop());
+    for await (const event of events) {
+      if (stop.signal.aborted) break;
+      post({ kind: "chunk", id, chunk: writer.chunk(event, link()) });
+    }
+    post({ kind: "end", id });
+    await keepPrefix(device!.manifest, session!.prefix());
+  } catch (error) {
+    post({ kind: "end", id, failure: failure(error) });
+    // A refused session stays refused.
+    await renew();
+  } finally {
+    stopping = undefined;
+  }
+}
+
+self.addEventListener("message", ({ data }: MessageEvent<ToWorker>) => {
+  if (data.kind === "load") {
+    load(data.token).catch((error) => post({ kind: "failed", failure: failure(error) }));
+  } else if (data.kind === "ask") {
+    void ask(data.id, data.question);
+  } else if (data.kind === "stop") {
+    stopping?.abort();
+  } else if (data.kind === "network") {
+    session?.reconnect();
+  } else if (transport) {
+    transport.cut = data.cut;
+    if (!data.cut) session?.reconnect();
+    if (session) post({ kind: "link", link: link() });
+  }
+});
+
+setInterval(() => session && post({ kind: "link", link: link() }), REPORT_MS);

@@ -1,0 +1,103 @@
+"""A page that drafts in the browser, with a server that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memorised_target
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.websocket_server import WebSocketOptions
+from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
+from moaspec.support.ports import bind
+from moaspec.target.target import Target
+
+PACKAGE = Path(__file__).parents[1] / "packages" / "device-js"
+
+
+def built_scripts() -> Path:
+    """The page's scripts; skips without them."""
+    if shutil.which("node") is None or not (PACKAGE / "dist" / "page" / "worker.js").exists():
+        pytest.skip("needs Node and `make device-page`")
+    return find_scripts(PACKAGE / "dist" / "page")
+
+
+def save_models(directory: Path) -> None:
+    """A target that knows one answer, its drafter, and their ONNX bundle."""
+    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+    from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+
+    target: Any = memorised_target.target()
+    target.model.save_pretrained(directory / "target")
+    target.tokenizer.save_pretrained(directory / "target")
+    save_drafter(memorised_target.drafter(), directory / "drafter")
+    places = directory / "target", directory / "drafter", directory / "bundle"
+    export_onnx(*places, weights="float32")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with bind("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class PageServer:
+    """A server in a thread of its own, which listens on the same port whenever it runs."""
+
+    directory: Path
+    scripts: Path
+    port: int
+    target: Target
+    stop: Any = None
+    thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://127.0.0.1:{self.port}/"
+
+    def start(self) -> None:
+        """Listen; returns when it does."""
+        ready = threading.Event()
+        self.thread = threading.Thread(target=asyncio.run, args=(self._serve(ready),))
+        self.thread.start()
+        assert ready.wait(60)
+
+    async def _serve(self, ready: threading.Event) -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.stop = lambda: loop.call_soon_threadsafe(stop.set)
+        page = DevicePage(self.directory / "bundle", self.scripts, model="tiny")
+        sockets = WebSocketOptions(port=self.port, http=page_protocols(page))
+        service = TargetService(self.target, memorised_target.drafter())
+        async with GrpcServer(service, ServerOptions(port=0, websocket=sockets)):
+            ready.set()
+            await stop.wait()
+
+    def kill(self) -> None:
+        """End all connections, and forget all sessions."""
+        if self.thread is not None:
+            self.stop()
+            self.thread.join(60)
+            self.thread = None
+
+
+@contextmanager
+def serving_pages(directory: Path, scripts: Path) -> Iterator[PageServer]:
+    """A server of the models in a directory, see `save_models`."""
+    server = PageServer(directory, scripts, free_port(), memorised_target.target())
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

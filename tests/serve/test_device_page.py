@@ -1,0 +1,227 @@
+"""The files of the page that drafts in the browser: headers, paths, and who may connect."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+import device_pages
+from device_pages import PageServer
+from moaspec.cli.commands.target_server import _page, _scripts
+from moaspec.errors import CheckpointError, InputError
+from moaspec.serve.device_page import DevicePage, find_scripts
+
+WASM = b"\0asm" + bytes(100)
+
+
+def fake_scripts(directory: Path) -> Path:
+    """Files with the names of the built ones."""
+    for name in ("server.js", "worker.js", "sw.js", "ort-wasm-simd-threaded.mjs"):
+        (directory / name).write_text(f"// {name}\n")
+    (directory / "ort-wasm-simd-threaded.wasm.gz").write_bytes(gzip.compress(WASM))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_scripts(tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.fixture(scope="module")
+def server(device_models: Path, scripts: Path) -> Iterator[PageServer]:
+    with device_pages.serving_pages(device_models, scripts) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: PageServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html; charset=utf-8"),
+        ("/app.js", "text/javascript; charset=utf-8"),
+        ("/worker.js", "text/javascript; charset=utf-8"),
+        ("/sw.js", "text/javascript; charset=utf-8"),
+        ("/app.webmanifest", "application/manifest+json"),
+        ("/bundle/manifest.json", "application/json"),
+        ("/bundle/drafter.onnx", "application/octet-stream"),
+        ("/ort-wasm-simd-threaded.wasm", "application/wasm"),
+        ("/missing", "text/plain; charset=utf-8"),
+    ],
+)
+def test_headers(client: httpx.Client, path: str, kind: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == (404 if path == "/missing" else 200)
+    assert answer.headers["content-type"] == kind
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self' 'wasm-unsafe-eval';")
+    assert "unsafe-inline" not in policy
+    assert " 'unsafe-eval'" not in policy
+    assert answer.headers["cross-origin-opener-policy"] == "same-origin"
+    assert answer.headers["cross-origin-embedder-policy"] == "require-corp"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    wanted = "no-store" if path.startswith("/bundle/") else "no-cache"
+    assert answer.headers["cache-control"] == wanted
+
+
+def test_server_js_is_the_device_s(client: httpx.Client) -> None:
+    assert client.get("/server.js").text == "// server.js\n"
+
+
+def test_the_runtime_is_stored_compressed(client: httpx.Client) -> None:
+    answer = client.get("/ort-wasm-simd-threaded.wasm")
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.content == WASM
+
+
+def test_files_are_not_sent_again(client: httpx.Client) -> None:
+    tag = client.get("/app.js").headers["etag"]
+    assert client.get("/app.js", headers={"If-None-Match": tag}).status_code == 304
+    assert client.get("/app.js", headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_the_service_worker_keeps_all_that_the_page_needs(client: httpx.Client) -> None:
+    first, script = client.get("/sw.js").text.split("\n", 1)
+    assert script == "// sw.js\n"
+    facts = json.loads(first.removeprefix("self.MOASPEC = ").removesuffix(";"))
+    paths = set(facts["paths"])
+    assert {"/", "/app.js", "/server.js", "/worker.js", "/device.json"} < paths
+    assert not paths & {"/index.html", "/sw.js"}
+    assert not any(path.startswith("/bundle/") for path in paths)
+    for path in paths:
+        assert client.get(path).status_code == 200
+
+
+def test_another_file_makes_another_version(device_models: Path, tmp_path: Path) -> None:
+    def version() -> str:
+        page = DevicePage(device_models / "bundle", fake, model="tiny")
+        return page._texts["/sw.js"].decode().split('"')[3]
+
+    fake = fake_scripts(tmp_path)
+    before = version()
+    assert version() == before
+    (fake / "worker.js").write_text("// changed\n")
+    assert version() != before
+
+
+@pytest.mark.parametrize(
+    "path", ["/../pyproject.toml", "/%2e%2e/app.py", "/bundle/../../target/config.json", "//app.js"]
+)
+def test_no_other_file_can_be_read(server: PageServer, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+        )
+        answer = b"".join(iter(lambda: link.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404")
+
+
+def test_other_methods_are_refused(client: httpx.Client) -> None:
+    assert client.post("/", content=b"x").status_code == 405
+    assert client.head("/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "line", [b"\r\n\r\n", b"x" * 20_000, b"GET\r\n\r\n", b"\xff\xfe /\r\n\r\n"]
+)
+def test_nonsense_ends_the_connection(server: PageServer, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(line)
+        link.shutdown(socket.SHUT_WR)
+        try:
+            answer = b"".join(iter(lambda: link.recv(65536), b""))
+        except ConnectionResetError:
+            answer = b""
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+
+
+def test_health_is_still_there(client: httpx.Client) -> None:
+    with httpx.Client(base_url=client.base_url) as fresh:
+        assert fresh.get("/health").text == "SERVING\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "accepted"),
+    [
+        ("127.0.0.1", "http://127.0.0.1", True),
+        ("localhost", "http://localhost", True),
+        ("127.0.0.1", "http://localhost", False),
+        ("127.0.0.1", "https://127.0.0.1", False),
+        ("127.0.0.1", "http://example.org", False),
+        ("rebound.example.org", "http://rebound.example.org", False),
+        ("127.0.0.1", None, True),
+    ],
+)
+def test_whose_pages_may_connect(
+    server: PageServer, host: str, origin: str | None, accepted: bool
+) -> None:
+    port = f":{server.port}"
+
+    async def status() -> int:
+        link: Any = connect(
+            f"ws://{host}{port}/v1/describe",
+            host="127.0.0.1",
+            port=server.port,
+            origin=None if origin is None else origin + port,  # type: ignore[arg-type]
+            subprotocols=["moaspec.v1"],  # type: ignore[list-item]
+        )
+        try:
+            async with link:
+                return 101
+        except InvalidStatus as refused:
+            return refused.response.status_code
+
+    assert asyncio.run(status()) == (101 if accepted else 403)
+
+
+def test_missing_scripts_are_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="make device-page"):
+        find_scripts(tmp_path)
+
+
+def test_scripts_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "node_modules" / "moaspec-device" / "dist" / "page"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moaspec.__file__", str(tmp_path / "a" / "b" / "c.py"))
+    with pytest.raises(InputError):
+        find_scripts()
+    fake_scripts(place)
+    assert find_scripts() == place
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--page needs --websocket"):
+        _scripts(tmp_path, None, served=False)
+    with pytest.raises(InputError, match="--page-scripts needs --page"):
+        _scripts(None, tmp_path, served=True)
+    assert _scripts(None, None, served=True) is None
+
+
+def test_no_bundle(scripts: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no ONNX bundle"):
+        DevicePage(tmp_path, scripts, model="tiny")
+
+
+def test_a_bundle_of_another_drafter(device_models: Path, scripts: Path) -> None:
+    description = SimpleNamespace(drafter="another")
+    service: Any = SimpleNamespace(capabilities=SimpleNamespace(describe=lambda: description))
+    with pytest.raises(InputError, match="another drafter"):
+        _page(device_models / "bundle", scripts, "tiny", service)
+    assert _page(None, None, "tiny", service) is None

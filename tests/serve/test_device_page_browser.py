@@ -1,0 +1,270 @@
+"""The page as a device: it drafts in Chromium, goes on without a server, and is corrected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import browsing
+import memorised_target
+import moaspec
+from browsing import PHONE, Visit
+from chatpage import DONE, ask, asked, painted, raw_text, violations
+from device_pages import PageServer, built_scripts, free_port, serving_pages
+from memorised_target import ANSWER, QUESTION
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+READY = "document.querySelector('#model').textContent === 'tiny'"
+KEPT = "navigator.serviceWorker.controller !== null"
+STARTED = "document.querySelector('.answer .text')?.textContent.length > 20"
+PROVISIONAL = "CSS.highlights.get('provisional').size > 3"
+DOWN = "document.querySelector('#link-state').dataset.state === 'down'"
+NUM_CUTS = 20
+NEW_TOKENS = 48
+
+CUT_ONCE = """async (asked) => {
+  const { Server } = await import('/server.js');
+  const server = new Server();
+  await server.about();
+  const found = [];
+  for (const { body, after } of asked) {
+    const ids = [];
+    let state = 'up', provisional = 0;
+    for await (const { moaspec } of server.chat(body, new AbortController().signal)) {
+      ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
+      provisional = Math.max(provisional, moaspec.provisional?.length ?? 0);
+      if (state === 'up' && ids.length >= after) {
+        state = 'cut';
+        await server.cut(true);
+      }
+      if (state === 'cut' && provisional > 2) {
+        state = 'back';
+        await server.cut(false);
+      }
+    }
+    found.push({ ids, provisional });
+  }
+  return found;
+}"""
+"""Answers that are cut once each: their ids, and the most provisional tokens that were shown."""
+
+
+@pytest.fixture(scope="module")
+def server(device_models: Path, browser: Browser) -> Iterator[PageServer]:  # noqa: ARG001
+    with serving_pages(device_models, built_scripts()) as running:
+        yield running
+
+
+@pytest.fixture
+def page(server: PageServer, browser: Browser) -> Iterator[Visit]:
+    """A page that has its bundle, and its own files for a reload without a server."""
+    with browsing.visit(browser, server.url) as visited:
+        visited.shows(READY)
+        visited.shows(KEPT)
+        yield visited
+        assert not visited.complaints
+
+
+def sampled(visited: Visit, seed: int) -> None:
+    """Set the settings of answers."""
+    visited.page.click("#show-settings")
+    visited.page.fill("#temperature", "0.8")
+    visited.page.fill("#seed", str(seed))
+    visited.page.click("#close-settings")
+
+
+def own_text(prompt: str, **settings: Any) -> str:
+    """What `moaspec.generate` writes with the target alone."""
+    of = memorised_target.target()
+    ids = memorised_target.prompt_ids(of, prompt)
+    result = moaspec.generate(of, ids, max_new_tokens=512, **settings)
+    tokens: Any = of.tokenizer
+    return str(tokens.decode(result.token_ids, skip_special_tokens=True))
+
+
+def test_an_answer_streams_with_drafts_of_the_browser(page: Visit, tmp_path: Path) -> None:
+    assert page.page.evaluate("crossOriginIsolated")
+    asked(page)
+    assert raw_text(page) == ANSWER
+    assert painted(page)["draft"]
+    assert float(page.text("#tau")) > 1
+    for figure in ("#token-sent", "#token-received", "#draft-time"):
+        assert float(page.text(figure).split()[0]) > 0
+    assert page.page.is_hidden("#download")
+    assert not violations(page)
+    page.page.screenshot(path=browsing.screenshots(tmp_path) / "device.png")
+
+
+def test_on_a_phone(server: PageServer, browser: Browser, tmp_path: Path) -> None:
+    with browsing.visit(browser, server.url, size=PHONE) as visited:
+        visited.shows(READY)
+        asked(visited)
+        assert raw_text(visited) == ANSWER
+        visited.page.screenshot(path=browsing.screenshots(tmp_path) / "device-phone.png")
+        assert not violations(visited)
+        assert not visited.complaints
+
+
+def test_plain_decoding_has_the_same_text(page: Visit) -> None:
+    page.page.check("#compare")
+    asked(page)
+    page.shows("document.querySelector('.verdict') !== null")
+    assert "Same text" in page.text(".verdict")
+    assert "1.00 a pass" in page.page.locator(".speed").all_text_contents()[1]
+
+
+def test_cuts_change_no_text(page: Visit) -> None:
+    of, chance = memorised_target.target(), random.Random(3)
+    bodies: list[dict[str, Any]] = [
+        {
+            "messages": [{"role": "user", "content": f"{QUESTION[: -number or None]}"}],
+            "temperature": 0.0 if number % 2 else 0.8,
+            "seed": number,
+            "max_completion_tokens": NEW_TOKENS,
+        }
+        for number in range(NUM_CUTS)
+    ]
+    questions = [{"body": body, "after": chance.randrange(1, 25)} for body in bodies]
+    found = page.page.evaluate(CUT_ONCE, questions)
+    for body, answer in zip(bodies, found, strict=True):
+        prompt = memorised_target.prompt_ids(of, body["messages"][0]["content"])
+        settings = {"temperature": body["temperature"], "seed": body["seed"]}
+        result = moaspec.generate(of, prompt, max_new_tokens=NEW_TOKENS, **settings)
+        assert answer["ids"] == result.token_ids
+    # Answers that end within the round of the cut show none.
+    assert sum(answer["provisional"] > 2 for answer in found) > NUM_CUTS / 2
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_offline_in_the_middle(page: Visit, seed: int | None) -> None:
+    if seed is not None:
+        sampled(page, seed)
+    ask(page)
+    page.shows(STARTED)
+    page.page.context.set_offline(True)
+    page.shows(PROVISIONAL)
+    page.shows(DOWN)
+    page.page.context.set_offline(False)
+    page.shows(DONE)
+    settings = {} if seed is None else {"temperature": 0.8, "seed": seed}
+    assert raw_text(page) == own_text(QUESTION, **settings)
+    assert "provisional tokens were right" in page.text(".notes")
+
+
+def test_a_lost_server_and_a_reload_without_one(page: Visit, server: PageServer) -> None:
+    ask(page)
+    page.shows(STARTED)
+    server.kill()
+    try:
+        page.shows(PROVISIONAL)
+        page.page.reload()
+        page.shows(READY)
+        page.page.click("#fresh")
+        ask(page)
+        page.shows(PROVISIONAL)
+        page.shows(DOWN)
+    finally:
+        server.start()
+    page.shows(DONE)
+    assert raw_text(page) == ANSWER
+    # The browser logs each refused connection, which it should.
+    page.complaints[:] = [said for said in page.complaints if "ERR_CONNECTION_" not in said]
+
+
+def test_a_first_question_without_a_network(page: Visit) -> None:
+    """There are no activations, so words are mostly wrong; they are replaced later."""
+    page.page.context.set_offline(True)
+    page.page.reload()
+    page.shows(READY)
+    ask(page)
+    page.shows(PROVISIONAL)
+    page.page.context.set_offline(False)
+    page.shows(DONE)
+    assert raw_text(page) == ANSWER
+    page.complaints[:] = [said for said in page.complaints if "ERR_INTERNET_" not in said]
+
+
+def test_a_stopped_answer_and_the_next(page: Visit) -> None:
+    ask(page)
+    page.shows(STARTED)
+    page.page.click("#send")
+    page.shows(DONE)
+    assert ANSWER.startswith(page.text(".answer .text").strip()[:20])
+    page.page.click("text=Continue")
+    page.shows(f"{DONE} && !document.querySelector('[aria-busy]')")
+    assert raw_text(page) == ANSWER
+
+
+def test_the_page_can_be_installed(page: Visit) -> None:
+    session = page.page.context.new_cdp_session(page.page)
+    errors = session.send("Page.getInstallabilityErrors")["installabilityErrors"]
+    assert {error["errorId"] for error in errors} <= {"in-incognito"}
+
+
+def test_a_damaged_bundle_is_reported(server: PageServer, browser: Browser) -> None:
+    with browsing.visit(browser, "about:blank") as visited:
+        visited.page.context.route(
+            "**/bundle/tokenizer.json", lambda route: route.fulfill(status=200, body="{}")
+        )
+        visited.page.goto(server.url)
+        visited.shows("!document.querySelector('#trouble').hidden")
+        assert "tokenizer.json is not the file that was exported" in visited.text("#trouble-text")
+
+
+@pytest.mark.slow
+def test_a_killed_process(device_models: Path, browser: Browser, tmp_path: Path) -> None:
+    """The command as users run it, with a token, ended by SIGKILL in the middle of an answer."""
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"alice": {"sha256": hashlib.sha256(b"secret").hexdigest()}}))
+    models = ["--model", device_models / "target", "--drafter", device_models / "drafter"]
+    places = [
+        "--port",
+        0,
+        "--websocket",
+        f"127.0.0.1:{free_port()}",
+        "--page",
+        device_models / "bundle",
+    ]
+    scripts = ["--page-scripts", built_scripts(), "--tokens", tokens]
+    command = [sys.executable, "-m", "moaspec", "target-server", *models, *places, *scripts]
+    command += ["--dtype", "float32", "--threads", 1]
+
+    def start() -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        pipe = subprocess.PIPE
+        running = subprocess.Popen(list(map(str, command)), stdout=pipe, text=True)
+        assert running.stdout is not None
+        return running, json.loads(running.stdout.readline())
+
+    running, facts = start()
+    try:
+        with browsing.visit(browser, facts["page"]) as visited:
+            visited.shows("document.querySelector('#model').textContent === 'target'")
+            ask(visited)
+            visited.shows("!document.querySelector('#key-form').hidden")
+            visited.page.fill("#key", "secret")
+            visited.page.click("#key-form button")
+            visited.shows("document.querySelector('#key-form').hidden")
+            visited.page.click(".failure button")
+            visited.shows(STARTED)
+            running.send_signal(signal.SIGKILL)
+            running.wait(60)
+            visited.shows(PROVISIONAL)
+            running, _ = start()
+            visited.shows(DONE)
+            assert raw_text(visited) == ANSWER
+    finally:
+        running.kill()
+        running.wait(60)
