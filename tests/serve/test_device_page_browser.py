@@ -49,6 +49,8 @@ CUT_ONCE = """async (asked) => {
       if (state === 'up' && ids.length >= after) {
         state = 'cut';
         await server.cut(true);
+        // A drafter that believes that the text has ended shows nothing more.
+        setTimeout(() => server.cut(false), 5000);
       }
       if (state === 'cut' && provisional > 2) {
         state = 'back';

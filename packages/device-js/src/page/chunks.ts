@@ -38,8 +38,7 @@ export class ChunkWriter {
     }
     const fresh = this.tokenIds.slice(first, this.numFinal);
     const provisional = this.tokenIds.slice(this.numFinal);
-    const now = [...fresh, ...provisional];
-    const right = commonLength(this.shown, now);
+    const right = commonLength(this.shown, [...fresh, ...provisional]);
     const pieces = fresh.map((id, i) => this.piece(id, this.sources[first + i]!, this.was(i, right)));
     const guesses = this.guesses(provisional);
     const correction = this.correction(right);

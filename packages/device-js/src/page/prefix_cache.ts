@@ -2,7 +2,8 @@
 import type { Manifest } from "../bundle/manifest.js";
 import type { Prefix } from "../session/remote_session.js";
 
-const CACHE = "moaspec-prefix";
+/** Of the browser; the page deletes it together with all conversations. */
+export const PREFIX_CACHE = "moaspec-prefix";
 /** Longest text that is kept. */
 const MAX_TOKENS = 4096;
 
@@ -16,7 +17,7 @@ export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined)
   const ids = Uint32Array.of(prefix.tokenIds.length, ...prefix.tokenIds);
   const body = new Blob([ids, prefix.key, prefix.value] as BlobPart[]);
   try {
-    await (await caches.open(CACHE)).put(key(manifest), new Response(body));
+    await (await caches.open(PREFIX_CACHE)).put(key(manifest), new Response(body));
   } catch {
     // The browser's storage is full; a text less is no loss.
   }
@@ -24,7 +25,7 @@ export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined)
 
 /** The text that was kept for this drafter; undefined for none. */
 export async function keptPrefix(manifest: Manifest): Promise<Prefix | undefined> {
-  const found = await (await caches.open(CACHE)).match(key(manifest));
+  const found = await (await caches.open(PREFIX_CACHE)).match(key(manifest));
   if (!found) return undefined;
   const data = await found.arrayBuffer();
   const count = data.byteLength >= 4 ? new Uint32Array(data, 0, 1)[0]! : 0;

@@ -3,6 +3,7 @@
  * together with the server that the page came from.
  */
 import { DeviceFigures, DownloadBar } from "./device_elements.js";
+import { PREFIX_CACHE } from "./prefix_cache.js";
 import type { Chunk, Facts, Failure, FromWorker, Link, ToWorker } from "./messages.js";
 
 /** A readable error. `status` is 401 where the server wants a token, or 0. */
@@ -144,6 +145,7 @@ export class Server {
   }
 
   private ready(facts: Facts): void {
+    document.getElementById("clear-all")?.addEventListener("click", () => void caches.delete(PREFIX_CACHE));
     this.settle?.resolve(facts);
     // Keeps the page itself, after the bundle, so that they do not share the line.
     navigator.serviceWorker?.register(scriptUrl("/sw.js")).catch(() => {});

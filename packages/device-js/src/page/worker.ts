@@ -109,27 +109,28 @@ function link(): Link {
 
 async function ask(id: number, question: Question): Promise<void> {
   const stop = (stopping = new AbortController());
+  const running = session!;
   try {
     const { tokenizer } = device!;
     const prompt = tokenizer.chat(question.messages, { continueFinal: question.continueFinal });
     const { temperature, topP, seed, maxNewTokens } = question;
     const sampling = { temperature, seed, maxNewTokens, ...(topP === undefined ? {} : { topP }) };
     const draft = question.speculation ? {} : { draft: 0 };
-    const writer = new ChunkWriter(tokenizer, session!, prompt);
-    const events = session!.stream(prompt, { ...sampling, ...draft });
-    stop.signal.addEventListener("abort", () => session!.stop());
+    const writer = new ChunkWriter(tokenizer, running, prompt);
+    const events = running.stream(prompt, { ...sampling, ...draft });
+    stop.signal.addEventListener("abort", () => running.stop());
     for await (const event of events) {
       if (stop.signal.aborted) break;
       post({ kind: "chunk", id, chunk: writer.chunk(event, link()) });
     }
     post({ kind: "end", id });
-    await keepPrefix(device!.manifest, session!.prefix());
+    await keepPrefix(device!.manifest, running.prefix());
   } catch (error) {
     post({ kind: "end", id, failure: failure(error) });
     // A refused session stays refused.
     await renew();
   } finally {
-    stopping = undefined;
+    if (stopping === stop) stopping = undefined;
   }
 }
 
