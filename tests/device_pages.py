@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import memorised_target
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.websocket_server import WebSocketOptions
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 from moaspec.support.ports import bind
 from moaspec.target.target import Target
+
+PAUSE_S = 0.02
+"""Before each message of a server, so that an answer lasts long enough to be cut."""
 
 PACKAGE = Path(__file__).parents[1] / "packages" / "device-js"
 
@@ -95,9 +100,16 @@ class PageServer:
 @contextmanager
 def serving_pages(directory: Path, scripts: Path) -> Iterator[PageServer]:
     """A server of the models in a directory, see `save_models`."""
+    send = WebSocketConnection.send
+
+    async def send_late(connection: WebSocketConnection, frame: bytes) -> None:
+        await asyncio.sleep(PAUSE_S)
+        await send(connection, frame)
+
     server = PageServer(directory, scripts, free_port(), memorised_target.target())
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
+    with patch.object(WebSocketConnection, "send", send_late):
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
