@@ -261,7 +261,8 @@ def test_a_killed_process(device_models: Path, browser: Browser, tmp_path: Path)
         pipe = subprocess.PIPE
         running = subprocess.Popen(list(map(str, command)), stdout=pipe, text=True)
         assert running.stdout is not None
-        return running, json.loads(running.stdout.readline())
+        with running.stdout:
+            return running, json.loads(running.stdout.readline())
 
     running, facts = start()
     try:
