@@ -61,7 +61,6 @@ class BatchWriter:
         self.J, self.H = config.num_key_value_heads, config.num_attention_heads
         self.D = getattr(config, "head_dim", None) or config.hidden_size // self.H
         self.G, self.eps, self.B, self.T = self.H // self.J, config.rms_norm_eps, rows, length
-        self.length = length
         self.device, self.dtype = model.device, model.dtype
         self.stops, base = stops, model.model
         self.embedding, self.head, self.norm = (
@@ -177,13 +176,12 @@ class BatchWriter:
         if slots not in self.graphs:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(
-                stream
-            ):  # repeats one step, which changes no text: see `_advance`
-                kept = [a.clone() for a in (self.tokens, self.position, self.text)]
+            state = (self.tokens, self.position, self.text, self.limit)
+            with torch.cuda.stream(stream):  # libraries prepare themselves; no text changes
+                kept = [a.clone() for a in state]
                 for _ in range(2):
                     self._advance(slots)
-                for a, b in zip((self.tokens, self.position, self.text), kept, strict=True):
+                for a, b in zip(state, kept, strict=True):
                     a.copy_(b)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -2,7 +2,7 @@
 
     python lab/gpu_run.py jobs PROMPTS.jsonl TARGET JOBS.jsonl
     python lab/gpu_run.py write JOBS.jsonl TARGET TEXTS.jsonl --seconds 45 7 4 --against EVAL_SETS
-    python lab/gpu_run.py train lab/runs/smollm2-135m-twelfth.yaml --seconds 81 key=value ...
+    python lab/gpu_run.py train lab/runs/smollm2-135m-twelfth.yaml key=value ... --seconds 81
 
 `jobs` makes prompts for three stages: short ones with several system prompts, follow-ups and, half
 of them, beginnings of prompts that the target goes on with; articles; several articles in a row.
@@ -169,7 +169,7 @@ def stage_texts(
         yield job
         if ended and "follow_ids" in row:
             prompt = [*job.prompt, *job.response, *row["follow_ids"]]
-            if len(prompt) + NEW_TOKENS < writer.length:
+            if len(prompt) + NEW_TOKENS < writer.T:
                 again.append(Job(prompt, job.temperature, NEW_TOKENS, {}))
 
 

@@ -173,8 +173,13 @@ def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
         tokens = [tokens[node] for node in kept]
         parents = [places[parents[node]] for node in kept]
         scores = [scores[node] for node in kept]
-    facts = nodes.levels, nodes.num_expanded, tuple(scores)
-    return DraftTree(tuple(tokens), tuple(parents), 0, *facts)
+    return DraftTree(
+        tuple(tokens),
+        tuple(parents),
+        levels=nodes.levels,
+        num_expanded=nodes.num_expanded,
+        log_p=tuple(scores),
+    )
 
 
 @dataclass(frozen=True)

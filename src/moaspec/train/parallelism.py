@@ -119,6 +119,12 @@ class ParallelStrategy:
     ) -> None:
         self._accelerator = accelerator
         self.module, self.model, self.optimizers = module, model, optimizers
+        self._of = {
+            parameter: one
+            for one in optimizers
+            for g in one.param_groups
+            for parameter in g["params"]
+        }
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: clear gradients and set the learning rate."""
@@ -188,21 +194,13 @@ class ParallelStrategy:
 
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         """Optimiser state of a parameter, by kind; empty before the first step."""
-        return self._optimizer_of(parameter).state.get(parameter, {})
+        return self._of[parameter].state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
-        self._optimizer_of(parameter).state[parameter] = {
+        self._of[parameter].state[parameter] = {
             kind: _place_like(value, parameter) for kind, value in moments.items()
         }
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        return next(
-            optimizer
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            if any(one is parameter for one in group["params"])
-        )
 
 
 def new_strategy(

@@ -125,9 +125,8 @@ class TrainConfig:
         decay_steps: steps of the decay; 0 takes the rest of the run. The rate is constant
             afterwards, so the paper's recipe is a peak of 20 times the paper's rate and `final_lr`
             1/20.
-        optimizer: "adamw", or "muon": Muon for matrices, AdamW for vectors. Muon learned more of as
-            many tokens in our runs; on a CPU, its steps suit batches of some thousand tokens. It
-            works with sharding=none.
+        optimizer: "adamw", or "muon": Muon for matrices and AdamW for vectors, with sharding=none.
+            In our runs it learned more from the same tokens; on a CPU its steps take longer.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
         anchors: where blocks begin: "random" places, or "rounds": where rounds of the current

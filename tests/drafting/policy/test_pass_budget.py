@@ -84,6 +84,8 @@ def test_drafts_of_a_device_go_by_its_earlier_ones() -> None:
         budget.count(asked(1, tree), VerifyResult((), 9))
     requests = [asked(row, tree) for row in range(4)]
     assert [len(one.tree.tokens) for one in budget.applied(requests)] == [2, 0, 1, 1]
+    tried = [len(budget.applied(requests)[1].tree.tokens) for _ in range(200)]
+    assert any(tried), "a device whose drafts were bad once is never verified again"
     budget.forget(1)
     assert [len(one.tree.tokens) for one in budget.applied(requests)] == [2, 1, 1, 1]
 

@@ -21,6 +21,9 @@ from moaspec.drafting.tree_shapes import PricedTree, without
 
 NEWEST = 0.1
 """Weight of a device's newest draft in the share of its drafts that were right."""
+RETURN = 0.02
+"""Share of the way back to a new device's rate that a pass goes which drops all of a device's
+drafts: they are tried again some time."""
 
 
 def share_slots(
@@ -75,6 +78,9 @@ class PassBudget:
         asked = []
         for one, tree in zip(requests, _cut([*map(self._rated, requests)], prices), strict=True):
             lost_all = bool(one.tree.tokens) and not tree.tokens
+            if lost_all:  # Its drafts may have become better meanwhile: only trying them tells.
+                rate = self._rates.get(one.cache_row, self._rate)
+                self._rates[one.cache_row] = rate + RETURN * (self._rate - rate)
             asked.append(replace(one, tree=tree, encode=one.encode and not lost_all))
         return asked
 
