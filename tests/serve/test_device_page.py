@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -20,7 +21,7 @@ import device_pages
 from device_pages import PageServer
 from moaspec.cli.commands.target_server import _page, _scripts
 from moaspec.errors import CheckpointError, InputError
-from moaspec.serve.device_page import DevicePage, find_scripts
+from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 
 WASM = b"\0asm" + bytes(100)
 
@@ -156,6 +157,37 @@ def test_health_is_still_there(client: httpx.Client) -> None:
         assert fresh.get("/health").text == "SERVING\n"
 
 
+def test_a_connection_has_one_request(server: PageServer) -> None:
+    """A proxy that kept it would send calls to the page."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        answer = b"".join(iter(lambda: link.recv(65536), b""))
+    head, _, _ = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in head.lower()
+
+
+def test_a_connection_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a response is on its way, no other deadline runs."""
+    monkeypatch.setattr("moaspec.serve.device_page.MAX_CONNECTION_S", 0.1)
+
+    async def silent(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(page_protocols(silent), "127.0.0.1", 0)
+        async with listener:
+            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("host", "origin", "accepted"),
     [
@@ -193,17 +225,6 @@ def test_whose_pages_may_connect(
 def test_missing_scripts_are_named_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="make device-page"):
         find_scripts(tmp_path)
-
-
-def test_scripts_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "node_modules" / "moaspec-device" / "dist" / "page"
-    place.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moaspec.__file__", str(tmp_path / "a" / "b" / "c.py"))
-    with pytest.raises(InputError):
-        find_scripts()
-    fake_scripts(place)
-    assert find_scripts() == place
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:

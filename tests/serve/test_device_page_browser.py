@@ -223,6 +223,27 @@ def test_a_stopped_answer_and_the_next(page: Visit) -> None:
     assert raw_text(page) == ANSWER
 
 
+def test_deleting_all_chats_keeps_no_text(page: Visit) -> None:
+    kept = "caches.has('moaspec-prefix')"
+    asked(page)
+    page.shows(kept)
+    page.page.click("#show-history")
+    page.page.once("dialog", lambda dialog: dialog.dismiss())
+    page.page.click("#clear-all")
+    assert page.page.evaluate(kept)
+    page.page.click("#close-history")
+    page.page.click("#fresh")
+    ask(page)
+    page.shows(STARTED)
+    page.page.click("#show-history")
+    page.page.once("dialog", lambda dialog: dialog.accept())
+    page.page.click("#clear-all")
+    page.shows(f"{kept}.then((found) => !found)")
+    # The worker ends the answer now, and would keep its text.
+    page.page.wait_for_timeout(1000)
+    assert not page.page.evaluate(kept)
+
+
 def test_the_page_can_be_installed(page: Visit) -> None:
     session = page.page.context.new_cdp_session(page.page)
     errors = session.send("Page.getInstallabilityErrors")["installabilityErrors"]

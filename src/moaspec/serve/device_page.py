@@ -52,36 +52,33 @@ WORKER_POLICY = "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; conne
 
 PAGE_HEADERS = {
     **HEADERS,
+    # Each connection serves the path of its first request: the page, or calls.
+    "connection": "close",
     "content-security-policy": POLICY,
     "cross-origin-embedder-policy": "require-corp",  # browsers have threads in isolated pages only
     "cache-control": "no-cache",
 }
 
+MAX_CONNECTION_S = 600.0
+"""Longest life of a connection; one whose client does not read would keep its place for ever."""
+
 
 def find_scripts(given: Path | None = None) -> Path:
     """The directory with the page's built scripts.
 
-    Without an argument, that of the checkout that this package lies in, else that of an npm package
-    installed in the working directory.
+    Without an argument, that of the checkout that this package lies in.
 
     Raises:
         InputError: there are none; the message has the command that builds them.
     """
-    places = [given] if given is not None else _usual_places()
-    for place in places:
-        if all((place / name).is_file() for name in (*MADE, f"{WASM}.gz")):
-            return place
-    where = " or ".join(map(str, places))
+    checkout = Path(moaspec.__file__).parents[2] / "packages" / "device-js"
+    place = given if given is not None else checkout / SCRIPTS
+    if all((place / name).is_file() for name in (*MADE, f"{WASM}.gz")):
+        return place
     raise InputError(
-        f"The page's scripts are not in {where}. Build them in a checkout of moaspec with `make "
+        f"The page's scripts are not in {place}. Build them in a checkout of moaspec with `make "
         "device-page` (it needs Node 20), or name their directory with --page-scripts."
     )
-
-
-def _usual_places() -> list[Path]:
-    checkout = Path(moaspec.__file__).parents[2] / "packages" / "device-js"
-    installed = Path.cwd() / "node_modules" / "moaspec-device"
-    return [checkout / SCRIPTS, installed / SCRIPTS]
 
 
 class DevicePage:
@@ -194,5 +191,16 @@ def page_protocols(app: ASGIApp) -> Callable[[], asyncio.Protocol]:
 
     from moaspec.serve.uvicorn_server import HeadDeadline, config
 
+    class PageConnection(HeadDeadline):
+        """A connection that ends after `MAX_CONNECTION_S`."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            self._end = self.loop.call_later(MAX_CONNECTION_S, transport.abort)
+            super().connection_made(transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end.cancel()
+            super().connection_lost(exc)
+
     settings, state = config(with_headers(app, PAGE_HEADERS)), ServerState()
-    return lambda: HeadDeadline(config=settings, server_state=state, app_state={})
+    return lambda: PageConnection(config=settings, server_state=state, app_state={})

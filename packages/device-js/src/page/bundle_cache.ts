@@ -12,6 +12,8 @@ const MANIFEST_MS = 3000;
 export class BundleCache {
   private manifest: Manifest | undefined;
   private loaded = 0;
+  /** Whether the cache had room for all files. */
+  private complete = true;
 
   /**
    * @param base URL of the bundle's directory
@@ -37,16 +39,19 @@ export class BundleCache {
       return data;
     }
     const data = await fromUrl(this.base, (count) => this.advance(count))(name, maxBytes);
-    await cache.put(this.key(name), new Response(data as BodyInit));
+    // Without room the page works, too; it downloads the bundle again next time.
+    await cache.put(this.key(name), new Response(data as BodyInit)).catch(() => { this.complete = false; });
     return data;
   };
 
   /** Keep this bundle for later, and remove files of others. To be called when all was read. */
   async keep(manifest: Uint8Array): Promise<void> {
     const cache = await caches.open(CACHE);
-    await cache.put(this.url(MANIFEST_FILE), new Response(manifest as BodyInit));
     const wanted = new Set(Object.keys(this.manifest!.files).map((name) => this.key(name)));
-    wanted.add(this.url(MANIFEST_FILE));
+    if (this.complete) {
+      await cache.put(this.url(MANIFEST_FILE), new Response(manifest as BodyInit)).catch(() => {});
+      wanted.add(this.url(MANIFEST_FILE));
+    }
     for (const { url } of await cache.keys()) if (!wanted.has(url)) await cache.delete(url);
     // Browsers may delete caches of pages that have not asked.
     await navigator.storage?.persist?.().catch(() => false);
@@ -71,6 +76,7 @@ export class BundleCache {
     }
     this.manifest = parseManifest(data);
     this.loaded = 0;
+    this.complete = true;
     return data;
   }
 

@@ -18,6 +18,8 @@ export type ToWorker =
   | { readonly kind: "load"; readonly token: string }
   | { readonly kind: "ask"; readonly id: number; readonly question: Question }
   | { readonly kind: "stop" }
+  /** All conversations were deleted: keep no text of them. */
+  | { readonly kind: "forget" }
   /** The browser has another network, or none. */
   | { readonly kind: "network" }
   | { readonly kind: "cut"; readonly cut: boolean };

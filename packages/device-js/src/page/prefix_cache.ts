@@ -11,13 +11,15 @@ function key({ fingerprint }: Manifest): string {
   return new URL(`/prefix/${encodeURIComponent(fingerprint)}`, self.location.href).href;
 }
 
-/** Keep a text; undefined keeps the one that is there. */
+/** Keep a text, and none of other drafters; undefined keeps the one that is there. */
 export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined): Promise<void> {
   if (!prefix || prefix.tokenIds.length > MAX_TOKENS) return;
   const ids = Uint32Array.of(prefix.tokenIds.length, ...prefix.tokenIds);
   const body = new Blob([ids, prefix.key, prefix.value] as BlobPart[]);
   try {
-    await (await caches.open(PREFIX_CACHE)).put(key(manifest), new Response(body));
+    const cache = await caches.open(PREFIX_CACHE);
+    for (const { url } of await cache.keys()) if (url !== key(manifest)) await cache.delete(url);
+    await cache.put(key(manifest), new Response(body));
   } catch {
     // The browser's storage is full; a text less is no loss.
   }

@@ -54,6 +54,17 @@ export class Server {
   private readonly bar = new DownloadBar();
   private readonly figures = new DeviceFigures();
 
+  constructor() {
+    document.addEventListener("moaspec-cleared", () => {
+      this.send({ kind: "forget" });
+      void caches.delete(PREFIX_CACHE);
+    });
+    // A change of the network is noticed at once; a cut without one is noticed by silence.
+    for (const change of ["online", "offline"]) {
+      window.addEventListener(change, () => this.send({ kind: "network" }));
+    }
+  }
+
   /** Describe the server; the first time this loads the bundle. */
   async about(): Promise<About> {
     if (!this.facts || this.usedKey !== this.key) this.facts = this.load();
@@ -128,11 +139,13 @@ export class Server {
   private start(): Worker {
     const worker = new Worker(scriptUrl("/worker.js"), { type: "module" });
     worker.addEventListener("message", ({ data }: MessageEvent<FromWorker>) => this.take(data));
-    // A change of the network is noticed at once; a cut without one is noticed by silence.
-    for (const change of ["online", "offline"]) {
-      window.addEventListener(change, () => worker.postMessage({ kind: "network" } satisfies ToWorker));
-    }
-    worker.addEventListener("error", () => this.fail({ message: "The page's worker failed.", status: 0 }));
+    worker.addEventListener("error", () => {
+      const failure = { message: "The page's worker failed.", status: 0 };
+      worker.terminate();
+      this.worker = undefined;
+      for (const [id, told] of this.listeners) told({ kind: "end", id, failure });
+      this.fail(failure);
+    });
     return worker;
   }
 
@@ -145,7 +158,6 @@ export class Server {
   }
 
   private ready(facts: Facts): void {
-    document.getElementById("clear-all")?.addEventListener("click", () => void caches.delete(PREFIX_CACHE));
     this.settle?.resolve(facts);
     // Keeps the page itself, after the bundle, so that they do not share the line.
     navigator.serviceWorker?.register(scriptUrl("/sw.js")).catch(() => {});

@@ -11,7 +11,7 @@ import { BundleCache } from "./bundle_cache.js";
 import { ChunkWriter } from "./chunks.js";
 import { CuttableTransport } from "./cuttable.js";
 import type { Failure, FromWorker, Link, Question, ToWorker } from "./messages.js";
-import { keepPrefix, keptPrefix } from "./prefix_cache.js";
+import { PREFIX_CACHE, keepPrefix, keptPrefix } from "./prefix_cache.js";
 
 const MAX_THREADS = 4;
 /** Time between two reports of the link. */
@@ -25,6 +25,10 @@ let transport: CuttableTransport | undefined;
 let session: RemoteSession | undefined;
 /** Ends the answer that is being written. */
 let stopping: AbortController | undefined;
+/** Settles when the latest session has begun. */
+let renewed: Promise<void> = Promise.resolve();
+/** How often all conversations were deleted. */
+let numForgotten = 0;
 
 function post(message: FromWorker): void {
   self.postMessage(message);
@@ -82,14 +86,18 @@ async function load(token: string): Promise<void> {
 }
 
 /** Begin another session: the first one, or after a refusal. */
-async function renew(): Promise<void> {
-  const old = session;
-  session = undefined;
-  await old?.close();
-  session = new RemoteSession(device!, transport!, { minHeldShare: 0 });
-  const prefix = await keptPrefix(device!.manifest);
-  if (prefix) session.remember(prefix);
-  session.connect();
+function renew(): Promise<void> {
+  renewed = renewed.then(begin, begin);
+  return renewed;
+}
+
+async function begin(): Promise<void> {
+  await session?.close();
+  const next = new RemoteSession(device!, transport!, { minHeldShare: 0 });
+  const prefix = await keptPrefix(device!.manifest).catch(() => undefined);
+  if (prefix) next.remember(prefix);
+  next.connect();
+  session = next;
 }
 
 function link(): Link {
@@ -109,8 +117,11 @@ function link(): Link {
 
 async function ask(id: number, question: Question): Promise<void> {
   const stop = (stopping = new AbortController());
-  const running = session!;
+  const before = numForgotten;
   try {
+    await renewed;
+    if (stop.signal.aborted) return post({ kind: "end", id });
+    const running = session!;
     const { tokenizer } = device!;
     const prompt = tokenizer.chat(question.messages, { continueFinal: question.continueFinal });
     const { temperature, topP, seed, maxNewTokens } = question;
@@ -124,7 +135,7 @@ async function ask(id: number, question: Question): Promise<void> {
       post({ kind: "chunk", id, chunk: writer.chunk(event, link()) });
     }
     post({ kind: "end", id });
-    await keepPrefix(device!.manifest, running.prefix());
+    if (before === numForgotten) await keepPrefix(device!.manifest, running.prefix());
   } catch (error) {
     post({ kind: "end", id, failure: failure(error) });
     // A refused session stays refused.
@@ -141,6 +152,9 @@ self.addEventListener("message", ({ data }: MessageEvent<ToWorker>) => {
     void ask(data.id, data.question);
   } else if (data.kind === "stop") {
     stopping?.abort();
+  } else if (data.kind === "forget") {
+    numForgotten += 1;
+    void caches.delete(PREFIX_CACHE);
   } else if (data.kind === "network") {
     session?.reconnect();
   } else if (transport) {

@@ -105,6 +105,7 @@ export class History {
     this.store.clear();
     this.acts.fresh();
     this.show();
+    document.dispatchEvent(new Event("moaspec-cleared")); // a device keeps texts elsewhere, too
   }
 
   async #import() {

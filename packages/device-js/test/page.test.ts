@@ -1,0 +1,187 @@
+/** The page's parts without a browser: sessions that are renewed, texts that are forgotten, a full cache. */
+import { afterEach, beforeEach, expect, test, vi } from "vitest";
+import type { ReadFile } from "../src/bundle/bundle.js";
+import { BundleCache } from "../src/page/bundle_cache.js";
+import type { FromWorker, ToWorker } from "../src/page/messages.js";
+
+const KEPT = "http://here/prefix/print";
+const FACTS = JSON.stringify({
+  fingerprint: "print", cross_attention: { num_kv_heads: 1, head_dim: 1 }, max_positions: 9,
+  files: { "drafter.onnx": { bytes: 5, sha256: "00" } },
+});
+const PREFIX = { tokenIds: [1], key: new Float32Array(1), value: new Float32Array(1) };
+const QUESTION = {
+  messages: [], continueFinal: false, temperature: 0, topP: undefined, seed: 0, maxNewTokens: 1, speculation: true,
+};
+
+/** Caches of a browser, which may have no room. */
+class FakeCaches {
+  readonly stored = new Map<string, Map<string, Response>>();
+  full = false;
+
+  async open(name: string) {
+    const cache = this.stored.get(name) ?? new Map<string, Response>();
+    this.stored.set(name, cache);
+    return {
+      match: async (url: string) => cache.get(url)?.clone(),
+      keys: async () => [...cache.keys()].map((url) => ({ url })),
+      delete: async (url: string) => cache.delete(url),
+      put: async (url: string, response: Response) => {
+        if (this.full) throw new DOMException("no room", "QuotaExceededError");
+        cache.set(url, response);
+      },
+    };
+  }
+
+  async delete(name: string) {
+    return this.stored.delete(name);
+  }
+}
+
+function promise() {
+  let resolve = () => {};
+  let reject = (_: Error) => {};
+  const result = new Promise<void>((...both) => { [resolve, reject] = both; });
+  return { result, resolve, reject };
+}
+
+/** A session whose answers and end the tests decide. */
+class FakeSession {
+  static readonly made: FakeSession[] = [];
+  readonly stats = {};
+  readonly provisional = [];
+  readonly answer = promise();
+  readonly closed = promise();
+
+  constructor() {
+    FakeSession.made.push(this);
+  }
+
+  async *stream() {
+    await this.answer.result;
+  }
+
+  prefix = () => PREFIX;
+  close = () => this.closed.result;
+  remember() {}
+  connect() {}
+  stop() {}
+}
+
+vi.mock("onnxruntime-web/wasm", () => ({ env: { wasm: {} } }));
+vi.mock("../src/session/remote_session.js", () => ({ RemoteSession: FakeSession }));
+vi.mock("../src/page/device_elements.js", () => ({ DeviceFigures: class {}, DownloadBar: class { hide() {} } }));
+vi.mock("../src/bundle/manifest.js", () => ({
+  MANIFEST_FILE: "manifest.json",
+  parseManifest: (data: Uint8Array) => JSON.parse(new TextDecoder().decode(data)),
+}));
+vi.mock("../src/device.js", () => ({
+  loadDevice: async (read: ReadFile) => ({
+    manifest: JSON.parse(new TextDecoder().decode(await read("manifest.json", 1 << 20))),
+    tokenizer: { chat: () => [1], decode: () => "" },
+  }),
+}));
+let storage: FakeCaches;
+
+beforeEach(() => {
+  storage = new FakeCaches();
+  FakeSession.made.length = 0;
+  vi.resetModules();
+  vi.stubGlobal("caches", storage);
+  vi.stubGlobal("navigator", { hardwareConcurrency: 2, onLine: true });
+  vi.stubGlobal("fetch", async ({ href }: URL) => new Response(href.endsWith(".json") ? FACTS : "graph"));
+});
+afterEach(() => vi.unstubAllGlobals());
+
+/** The worker's script with its bundle loaded. */
+async function worker() {
+  const said: FromWorker[] = [];
+  let tell = (_: { data: ToWorker }) => {};
+  vi.stubGlobal("self", {
+    location: { href: "http://here/worker.js" },
+    addEventListener: (_: string, listener: typeof tell) => { tell = listener; },
+    postMessage: (message: FromWorker) => said.push(message),
+  });
+  vi.stubGlobal("setInterval", () => 0);
+  vi.stubGlobal("WebSocket", class {});
+  await import("../src/page/worker.js");
+  tell({ data: { kind: "load", token: "" } });
+  await vi.waitFor(() => expect(said.map(({ kind }) => kind)).toContain("ready"));
+  const ends = () => said.filter((one) => one.kind === "end");
+  return { tell: (data: ToWorker) => tell({ data }), ends };
+}
+
+test("a question while the session is renewed waits for the next session", async () => {
+  const { tell, ends } = await worker();
+  const [first] = FakeSession.made;
+  tell({ kind: "ask", id: 1, question: QUESTION });
+  first!.answer.reject(new Error("refused"));
+  await vi.waitFor(() => expect(ends()).toEqual([{ kind: "end", id: 1, failure: { message: "refused", status: 0 } }]));
+  tell({ kind: "ask", id: 2, question: QUESTION });
+  tell({ kind: "ask", id: 3, question: QUESTION });
+  tell({ kind: "stop" });
+  first!.closed.resolve();
+  await vi.waitFor(() => expect(FakeSession.made).toHaveLength(2));
+  FakeSession.made[1]!.answer.resolve();
+  await vi.waitFor(() => expect(ends()).toHaveLength(3));
+  expect(ends().slice(1)).toEqual(expect.arrayContaining([{ kind: "end", id: 2 }, { kind: "end", id: 3 }]));
+  expect(FakeSession.made).toHaveLength(2);
+});
+
+test.each([false, true])("a text is kept unless all are forgotten meanwhile (%s)", async (forgotten) => {
+  const { tell, ends } = await worker();
+  const cache = await storage.open("moaspec-prefix");
+  await cache.put("http://here/prefix/older", new Response(""));
+  tell({ kind: "ask", id: 1, question: QUESTION });
+  if (forgotten) tell({ kind: "forget" });
+  FakeSession.made[0]!.answer.resolve();
+  await vi.waitFor(() => expect(ends()).toHaveLength(1));
+  await new Promise((resolve) => setTimeout(resolve, 10));
+  const urls = [...(storage.stored.get("moaspec-prefix")?.keys() ?? [])];
+  expect(urls).toEqual(forgotten ? [] : [KEPT]);
+});
+
+test("a worker that failed is replaced", async () => {
+  const made: { failed(): void; terminate(): void; ended: boolean; sent: ToWorker[] }[] = [];
+  const document = new EventTarget();
+  vi.stubGlobal("document", document);
+  vi.stubGlobal("window", new EventTarget());
+  vi.stubGlobal("Worker", class extends EventTarget {
+    ended = false;
+    readonly sent: ToWorker[] = [];
+    constructor() {
+      super();
+      made.push(this);
+    }
+    failed() {
+      this.dispatchEvent(new Event("error"));
+    }
+    terminate() {
+      this.ended = true;
+    }
+    postMessage(message: ToWorker) {
+      this.sent.push(message);
+    }
+  });
+  const { Server } = await import("../src/page/server.js");
+  const server = new Server();
+  const about = server.about();
+  const answer = server.chat({ messages: [] }, new AbortController().signal).next();
+  made[0]!.failed();
+  await expect(about).rejects.toThrow("worker failed");
+  await expect(answer).rejects.toThrow("worker failed");
+  void server.about();
+  expect(made.map(({ ended }) => ended)).toEqual([true, false]);
+  document.dispatchEvent(new Event("moaspec-cleared"));
+  expect(made[1]!.sent.map(({ kind }) => kind)).toEqual(["load", "forget"]);
+});
+
+test.each([false, true])("a bundle is read with and without room for it (%s)", async (full) => {
+  const cache = new BundleCache("http://here/bundle/", () => {});
+  storage.full = full;
+  const manifest = await cache.read("manifest.json", 1 << 20);
+  expect(new TextDecoder().decode(await cache.read("drafter.onnx", 5))).toBe("graph");
+  storage.full = false;
+  await cache.keep(manifest);
+  expect(storage.stored.get("moaspec-bundle")!.size).toBe(full ? 0 : 2);
+});
