@@ -38,7 +38,7 @@ class LoadAwareLength:
         """The length to draft now.
 
         Args:
-            lengths: tokens of each request, those that the step emitted included.
+            lengths: tokens of each request, with the newly emitted ones.
             emitted: how many these are; 0 while a prompt is read.
             now_s: the time, in seconds of any clock.
         """
@@ -73,7 +73,7 @@ class _Load:
         self._best, self._pause, self._left = -1, FIRST_PAUSE, FIRST_PAUSE
 
     def choose(self) -> int:
-        """The length of most tokens per second, or one that is being tried."""
+        """The length with most tokens per second, or the next length to try."""
         for choice, speed in self.speeds.items():
             if speed.steps < TRIALS:
                 return choice

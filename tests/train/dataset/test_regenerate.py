@@ -188,6 +188,22 @@ def test_interrupted_and_continued(
     assert len(calls) == before
 
 
+def _interrupt_and_resume(target: Target, values: dict[str, Any], path: Path) -> int:
+    """Write until a patched method interrupts, then go on; the number of conversations kept."""
+    kept = 0
+    for run in range(2):
+        writer = ResponseWriter(target, None, WriterOptions(**values))
+        with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
+            if run:
+                regenerate(writer, TALKS, journal)
+                continue
+            with pytest.raises(KeyboardInterrupt):
+                regenerate(writer, TALKS, journal)
+            journal.keep(writer.finished)
+            kept = len(journal.kept)
+    return kept
+
+
 @pytest.mark.parametrize("stop", [9, 14, 25])
 def test_finished_conversations_of_a_group_are_kept(
     stop: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,16 +220,7 @@ def test_finished_conversations_of_a_group_are_kept(
         return step(self)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    for run in range(2):
-        writer = ResponseWriter(target, None, WriterOptions(**values))
-        with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
-            if run:
-                regenerate(writer, TALKS, journal)
-                continue
-            with pytest.raises(KeyboardInterrupt):
-                regenerate(writer, TALKS, journal)
-            journal.keep(writer.finished)
-            assert 0 < len(journal.kept) < len(TALKS)
+    assert 0 < _interrupt_and_resume(target, values, path) < len(TALKS)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -241,15 +248,7 @@ def test_interrupted_while_a_group_is_saved(
 
     monkeypatch.setattr(Engine, "add", counted)
     monkeypatch.setattr(owner, call, interrupted)
-    for run in range(2):
-        writer = ResponseWriter(target, None, WriterOptions(**values))
-        with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
-            if run:
-                regenerate(writer, TALKS, journal)
-                continue
-            with pytest.raises(KeyboardInterrupt):
-                regenerate(writer, TALKS, journal)
-            journal.keep(writer.finished)
+    _interrupt_and_resume(target, values, path)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(asked) == len(path.read_text().splitlines())
 
