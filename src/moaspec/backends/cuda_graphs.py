@@ -74,7 +74,6 @@ class CudaGraph:
     """A `Graph` of CUDA.
 
     Args:
-        device: the device of the operations.
         stream: for recording, one for all graphs: libraries keep memory for each stream.
         pool: memory of intermediate results.
     """
@@ -120,9 +119,6 @@ class _Recorded:
 class PassGraphs:
     """Recordings of a target's passes, by shape.
 
-    Args:
-        make: makes an empty recording.
-
     Attributes:
         failure: why nothing is recorded any more, or None.
     """
@@ -154,7 +150,6 @@ class PassGraphs:
 
         Args:
             layers: are called where there is no recording yet, and to make one.
-            states_BTE: enter them.
             attention_inputs: by layer type, with masks.
             write: see `GraphSafeWrite`.
             key: all else that `layers` go by.

@@ -113,7 +113,6 @@ def packed_copy(drafter: Module, *, exact: Collection[nn.Module] = ()) -> Module
     """The fastest copy of a drafter on this CPU; the drafter itself where there is nothing to gain.
 
     Args:
-        drafter: does not change.
         exact: children whose outputs are more than drafts, so that their weights keep all bits.
     """
     weight = next(drafter.parameters())
@@ -183,8 +182,7 @@ class FastAttentionBlock(AttentionBlock):
     (B, T, H + 2 J, D), and returns (B, T, H * D).
 
     Args:
-        layer: which this replaces.
-        fused: its projections, norms and MLP.
+        fused: the projections, norms and MLP.
         heads: H, and twice J where the layer has keys and values of its own.
     """
 
@@ -351,12 +349,7 @@ def _fused_encoder(encoder: TargetEncoder, memory: FusedLayer | None) -> FusedEn
 
 
 class FastExitAdapter(ExitAdapter):
-    """An `ExitAdapter` by a CPU kernel.
-
-    Args:
-        adapter: which this replaces.
-        fused: all of it in one call.
-    """
+    """An `ExitAdapter` by a CPU kernel."""
 
     def __init__(self, adapter: ExitAdapter, fused: FusedExit) -> None:
         _adopt(self, adapter)

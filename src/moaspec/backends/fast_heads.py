@@ -72,7 +72,6 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callabl
 
     Args:
         linear: is kept, and so is the value of its weight.
-        directory: for that file.
 
     Returns:
         The replacement, and a function that drops the weight's resident pages.
@@ -92,11 +91,7 @@ class PackedHead(PackedLinear):
 
 
 class FastLMHead(LMHead):
-    """An `LMHead` in the form that this CPU multiplies fastest.
-
-    Args:
-        head: which this replaces; its `linear` is an `nn.Linear`.
-    """
+    """An `LMHead` in the form that this CPU multiplies fastest."""
 
     def __init__(self, head: LMHead) -> None:
         super().__init__(head.linear, head.cap, head.scale)
@@ -125,8 +120,6 @@ def fast_draft_head(
     """`Target.draft_head`, packed where that helps.
 
     Args:
-        target: whose head it is.
-        token_ids: the draft vocabulary.
         moment_EE: how drafted states vary together; with it the head may be rounded.
     """
     head = target.draft_head(token_ids)

@@ -46,7 +46,6 @@ class AttentionInputs:
 
     Attributes:
         cos_BTR: cosines; float32 for kernels.
-        sin_BTR: sines; float32 for kernels.
         mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean
             where kernels attend; None is plain causal attention.
     """
@@ -70,8 +69,6 @@ class AttentionInputs:
         Args:
             cos_sin: of the new tokens; float32 where `fused`.
             mask_B1TS: True where a token may attend; None for plain causal attention.
-            groups: G.
-            dtype: of queries.
             fused: whether kernels compute the layers.
         """
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
@@ -112,7 +109,6 @@ class FastLayer:
 
     Attributes:
         fused: the layer as kernels compute it, or None.
-        scale: of the scores.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -283,8 +279,6 @@ class _RMSNorm:
     """RMSNorm in few calls, rounded exactly where transformers' module rounds.
 
     Args:
-        weight: (E,).
-        eps: added to the mean square.
         rounds_late: whether the product with the weight is rounded, instead of its factor.
     """
 

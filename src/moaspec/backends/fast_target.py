@@ -51,11 +51,7 @@ def accelerate(target: Target) -> bool:
 
 
 class TabulatedRotary(RotaryEmbeddings):
-    """Cosines and sines in float32, looked up where they depend on positions alone.
-
-    Args:
-        rotary: which this replaces.
-    """
+    """Cosines and sines in float32, looked up where they depend on positions alone."""
 
     def __init__(self, rotary: RotaryEmbeddings) -> None:
         vars(self).update(vars(rotary))
@@ -86,8 +82,6 @@ class LastLayers:
     """A target's last layers, for kernels that run them inside a larger call.
 
     Attributes:
-        stack: ends with them.
-        norm: behind the last one.
         angles: float32, of any position.
     """
 
@@ -101,10 +95,6 @@ class FastDecoderLayers(DecoderLayers):
 
     CPU kernels run all layers in one call where they can. Else layers run one by one, each in few
     calls, on a GPU replayed from a CUDA graph.
-
-    Args:
-        layers: which this replaces.
-        device: of the weights.
 
     Attributes:
         fused: the layers by kernels, or None.

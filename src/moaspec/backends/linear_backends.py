@@ -62,7 +62,6 @@ def fastest_dtype(device: torch.device, *, packed: bool = True) -> torch.dtype:
     """bf16 where this device multiplies it faster than float32, else float32.
 
     Args:
-        device: where the weights are.
         packed: whether weights are packed; our kernels need that.
     """
     if device.type == "cuda":

@@ -75,11 +75,6 @@ def load_target(
 def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
     """Resolve "auto" to the dtype that is faster here; other names stay.
 
-    Args:
-        dtype: see `load_target`.
-        device: see `load_target`.
-        packed: see `load_target`.
-
     Raises:
         InputError: an unknown dtype, or a device that cannot be used here.
     """

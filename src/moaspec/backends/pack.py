@@ -78,10 +78,6 @@ class FusedPart(nn.Module):
     """One of several layers that read the same input and whose weights are packed as one matrix.
 
     The first of them to see an input computes the product for all; the others take their columns.
-
-    Args:
-        fused: the matrix, shared by all parts.
-        columns: this part's outputs.
     """
 
     def __init__(self, fused: _FusedLinears, columns: slice) -> None:
@@ -136,7 +132,6 @@ class _FusedLinears:
         """All columns for this input; the very same tensor is multiplied once.
 
         Args:
-            x: the input.
             last: whether no other part will ask for this input, so that nothing need be kept.
         """
         # One assignment, one read: threads that share a target may compute twice, never mix.
@@ -185,7 +180,6 @@ def pack_linears(
     Projections of one input (query, key and value; gate and up) become one matrix.
 
     Args:
-        module: changed in place.
         keep: modules to leave as they are.
         drafts: see `PackedLinear`.
     """

@@ -62,11 +62,7 @@ class CpuTimes:
 
 
 class ThreadLimiter:
-    """Lowers PyTorch's number of threads while other processes need the cores.
-
-    Args:
-        read: reads the clocks.
-    """
+    """Lowers PyTorch's number of threads while other processes need the cores."""
 
     def __init__(self, read: Callable[[], CpuTimes] = CpuTimes.now) -> None:
         self._read = read

@@ -60,9 +60,7 @@ def quantise(model: Any, quantize: str, *, name: str, packed: bool) -> None:
     """Round the linear layers inside a model's decoder layers, in place.
 
     Args:
-        model: of transformers, as it was loaded, where it will run.
         quantize: "int8" or "int4".
-        name: how messages call the model.
         packed: False leaves ordinary weights of the same numbers on every device, which comparisons
             want.
 

@@ -21,7 +21,6 @@ class Exit:
     """Costs and acceptance rates of drafts through one exit.
 
     Attributes:
-        num_target_layers: N.
         costs: of this machine; None where it was not measured with this exit.
         prior: acceptance rates to start from.
         recorded: whether these are the exit's own, out of the checkpoint.
@@ -50,8 +49,6 @@ def known_exits(
     """The exits to choose from, the drafter's default first.
 
     Args:
-        target: as it decodes.
-        drafter: as it decodes.
         num_target_layers: the only one to choose from; None takes all that the drafter has.
     """
     config = drafter.config

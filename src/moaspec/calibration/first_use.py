@@ -42,12 +42,6 @@ def measure_once(
 ) -> tuple[list[Exit], str | None]:
     """Measure and store the costs of a round, unless that was done while the CPU was free.
 
-    Args:
-        target: see `calibrate`.
-        drafter: see `calibrate`.
-        num_target_layers: see `calibrate`.
-        advance: see `calibrate`; called before the first measurement, too.
-
     Returns:
         See `known_exits`; and why nothing was measured, None where nothing is left to measure.
     """

@@ -232,11 +232,7 @@ def _measured(
 
 
 class _TargetParts:
-    """Parts of a round that all exits have in common.
-
-    Args:
-        bench: makes the parts.
-    """
+    """Parts of a round that all exits have in common."""
 
     def __init__(self, bench: RoundParts) -> None:
         room = bench.target.max_positions - max(TOKENS)
@@ -270,11 +266,7 @@ class _TargetParts:
 
 
 class _DraftParts:
-    """Parts of a round that belong to drafts through one exit.
-
-    Args:
-        bench: makes the parts.
-    """
+    """Parts of a round that belong to drafts through one exit."""
 
     def __init__(self, bench: RoundParts) -> None:
         assert bench.proposer is not None

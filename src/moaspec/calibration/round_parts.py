@@ -35,10 +35,8 @@ class TimedPart:
     """A call that can be timed several times.
 
     Attributes:
-        run: the call.
         device: its queue is drained before each reading of the clock.
         before: a call before each `run`, which is not timed.
-        seconds: the times that count.
     """
 
     run: Callable[[], object]
@@ -64,7 +62,6 @@ class RoundParts:
     """Makes the parts of a round with arbitrary tokens, which costs do not depend on.
 
     Args:
-        target: the target to time.
         proposer: the proposer to time; None times the target alone.
     """
 
@@ -147,7 +144,6 @@ class TimedRounds:
     """Whole rounds after an arbitrary prompt.
 
     Args:
-        parts: target and proposer.
         shape: of the drafts; None drafts nothing.
     """
 

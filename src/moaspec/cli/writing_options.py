@@ -175,11 +175,7 @@ def endpoint_writer(
     """A connected writer; the exit prints the numbers of dropped answers.
 
     Args:
-        target: see `EndpointWriter`.
-        endpoint: see `EndpointWriter`.
-        options: see `EndpointWriter`.
         prompt_ids: of any prompt, by which the server is tried.
-        advance: see `EndpointWriter`.
     """
     from moaspec.train.dataset.endpoint_writer import EndpointWriter
 

@@ -35,11 +35,7 @@ class ReadReport:
     turns_without_loss: int = 0
 
     def forget_columns_of(self, source: str) -> None:
-        """Keys of messages that a chat template reads are used after all.
-
-        Args:
-            source: of the template.
-        """
+        """Keys of messages that a chat template reads are used after all."""
         for column in [one for one in self.unused_columns if one.startswith(MESSAGES)]:
             key = column.removeprefix(MESSAGES)
             names = REASONING if key in REASONING else (key,)

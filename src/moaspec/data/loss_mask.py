@@ -19,9 +19,7 @@ class MaskedTokens:
     """A conversation's tokens.
 
     Attributes:
-        token_ids: all of them.
         written: True for each that the assistant generated.
-        turns: number of assistant turns.
         turns_with_loss: number of assistant turns that are located among the tokens.
     """
 
@@ -59,9 +57,7 @@ def masked_tokens(
     not there any more. Turns of `weight` 0 carry no loss either.
 
     Args:
-        template: of the target.
         conversation: with at least one assistant turn.
-        stop_token_ids: ids that end a turn.
 
     Raises:
         DataError: no assistant turn can be located.

@@ -35,7 +35,6 @@ def data_files(path: Path, skipped: list[str] | None = None) -> list[Path]:
     """The file itself, or all files of data below a directory, sorted.
 
     Args:
-        path: file or directory.
         skipped: gets the names of the directory's other files; hidden ones are passed by.
 
     Raises:

@@ -31,12 +31,7 @@ def baseline_drafting(module: Baseline, target: Target) -> Proposer:
 
 
 class EagleProposer(TreeProposer):
-    """Needs the target's final state of every verified token.
-
-    Args:
-        module: the trained head.
-        target: the target it drafts for.
-    """
+    """Needs the target's final state of every verified token."""
 
     needs: frozenset[Need] = frozenset({"hidden"})
     token_offset = 1
@@ -109,12 +104,7 @@ class _EagleRound(DraftRound):
 
 
 class IndependentProposer(TreeProposer):
-    """Needs nothing of the target but its embeddings and its head.
-
-    Args:
-        module: the trained layers.
-        target: the target it drafts for.
-    """
+    """Needs nothing of the target but its embeddings and its head."""
 
     def __init__(self, module: IndependentDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))

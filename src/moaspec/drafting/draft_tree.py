@@ -96,7 +96,6 @@ class DraftTree:
     """Drafted tokens and each one's parent (index into `tokens`, -1: the root).
 
     Attributes:
-        tokens: by node.
         parents: by node, each before its children.
         num_copied: number of nodes at the end that come from n-gram branches, not from the drafter.
         levels: number of drafted levels, 0 if unknown; the deepest may have no node here.

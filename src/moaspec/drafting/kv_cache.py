@@ -41,8 +41,6 @@ class KVCache:
         num_layers: L.
         num_heads: H.
         head_dim: D.
-        dtype: of the numbers.
-        device: where they live.
 
     Attributes:
         attend: attention over its keys and values; `FastMoAProposer` sets a faster one.
@@ -67,9 +65,7 @@ class KVCache:
         """A cache in the target's dtype and on its device.
 
         Args:
-            target: the target, or the part of it on a device.
             layer: shape of a drafter's layer; None is a cache for the target's own layers.
-            num_layers: of the drafter.
         """
         return cls(
             num_layers=target.num_layers if layer is None else num_layers,
@@ -169,7 +165,6 @@ class KVWriter:
     """Writes and reads the keys and values of one pass, layer by layer.
 
     Args:
-        data: of the cache.
         slots: rows and slots of the pass; kernels that run all layers use these alone.
         num_tokens: T, slots written per row.
     """
@@ -238,10 +233,7 @@ class StoredAttention:
     """Self-attention of a drafter's layer over a cache, a `SelfAttend`.
 
     Args:
-        write: of the pass.
         mask_B1TS: bool, which slots each token sees.
-        layer: which of the cache.
-        attend: of the cache.
     """
 
     def __init__(
@@ -260,8 +252,6 @@ class StoredMemory:
     """Cross-attention over a cache with one layer, a `CrossAttend`.
 
     Args:
-        cache: with one layer.
-        rows: of the pass.
         mask: over (B, 1, T or 1, S) bool, which slots each token sees.
     """
 

@@ -34,12 +34,9 @@ class MoAProposer(TreeProposer):
     into the target's own cache behind the root, where the verification overwrites them.
 
     Args:
-        drafter: the trained module.
-        target: the target it drafts for.
         num_target_layers: N; None takes the first of the checkpoint's list.
 
     Attributes:
-        module: the drafter that runs.
         target_cache: keys and values of the target's last layers.
         memory: CA's keys and values.
         num_encoded: by cache row, tokens up to the last one that `memory` holds.
@@ -101,7 +98,6 @@ class MoAProposer(TreeProposer):
         """Store features of verified tokens, in any order; CA does not see those still missing.
 
         Args:
-            row: of the caches.
             start: position of the first token.
             features: see `encode`.
             last_layers: keys and values of the last N target layers, (N, H, T, D of the target)

@@ -42,7 +42,6 @@ class Ranking:
     """Orders and scores the children of one round's beams.
 
     Args:
-        rows: the round's rows.
         token_ids_V: the draft vocabulary's ids in the target's.
     """
 
@@ -97,7 +96,6 @@ def coupled(perturbed_V: Tensor, breadth: int) -> tuple[Tensor, Tensor]:
 
     Args:
         perturbed_V: (..., V).
-        breadth: C.
 
     Returns:
         Log-probabilities and indices, each (..., C).

@@ -48,8 +48,6 @@ def fill_reused_layers(draft_round: MoADraftRound, x_BTE: Tensor, starts: Sequen
     verification, or while a link is down.
 
     Args:
-        draft_round: the round.
-        x_BTE: SA's outputs.
         starts: text slot of the first of them, by row.
     """
     stops = [

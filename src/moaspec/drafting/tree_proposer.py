@@ -37,7 +37,6 @@ class CandidateNodes:
         tokens: ids in the target's vocabulary.
         parents: node, -1: the root.
         scores: score of the path to each node, see `Ranking`.
-        levels: how many levels were drafted.
         num_expanded: how many nodes got children.
     """
 
@@ -55,7 +54,6 @@ class TreeProposer(Proposer):
     slot root + 1 + u holds draft u; the next round overwrites it.
 
     Args:
-        target: the target it drafts for.
         draft_token_ids: the trimmed vocabulary, None for the full one.
         text_cache: keys and values of the text and its drafts, of each layer of the drafter that
             processes tokens.
@@ -63,9 +61,6 @@ class TreeProposer(Proposer):
 
     Attributes:
         vocabulary: how many tokens can be drafted.
-        vocabulary_ids: their ids.
-        draft_head: the argument `head`.
-        device: of target and caches.
         num_read: by cache row, tokens of the text that the text cache holds.
     """
 
@@ -187,8 +182,6 @@ class TokenBatch:
     """Tokens of one pass, of all requests.
 
     Attributes:
-        token_ids_BT: the tokens.
-        position_ids_BT: their positions.
         starts: first slot that each row writes.
         mask: (B, 1, T, S), which slots each token sees.
         parent_slots_BT: of drafts only, the draft slot of each one's parent (0: the root).
@@ -214,11 +207,8 @@ class DraftRound(ABC):
 
     Args:
         proposer: owns module and caches.
-        rows: the requests.
-        shape: of the drafts.
 
     Attributes:
-        cache_rows: of the requests.
         roots: slot of each request's last token.
         num_slots: slots that the round may need.
         sees_BNU: which draft slots each node sees, itself included; the root is the first. It grows

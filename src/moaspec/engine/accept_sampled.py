@@ -53,12 +53,10 @@ class _Walk:
     """The path of accepted drafts in one request's tree, from the root on.
 
     Args:
-        request: the request.
         text: all tokens up to the root; accepted ones are appended.
         first: index of the root in the logits.
 
     Attributes:
-        path: accepted nodes.
         next_token: the target's choice after the last of them.
     """
 

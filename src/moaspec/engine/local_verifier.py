@@ -47,7 +47,6 @@ class PassRow:
     """One row of a pass: the last of a request's new tokens, then its tree.
 
     Attributes:
-        request: the request.
         start: position of the first token.
         tokens: new tokens, then drafts.
         num_new: how many of them are new tokens.
@@ -80,7 +79,6 @@ class LocalVerifier:
     """Verifies drafts with a target in this process.
 
     Args:
-        target: the frozen target.
         proposer: encodes the activations of verified tokens; None when nothing is drafted.
     """
 

@@ -24,11 +24,7 @@ def local_verifier(target: Target, proposer: Proposer | None = None) -> LocalVer
 
 
 class StatefulWriter(KVWriter):
-    """A `KVWriter` that carries the steps of its pass.
-
-    Attributes:
-        steps: of the pass.
-    """
+    """A `KVWriter` that carries the steps of its pass."""
 
     steps: StepPass
 
@@ -38,7 +34,6 @@ class _Settled:
     """One row after a pass and before its drafts are accepted.
 
     Attributes:
-        steps: of the pass.
         row: its index in the pass.
         root: index of the last token that is no draft.
         length: tokens of the text up to the root.
@@ -131,10 +126,6 @@ class RecurrentVerifier(LocalVerifier):
 
     A request may begin where the states of its row end. Where it begins elsewhere (a text that goes
     on differently, a verification that was interrupted) the text before it is processed again.
-
-    Args:
-        target: the frozen target.
-        proposer: see `LocalVerifier`.
     """
 
     cache: RecurrentCache

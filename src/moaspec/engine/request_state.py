@@ -28,8 +28,6 @@ class RequestState:
     """Host-side state of one request.
 
     Attributes:
-        handle: number of the request, which events carry.
-        cache_row: row of the caches that holds its keys and values.
         token_ids: prompt and output.
         prompt_length: how many of them are the prompt.
         shape: of the proposer's drafts.

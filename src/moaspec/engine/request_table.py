@@ -25,7 +25,6 @@ class RequestTable:
     """Requests by handle: active ones, kept ones, and results of ended ones.
 
     Args:
-        verifier: holds the target.
         proposer: drafts tokens; None is plain decoding.
         target: gives vocabulary size, context length, the lengths at which cached keys become
             invalid (rotary switches), and the tokenizer that stop strings need.
@@ -73,8 +72,6 @@ class RequestTable:
 
         Args:
             prompt_ids: at least one token id.
-            max_new_tokens: limit of generated tokens; with 0 the next `step` ends the request.
-            stop_token_ids: ids that end the request.
             stop: strings that end the request as soon as its generated text contains one.
             shape: shape of the drafts, or a policy of this request that chooses it every round;
                 None drafts nothing.

@@ -40,7 +40,6 @@ class Continuation:
     """One continuation of one prompt.
 
     Attributes:
-        suite, question_id: of the prompt.
         tokens: length of the continuation, with its stop token.
         log_likelihood: mean log-probability of its tokens under the target; None without tokens.
         agreement: fraction of its tokens that are the target's most likely ones.
@@ -124,11 +123,8 @@ def measure_cut(
     Args:
         methods: methods with a drafter are measured; plain decoding is always measured.
         prompts: their first turns are used.
-        encode: a turn to prompt ids.
         after: tokens before the cut, at least 1.
         max_new_tokens: of the whole text.
-        is_correct: grades whole answers.
-        advance: called after each prompt, for a progress display.
 
     Raises:
         InputError: no method with a drafter, or all prompts are left out.

@@ -19,7 +19,6 @@ class Meter:
 
     Attributes:
         device: synchronised before each reading of the clock.
-        seconds: wall-clock time.
         cpu_s: CPU time of all threads of this process.
         peak_bytes: on a GPU, peak memory of torch; else the peak resident size of the process, with
             the weights of every loaded model. None if the system cannot report it.

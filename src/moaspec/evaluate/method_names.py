@@ -28,7 +28,6 @@ class MethodResources:
     """Models of the methods.
 
     Attributes:
-        target: of this package's methods.
         checkpoints: loaded models, by the kind of method that needs one.
         stock: loads the target as transformers alone does, for transformers' methods; None takes
             `target`.
@@ -179,7 +178,6 @@ def require_methods(names: Sequence[str], checkpoints: Collection[str]) -> list[
     """Read method names, so that wrong ones are refused before anything is loaded.
 
     Args:
-        names: see `parse_methods`.
         checkpoints: kinds of method that have a checkpoint.
 
     Raises:

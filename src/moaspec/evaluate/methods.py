@@ -31,13 +31,11 @@ class MethodRun:
     """One decoding of one prompt.
 
     Attributes:
-        token_ids: generated ids.
         seconds: wall-clock time, prompt included. Prompts decoded together get equal parts of the
             total, so that tokens over seconds is the throughput.
         result: rounds and timing. For transformers' methods they come from the streamer: a round is
             one call of it, and only the prompt's time and the total time are known.
         cpu_s: CPU time, divided like `seconds`.
-        peak_bytes: see `Meter`.
     """
 
     token_ids: list[int]
@@ -52,12 +50,8 @@ class Method:
     """A decoding method of this package.
 
     Attributes:
-        name: as the user wrote it.
-        target: to decode with.
         drafter: None for plain decoding.
         shape: of the drafts, or "auto".
-        num_target_layers: N of a Mixture-of-Attentions drafter, as for `moaspec.generate`.
-        free_branches: see `moaspec.generate`.
     """
 
     name: str

@@ -49,7 +49,6 @@ class PassCost:
     Attributes:
         tokens: per row.
         context: tokens in the cache before it.
-        batch: rows.
     """
 
     tokens: int
@@ -138,7 +137,6 @@ def measure_costs(
             `CONTEXTS`.
         batches: batch sizes at the shortest context; None takes `BATCHES`.
         widths: tokens of a pass, batch size 1, at the shortest context; None takes `WIDTHS`.
-        advance: called after each measurement, for a progress display.
 
     Raises:
         KeyboardInterrupt: before anything was measured; later, the result is marked interrupted.

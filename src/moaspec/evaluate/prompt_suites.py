@@ -34,7 +34,6 @@ class Prompt:
     """One conversation.
 
     Attributes:
-        suite: name of its set.
         question_id: unique in the set.
         turns: user messages, asked in order.
         category: the set's own grouping, or "".

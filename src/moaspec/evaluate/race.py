@@ -26,7 +26,6 @@ class DecodingStats:
     """Statistics of one or several decodings.
 
     Attributes:
-        tokens: generated tokens.
         seconds: time of the decoding's own passes, prompts included.
         passes: target passes, prompts included.
         accepted: accepted tokens of the drafter.
@@ -65,7 +64,6 @@ class TimedDecoding:
     Attributes:
         pieces: the text so far, with the source of each piece.
         seconds: total time of `advance`.
-        done: whether the text has ended.
     """
 
     def __init__(
@@ -146,13 +144,7 @@ def run_race(
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """Results of one prompt.
-
-    Attributes:
-        name, prompt: label and text of the prompt.
-        plain, speculative: statistics without and with drafts.
-        equality: of the two texts.
-    """
+    """Results of one prompt."""
 
     name: str
     prompt: str

@@ -39,7 +39,6 @@ class EvalSettings:
     """Settings of a measurement.
 
     Attributes:
-        max_new_tokens: of each decoding.
         repeats: decodings of each prompt by each method.
         batch: prompts that a method decodes together; above 1, speed is throughput.
         temperature: of sampling; 0 is greedy.
@@ -232,15 +231,11 @@ def measure(
     so all methods see the same prompt.
 
     Args:
-        methods: to time.
-        prompts: to decode.
         encode: turns and answers to prompt ids.
-        settings: of the measurement.
         tau_only: methods that decode several prompts together and are not timed.
         trusted: judges the texts: the target as transformers loads it, not packed. None takes the
             target of the first method.
         store: earlier results, which are reused; new ones are added to it.
-        advance: called after each method on each turn, for a progress display.
 
     Raises:
         KeyboardInterrupt: before anything was measured; later, the report is marked interrupted.

@@ -30,7 +30,6 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
 
     Args:
         name: a bundled alias (`moaspec models` lists them), a directory, or a hub id.
-        target: the target it will draft for.
 
     Raises:
         UnknownModelError: nothing of that name.

@@ -22,7 +22,6 @@ def local_engine(
     """An engine with target and drafter in this process.
 
     Args:
-        target: the model whose text is produced.
         drafter: a trained module, any object with the methods of `Proposer`, or None.
         num_target_layers: N of a trained module; None takes its default.
 

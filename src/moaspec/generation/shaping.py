@@ -32,11 +32,7 @@ def shaping_for(
     The engine that they join must have the N of the answer.
 
     Args:
-        target: of the rows.
         drafter: of the rows; what it costs is known for `MoADrafter` only.
-        tree: see `Options`.
-        free_branches: see `Options`.
-        num_target_layers: see `Options`.
 
     Raises:
         InputError: a shape or setting that does not exist.

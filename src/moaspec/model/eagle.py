@@ -54,7 +54,6 @@ class EagleDrafter(nn.Module):
             embeddings_BTE: of the second tokens.
             hidden_BTE: the target's final states of the first ones, or predictions of them.
             position_ids_BT: of the first ones.
-            attend: reads and stores keys and values.
         """
         pairs_BTE = self.fc(torch.cat((embeddings_BTE, hidden_BTE), dim=-1))
         return self.layer(pairs_BTE, self.rope(position_ids_BT), attend)

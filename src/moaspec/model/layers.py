@@ -43,9 +43,6 @@ def masked_attention(
     """Grouped-query attention, J KV heads.
 
     Args:
-        query_BHTD: queries.
-        key_BJSD: keys.
-        value_BJSD: values.
         mask: (B, 1, T or 1, S), the same for all heads; boolean (True: may attend) or added to the
             scores; may be folded already by `fold_mask`.
         scale: of the scores; 1 / sqrt(D) by default.
@@ -264,7 +261,6 @@ class AttentionBlock(nn.Module):
         """Output projection and residual connection, then the residual MLP.
 
         Args:
-            x_BTE: the layer's input.
             attention_BTX: see `attention`.
         """
         x_BTE = x_BTE + self.self_attn.o_proj(attention_BTX)

@@ -126,7 +126,6 @@ class DraftDecoder(nn.Module):
 
     Attributes:
         self_rope: SA's rotary embeddings; callers look up cosines and sines.
-        cross_rope: CA's rotary embeddings.
 
     Source: arXiv 2410.03804, section 4.2.
     """
@@ -151,7 +150,6 @@ class DraftDecoder(nn.Module):
         """SA: depends on the tokens alone, so verified tokens never need recomputing.
 
         Args:
-            embeddings_BTE: of the tokens.
             cos_sin: output of `self_rope` for their positions.
             attend: see `SelfAttend`.
         """

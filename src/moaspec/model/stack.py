@@ -17,10 +17,8 @@ class StackConfig:
 
     Attributes:
         layer: each of its layers, as wide as the target.
-        num_layers: how many.
         rope_parameters: transformers' `rope_parameters` of the target.
         max_position_embeddings: the target's context length, which some scalings need.
-        target: the target it was trained for.
     """
 
     layer: LayerConfig

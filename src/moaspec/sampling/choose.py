@@ -66,7 +66,6 @@ def sampler_params(
 
     Args:
         sampling: at a temperature above 0.
-        position: of the token in its sequence.
         sharpness: what logits are multiplied with first.
     """
     return SamplerParams(

@@ -68,8 +68,6 @@ class Grammars:
     """Compiles grammars for one tokenizer. May be called from several threads.
 
     Args:
-        tokenizer: the target's, of transformers.
-        vocab_size: the target's.
         stop_token_ids: ids that end a text; the grammar allows them where it is complete.
     """
 

@@ -105,14 +105,7 @@ def continuation(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[
 
 
 class TokenBytes:
-    """Bytes of single tokens inside a text; joined, they are the text's UTF-8.
-
-    Args:
-        tokenizer: the target's, of transformers.
-
-    Attributes:
-        special_ids: ids of special tokens.
-    """
+    """Bytes of single tokens inside a text; joined, they are the text's UTF-8."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

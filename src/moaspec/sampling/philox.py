@@ -55,8 +55,6 @@ def noise_bits(seed: Any, choice: Any, position: Any, token_id: Any) -> Any:
     Args:
         seed: its 64 bits, signed or not.
         choice: see `sampling.noise.uniform`, as the others.
-        position: index of the token.
-        token_id: of the token.
     """
     key = (seed & _MASK, (seed >> 32) & _MASK)
     first, second, _, _ = philox((token_id, position, choice, 0), key)

@@ -106,7 +106,6 @@ def survivors(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
 
     Args:
         scaled_NV: logits divided by the temperature.
-        settings: of each node.
     """
     best_N = scaled_NV.amax(-1)
     threshold_N = torch.full_like(best_N, -torch.finfo(scaled_NV.dtype).max)

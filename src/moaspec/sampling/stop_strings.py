@@ -38,7 +38,6 @@ class StopStrings:
 
     Args:
         strings: non-empty stop strings.
-        tokenizer: the target's, of transformers.
         after: the prompt, which is not searched.
 
     Raises:

@@ -13,7 +13,6 @@ def as_integer(name: str, value: Any, *, high: int | None = None, hint: str = ""
     """A whole number of at least 0; scalars of numpy and torch are taken as well.
 
     Args:
-        name: of the argument, for the message.
         value: what was given. True and False are no numbers.
         high: the largest that is allowed.
         hint: for the message, in parentheses.

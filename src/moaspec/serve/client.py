@@ -22,7 +22,6 @@ class ServedChat:
         key: API key, if the server requires one.
 
     Attributes:
-        model: name of the server's model.
         mode: "local" or "edge".
 
     Raises:
@@ -47,7 +46,6 @@ class ServedChat:
         """Yield the chunks of an answer, with the extension of docs/serve.md.
 
         Args:
-            messages: the conversation.
             provisional: whether to request unverified text too.
             **settings: further fields of the request.
 

@@ -35,7 +35,6 @@ class RequestError(InputError):
         message: the value received, the expected one and the remedy.
         param: the invalid field.
         code: OpenAI's error code, if there is one.
-        status: HTTP status.
     """
 
     def __init__(

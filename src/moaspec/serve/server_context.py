@@ -34,7 +34,6 @@ class ServeSettings:
         names: further names of the model; "*" accepts any name.
         default_max_tokens: limit of chats and responses that set none.
         cors_origins: origins of web pages that may call the endpoints; "*" accepts all.
-        guarded: checks of requests.
         send_timeout_s: maximum time that a client may leave its connection full.
         make_vault: makes the vault of a request's private text; None if text stays on this machine.
     """
@@ -161,13 +160,8 @@ class ServerContext:
         """A job for every choice of every prompt.
 
         Args:
-            request: identifies the client.
-            body: sampling parameters, and the number of choices.
-            prompts: token ids of each prompt.
             max_tokens: limit of each choice, besides the rest of the context.
             logprobs: number of alternatives to report; None reports no log-probabilities.
-            grammar: see `Job`.
-            stop: stop strings.
         """
         sampling = self._sampling(body, logprobs)
         return [

@@ -46,10 +46,8 @@ def serve(
     """Serve until interrupted or terminated.
 
     Args:
-        source: decodes the requests.
         settings: see `ServeSettings`. On a loopback address, other names in the `Host` header are
             refused too.
-        host: address to listen on.
         listener: socket bound to the address; closed at the end.
         ready: called when the server answers requests.
 
@@ -124,10 +122,8 @@ class Server(uvicorn.Server):
     """Uvicorn's server, which lets running answers finish at shutdown.
 
     Args:
-        settings: settings of uvicorn.
         source: decodes the requests. Closed after `grace_s`, which ends answers with an error.
         grace_s: time that running answers have to finish.
-        ready: called when the server answers requests.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
     """Rows of a data set, fetched as they are asked for.
 
     Args:
-        source: see `HUB`.
         split: where the source names none.
 
     Raises:

@@ -15,10 +15,6 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 def split_address(address: str, *, option: str) -> tuple[str, int]:
     """Split HOST:PORT; IPv6 addresses lose their brackets.
 
-    Args:
-        address: as the user gave it.
-        option: what the message names.
-
     Raises:
         InputError: it is not HOST:PORT.
     """
@@ -34,9 +30,7 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """A socket bound to an address, not listening yet.
 
     Args:
-        host: name or address.
         port: 0 takes a free one.
-        option: what the message names.
 
     Raises:
         InputError: the address cannot be used.
@@ -63,7 +57,6 @@ def held(host: str, ports: dict[str, int | None]) -> Iterator[None]:
     """Hold ports while a model loads, for servers that bind by themselves afterwards.
 
     Args:
-        host: name or address.
         ports: by option; None and 0 need nothing.
 
     Raises:

@@ -77,7 +77,6 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
     Args:
         model: as it was loaded; its weights change.
         directory: of the adapter.
-        name: how messages call the model.
 
     Raises:
         InputError: see `read_adapter`; or it was made for another model, leaves weights of the

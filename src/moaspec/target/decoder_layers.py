@@ -119,11 +119,7 @@ class DecoderLayers:
         """The last `num` layers and the final norm.
 
         Args:
-            states_BTE: input of the first of them.
             shared: arguments of all layers of a type, by type.
-            write: see `Target.run`.
-            num: how many.
-            watch: see `Target.run`.
         """
         cache = {self._cache_argument: KVCapture(write)}
         for index in range(len(self.types) - num, len(self.types)):
@@ -141,7 +137,6 @@ class LMHead:
     """Logits in float32, soft-capped where the model's are.
 
     Args:
-        linear: transformers' LM head.
         cap: of the logits, or None.
         scale: of the logits, before the cap.
     """

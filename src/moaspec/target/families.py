@@ -169,9 +169,7 @@ def layer_masks(
 
     Args:
         kinds: FULL or SLIDING, of all layers.
-        window: of SLIDING layers.
         mask_B1TS: of FULL layers.
-        position_ids_BT: of the tokens.
     """
     masks = {FULL: mask_B1TS}
     if SLIDING in kinds:
@@ -183,12 +181,7 @@ def layer_masks(
 
 
 class RotaryEmbeddings:
-    """Cosines and sines of each layer type, as the model's own module computes them.
-
-    Args:
-        module: the model's rotary module.
-        config: the model's config.
-    """
+    """Cosines and sines of each layer type, as the model's own module computes them."""
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module, self.parameters = module, rope_by_type(config)

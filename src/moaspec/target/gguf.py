@@ -110,9 +110,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds.
 
     Args:
-        name: how messages call the target.
         gguf: the file, or its first part.
-        key: name of the directory.
         remedy: what to do where the file is damaged.
 
     Raises:

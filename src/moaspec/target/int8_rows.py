@@ -53,7 +53,6 @@ class Int8Embedding(_Int8Rows):
     Args:
         rows_RI: (V, E) int8.
         scale_R: (V,).
-        dtype: of the embeddings.
         factor: what a family multiplies its embeddings with (Gemma).
     """
 
@@ -74,7 +73,6 @@ class Int8Linear(_Int8Rows):
     Args:
         rows_RI: (R, I) int8.
         scale_R: (R,).
-        dtype: of inputs and outputs.
         bias: (R,), or None.
     """
 

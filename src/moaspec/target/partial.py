@@ -76,11 +76,8 @@ class PartialTarget(Target):
     Args:
         config: transformers' config of the whole target.
         tensors: see `excerpt_tensors`; weights in eight bits where scales are beside them.
-        tokenizer: the target's.
         num_layers: N.
         head_token_ids: which rows of the head there are, None for all.
-        stop_token_ids: ids that end a turn.
-        dtype: to compute in.
         generation_config: the target's; None where it is not known.
 
     Raises:
@@ -139,9 +136,7 @@ class PartialLMHead(LMHead):
     """Some rows of an LM head, or all of them in eight bits.
 
     Args:
-        head: these rows.
-        token_ids: their ids; None for all.
-        name: of the target, for messages.
+        token_ids: of the rows that there are; None for all.
     """
 
     def __init__(self, head: LMHead, token_ids: Tensor | None, name: str) -> None:

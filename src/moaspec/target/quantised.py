@@ -29,7 +29,6 @@ def prepare_config(config: Any, name: str) -> None:
 
     Args:
         config: of the model, before it is loaded.
-        name: how messages call the model.
 
     Raises:
         UnsupportedTargetError: a method whose weights cannot be widened.

@@ -58,12 +58,8 @@ def read_target(
     """Load a target as transformers loads it.
 
     Args:
-        name: see `moaspec.load_target`.
         dtype: "float32", "bfloat16" or "float16".
-        device: see `moaspec.load_target`.
         quantize: what the caller will round its weights to.
-        adapter: see `moaspec.load_target`.
-        generation_config: see `moaspec.load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -85,11 +81,6 @@ def read_skeleton(
     name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
 ) -> Target:
     """Read a target without its weights: its model lies on the meta device.
-
-    Args:
-        name: see `moaspec.load_target`.
-        dtype: see `read_target`.
-        generation_config: see `moaspec.load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -126,10 +117,8 @@ def target_facts(
     """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
-        name: see `moaspec.load_target`.
         dtype: that it will run in.
         device: that it will run on.
-        generation_config: see `moaspec.load_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -185,7 +174,6 @@ def require_dtype(dtype: str, *others: str) -> None:
     """Refuse a name that is no dtype of a target.
 
     Args:
-        dtype: the name.
         others: further names that the caller takes, for the message.
 
     Raises:

@@ -38,7 +38,6 @@ def require_rope(config: Mapping[str, Any], name: str) -> None:
 
     Args:
         config: what `config.json` holds.
-        name: of the model, for the message.
 
     Raises:
         UnknownModelError: names the field, what it is and what it must be.

@@ -144,8 +144,7 @@ def identity_of(
     """The record of a target in its drafters' checkpoints.
 
     Args:
-        config: the target's transformers config.
-        tokenizer: its tokenizer; None where it is not known, and then not compared.
+        tokenizer: the target's; None where it is not known, and then not compared.
         shape: a target that knows its keys and values better than its config says.
     """
     facts = shape or TargetSpec(config, None, name="", dtype=None)

@@ -43,16 +43,7 @@ def write_card(
     *,
     tau: float | None = None,
 ) -> None:
-    """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results.
-
-    Args:
-        directory: of the checkpoint.
-        student: that was trained.
-        config: of the run.
-        facts: that the checkpoint has.
-        rows: of the run's log.
-        tau: see `decoded_tau`.
-    """
+    """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results."""
     measured = [row for row in rows if row.get("held_out_accuracy")]
     ids, target = student.draft_token_ids, student.target
     source = _TEMPLATE.read_text(encoding="utf-8")
@@ -90,8 +81,6 @@ def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]
     The chains are as long as those of simulated tau. The first prompts are decoded.
 
     Args:
-        directory: of the checkpoint.
-        target: that it drafts for.
         prompts: token ids; a prompt that leaves too little of the context is left out.
 
     Returns:

@@ -104,7 +104,6 @@ class ParallelStrategy:
     """A drafter and its optimiser, distributed over the processes: `none` (DDP) and `fsdp`.
 
     Args:
-        accelerator: of the run's processes.
         module: the drafter.
         model: the wrapped module to call for a training pass.
         *optimizers: over this process's shard, each of other parameters.

@@ -79,7 +79,6 @@ class GPUs:
     """The GPUs of a plan.
 
     Attributes:
-        name: of one of `GPUS`.
         count: as many processes.
     """
 
@@ -105,7 +104,6 @@ class Plan:
 
     Attributes:
         parameters: trainable ones, by part of the drafter.
-        target_parameters: of the target.
         cache_bytes_per_token: on disk, by the setting that keeps them.
         data_tokens: of all examples, or None where no data was read.
         cache_bytes: of all examples on disk, by setting; empty where no data was read.
@@ -114,10 +112,8 @@ class Plan:
         memory: of a process, by what takes it, on the device that trains.
         host_memory: of a process that trains on a GPU, while it loads the target or saves a state.
         pass_tokens: at most, with pads.
-        steps: of the optimiser.
         read_tokens: that they read in all; at most, where no data was read.
         loss_tokens: those with loss; at most, where no data was read.
-        operations: of the run.
         problems: see `moaspec.generation.destinations`.
     """
 
@@ -158,9 +154,7 @@ def make_plan(
 
     Args:
         target: may lie on the meta device.
-        config: of the run.
         examples: its data, if it was read.
-        processes: that train together.
 
     Raises:
         InputError, ShapeError: the run cannot be trained; the message says why.
@@ -367,8 +361,6 @@ def _operations(
 
     Args:
         target: may lie on the meta device.
-        module: the drafter.
-        config: of the run.
         read: tokens that its steps read.
         share: the part of these with loss.
         data: tokens of all examples; 0 where they are not known.

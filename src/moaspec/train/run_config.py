@@ -334,7 +334,6 @@ def _widest(sizes: DrafterSizes, make: Callable[[DrafterSizes], torch.nn.Module]
     """The sizes with MLP widths that keep to `sizes.parameters`; without it, unchanged.
 
     Args:
-        sizes: of a drafter.
         make: builds a drafter of these sizes; its parameters are linear in the widths.
 
     Raises:

@@ -18,7 +18,6 @@ class StepMetrics:
     """Metrics of one optimiser step.
 
     Attributes:
-        step: steps done.
         tokens: tokens with loss so far.
         tokens_per_s: tokens with loss per second, in this step.
         loss, feature, kl: means over the step's tokens (and over exits).

@@ -71,9 +71,7 @@ class Trainer:
     """Trains one drafter; resumes exactly from the last state in `config.output`.
 
     Args:
-        target: the frozen target, on this process's device.
         examples: training data; the first `held_out` after a seeded shuffle are held out.
-        config: of the run.
         accelerator: of the run's processes; None creates it.
 
     Raises:

@@ -27,7 +27,6 @@ class StateFiles:
     """The saved states of one run.
 
     Args:
-        directory: of the states.
         shard_bytes: largest file; 0 for no limit. Larger tensors are split along their first axis.
     """
 

@@ -29,7 +29,6 @@ class PagedLayer:
     Args:
         config: sizes of the layer. Every rank holds all heads.
         prefix: vLLM's name of the layer, with exactly one number in it.
-        cache_config: vLLM's cache configuration.
     """
 
     def __init__(self, config: LayerConfig, *, prefix: str, cache_config: Any) -> None:
@@ -72,7 +71,6 @@ class PagedAttend:
     """Attention of one layer in one draft step: a `SelfAttend` or a `CrossAttend`.
 
     Attributes:
-        layer: the layer whose keys and values are read.
         metadata: vLLM's attention metadata for one query per request.
         slots_N: slots where SA stores the new tokens' keys and values first; None for CA.
     """
@@ -109,7 +107,6 @@ class CacheGroup:
 
     Args:
         runner: vLLM's model runner, its caches allocated.
-        layer: a layer of the group.
     """
 
     def __init__(self, runner: Any, layer: PagedLayer) -> None:
@@ -148,7 +145,6 @@ class CacheGroup:
 
         Args:
             rows_R: batch indices of the requests, in order.
-            num_reqs: number of requests in the batch.
         """
         count, table_RM = len(rows_R), self.table.get_device_tensor(num_reqs)
         if count < num_reqs:

@@ -17,9 +17,6 @@ from moaspec.vllm_plugin.refusals import check_settings
 class CustomProposer:
     """A custom class of vLLM's that `MoAWorker` connects to the model runner.
 
-    Args:
-        vllm_config: vLLM's whole configuration.
-
     Raises:
         ServingError: this vLLM version or one of its settings is not supported.
         UnsupportedTargetError: the target's keys and values cannot be captured.

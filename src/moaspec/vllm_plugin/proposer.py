@@ -61,9 +61,6 @@ class VLLMMoAProposer(CustomProposer):
     vLLM constructs it, passes it the target (`load_model`) and calls `propose` after every step.
     `MoAWorker` calls `start` and `finish_step`.
 
-    Args:
-        vllm_config: vLLM's whole configuration.
-
     Raises:
         ServingError: this vLLM version or one of its settings is not supported.
         UnsupportedTargetError: the target's keys and values cannot be captured.

@@ -42,7 +42,6 @@ class PagedDrafter:
     """A drafter that uses vLLM's caches.
 
     Args:
-        parts: see `DrafterParts`.
         runner: vLLM's model runner, its caches allocated.
     """
 
@@ -104,7 +103,6 @@ class PagedDrafter:
             rows: batch indices of the requests.
             tokens: ids of their newest tokens.
             positions: positions of these, so the number of earlier tokens with activations.
-            depth: length of a chain.
         """
         parts, decoder = self._parts, self._parts.drafter.decoder
         row_R, root_R, position_R = np.array((rows, tokens, positions))

@@ -53,7 +53,6 @@ class DraftHead:
     Without one, the target computes the logits.
 
     Args:
-        target: vLLM's model.
         draft_token_ids: ids of a trimmed draft vocabulary, (W,) int64, or None.
         all_reduce: sums a tensor over ranks.
     """

@@ -61,9 +61,6 @@ class VLLMVerifier:
         options: model, number of rows and lengths.
         encoder: of a drafter, see `remote.server.service.wire_encoder`; None returns no features.
 
-    Attributes:
-        capabilities: properties that devices are told.
-
     Raises:
         ServingError: this vLLM is not supported or does not start.
     """

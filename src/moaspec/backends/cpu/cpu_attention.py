@@ -74,11 +74,7 @@ def attend(
     A token's output has the same bits in any slots, if keys are in the order of their tokens.
 
     Args:
-        query_BHTD: queries.
-        key_BJSD: keys.
-        value_BJSD: values.
         mask: (B or 1, 1, T or 1, S) bool, True: may attend; None: to everything.
-        scale: of the scores.
     """
     B, H, T, D = query_BHTD.shape
     J, S = key_BJSD.shape[1:3]

@@ -36,7 +36,6 @@ class FusedEncoder:
         layer: over the layers of one token.
         projection: of the mean.
         memory: keys and values alone.
-        scale: of the scores.
     """
 
     def __init__(
@@ -87,13 +86,7 @@ class FusedEncoder:
 
 
 class FusedExit:
-    """A norm, a linear layer and a scale, in one call.
-
-    Args:
-        norm: before it.
-        linear: with its bias.
-        scale: of its outputs.
-    """
+    """A norm, a linear layer and a scale, in one call."""
 
     def __init__(self, norm: FusedNorm, linear: Matrix, scale: float) -> None:
         assert linear.inputs == linear.outputs == len(norm.weight_E)
@@ -124,10 +117,7 @@ class TreePart:
     Attributes:
         stack: that has them as its last ones.
         cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
-        sin_TR: sines of them, float32, contiguous.
         slots: of the first of those tokens.
-        num: how many layers.
-        norm: behind the last of them.
     """
 
     stack: FusedStack
@@ -174,7 +164,6 @@ class KernelTree:
         tokens: ids in the target's vocabulary.
         parents: node, -1: the root.
         scores: log-probability of each node's path; with a coupling, that the target chooses it.
-        levels: how many were drafted.
         num_expanded: how many nodes got children.
     """
 
@@ -217,7 +206,6 @@ def draft_tree(
             the target's cache in the slots that they have in SA's, and see the same.
         finished: unread tokens that CA reads, too: the last one, and with `last` those before it of
             which the target's cache has nothing.
-        head: of the drafter.
         names_O: int64, the ids of its outputs.
         embeddings_VE: of all ids, bf16.
         coupling: of a row that samples. Drafts are then those that are left by its filters.

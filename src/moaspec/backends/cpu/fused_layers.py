@@ -33,9 +33,7 @@ class FusedLayer:
             only projects.
         norms: RMSNorm's weights before attention and before the MLP, (E,) bf16.
         head_norms: of queries and of keys, (D,) bf16, or None.
-        eps: of all norms.
         heads: H and J; one is 0 where the first matrix gives queries, or keys and values, alone.
-        head_dim: D.
     """
 
     def __init__(
@@ -95,10 +93,8 @@ class FusedLayer:
         """Rotated queries and keys, and values, (B, T, H + 2 J, D).
 
         Args:
-            x_BTE: what enters the layer.
             cos_BTR: cosines, float32, contiguous, of any axes before R; of T tokens alone where all
                 rows share them.
-            sin_BTR: sines, of the same shape.
         """
         assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
         x_BTE = x_BTE.contiguous()
@@ -146,7 +142,6 @@ class FusedNorm:
 
     Attributes:
         weight_E: bf16; E is a multiple of 16.
-        eps: added to the mean square.
     """
 
     weight_E: Tensor
@@ -182,7 +177,6 @@ class Slots:
 
     Attributes:
         cache: (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers.
-        rows_B: the pass's rows in it.
         starts_B: first slot that each row writes.
         visible: slots that are read, from the first on.
     """
@@ -199,11 +193,6 @@ class FusedStack:
     Args:
         layers: in order; their weights are moved. A layer without keys and values of its own
             attends to the stored ones and stores none.
-        scale: of their scores.
-
-    Attributes:
-        layers: the same.
-        scale: the same.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
@@ -228,13 +217,8 @@ class FusedStack:
         """The last `num` layers and the norm behind them, (B, T, E).
 
         Args:
-            x_BTE: what enters them.
             cos_BTR: cosines of every row, float32, contiguous.
-            sin_BTR: sines of every row, float32, contiguous.
             mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
-            slots: where keys and values are.
-            num: how many layers.
-            norm: behind the last of them.
         """
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
@@ -262,13 +246,9 @@ class Pass:
     """A pass of a stack's last layers, described.
 
     Args:
-        stack: whose.
         tokens: T.
         cos_sin: float32, contiguous, (..., R) each.
         mask_B1TS: see `FusedStack.run`; None: all slots are visible.
-        slots: where keys and values are.
-        num: how many layers.
-        norm: behind the last of them.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class SamplerParams(NamedTuple):
         min_p: 0 for all.
         seed: of the noise, as an int64; the others likewise.
         choice: which of several continuations.
-        position: of the token.
     """
 
     temperature: float
@@ -49,7 +48,6 @@ def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
 
     Args:
         logits_NV: float32, on the CPU.
-        samplers: one per node.
     """
     assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
@@ -77,9 +75,6 @@ def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) 
 
     Args:
         seed: int64; the arguments broadcast.
-        choice: int64.
-        position: int64.
-        token_id: int64.
     """
     facts = (seed, choice, position)
     if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside

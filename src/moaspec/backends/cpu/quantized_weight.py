@@ -131,7 +131,6 @@ def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeig
     made up for by those after it, as far as they tell the same. Source: GPTQ, arXiv 2210.17323.
 
     Args:
-        weight_OI: to round.
         moment_II: mean of products of inputs, or None.
     """
     left_IO = weight_OI.float().T.contiguous()

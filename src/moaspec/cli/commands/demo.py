@@ -119,10 +119,6 @@ class Setting:
     """What decodes.
 
     Attributes:
-        target: its texts are written.
-        drafter: proposes tokens.
-        methods: the same for `measure`.
-        prompts: to choose from.
         trusted: loads the target that says which of two texts is right.
         unmeasured: why drafts are not chosen by measured costs; None where they are.
     """
@@ -199,7 +195,6 @@ def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
 
     Args:
         pair_s: seconds of both decodings for a token each.
-        max_new_tokens: what was asked for, if anything was.
     """
     tokens = max_new_tokens or min(
         MAX_TOKENS, max(MIN_TOKENS, int(DECODING_S / (MIN_PROMPTS * pair_s)))

@@ -59,12 +59,7 @@ def info(
 
 
 def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Cut hashes to their start, and other values to the rest of a terminal's line.
-
-    Args:
-        lines: names and values.
-        width: columns of the terminal.
-    """
+    """Cut hashes to their start, and other values to the rest of a terminal's line."""
     room = max(MIN_VALUE, width - GAP - max(len(name) for name, _ in lines))
     return [
         (name, _shortened(value, DIGEST if _HASH.fullmatch(value) else room))

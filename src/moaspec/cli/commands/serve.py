@@ -77,14 +77,7 @@ class HttpOptions:
     def run(
         self, source: TextSource, settings: ServeSettings, listener: socket, *, what: str
     ) -> None:
-        """Serve until Ctrl-C; say where, once the server is ready.
-
-        Args:
-            source: decodes.
-            settings: see `settings`.
-            listener: bound to the address.
-            what: is served, in words.
-        """
+        """Serve until Ctrl-C; say where, once the server is ready."""
         from moaspec.serve.uvicorn_server import LOOPBACK, page_url, serve
 
         url = page_url(self.host, listener.getsockname()[1])

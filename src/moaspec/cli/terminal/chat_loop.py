@@ -23,12 +23,7 @@ HELP = """\
 
 
 class ChatLoop(ABC):
-    """The messages of a conversation and its slash commands.
-
-    Args:
-        settings: of every answer.
-        system: the system prompt, or None.
-    """
+    """The messages of a conversation and its slash commands."""
 
     def __init__(self, settings: GenerateOptions, system: str | None = None) -> None:
         self.settings, self.system = settings, system

@@ -41,10 +41,7 @@ class Pane:
     """One decoding, as it is shown.
 
     Attributes:
-        name: stands above the text.
         pieces: the text, with the source of each piece.
-        effort: the counters.
-        done: whether the text has ended.
     """
 
     name: str
@@ -86,9 +83,6 @@ def frame(
     """Prompt and panes.
 
     Args:
-        prompt: what the model answers.
-        panes: their decodings.
-        screen: what they are drawn for.
         text_rows: the last rows of each text; None shows the whole texts.
     """
     width = _width(screen)
@@ -117,11 +111,6 @@ def show_race(
     """Run two decodings in turns, and show them: redrawn in place, or as lines at the end.
 
     Args:
-        heading: names the prompt.
-        plain: one decoding.
-        speculative: the other one.
-        screen: shows them.
-        stop: whether to end early.
         last: whether the panes stay, instead of making room for the next ones.
 
     Returns:

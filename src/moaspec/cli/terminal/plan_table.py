@@ -22,8 +22,6 @@ def plan_table(plan: Plan, config: TrainConfig, gpus: GPUs | None) -> Table:
     """The plan as a table of two columns.
 
     Args:
-        plan: of the run.
-        config: of the run.
         gpus: that it will train on; None for a CPU.
     """
     rows = [

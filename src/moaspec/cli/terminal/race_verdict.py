@@ -23,9 +23,6 @@ def show_verdict(
     """The verdict, its reason where there was no gain, and what to try next.
 
     Args:
-        races: the decodings.
-        screen: shows it.
-        details: see `try_next`.
         unmeasured: why drafts were not chosen by measured costs; None where they were.
     """
     screen.print()
@@ -96,7 +93,6 @@ def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
     """Two commands to go on with.
 
     Args:
-        name: of this program.
         gained: whether speculation was faster; where it was not, a busy machine may be why.
         details: whether this demo shows its tables already.
     """

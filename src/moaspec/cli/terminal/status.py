@@ -41,8 +41,6 @@ def loading(
     """Show a status line while PyTorch, transformers and then the model are loaded.
 
     Args:
-        what: the name of the model.
-        threads: see `set_threads`.
         quantize: the option, refused before anything is loaded.
         torch: False loads neither PyTorch nor transformers.
 

@@ -35,9 +35,6 @@ class Table:
     """What a command measured or found.
 
     Attributes:
-        headings: one per column.
-        rows: cells, as many as headings.
-        title: stands above the table.
         grouped: neighbouring rows with the same first cell belong together; it is shown once.
     """
 

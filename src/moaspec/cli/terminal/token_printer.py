@@ -20,7 +20,6 @@ class TokenPrinter:
     """Prints verified tokens; accepted drafts have another style than the target's own tokens.
 
     Args:
-        target: its tokenizer decodes the tokens.
         after: the tokens before the text, where it continues them.
     """
 

@@ -26,8 +26,6 @@ class WritingProgress(ProgressBar):
     """A progress bar of rows with tokens per second; ends the run inside `stoppable`.
 
     Args:
-        name: of the rows.
-        total: number of rows.
         seconds: time limit; None for no limit. At least one conversation is finished first, so
             that a run makes progress in any time.
     """
@@ -57,8 +55,6 @@ class WritingProgress(ProgressBar):
         """Count tokens and finished conversations, and raise if the run shall stop.
 
         Args:
-            tokens: new ones.
-            finished: conversations.
             done: units of the bar in all; None: each conversation is one more.
         """
         self._tokens += tokens
@@ -77,7 +73,6 @@ class WritingProgress(ProgressBar):
         The first Ctrl-C or SIGTERM and the end of the time let `add` raise.
 
         Args:
-            journal: of the rows.
             finished: the finished conversations of groups under way, by number.
         """
         from moaspec.train.run_failures import explain_failures

@@ -166,7 +166,6 @@ def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
     """The form that a chat template asks for.
 
     Args:
-        template: its source.
         vocabulary: tokens that were added to the tokenizer's, for a template that writes no calls.
     """
     for form in _FORMS:

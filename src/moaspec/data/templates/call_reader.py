@@ -45,7 +45,6 @@ class CallReader:
     """Splits a growing text into content and tool calls.
 
     Args:
-        form: how calls are written.
         functions: that exist, by name, with the schemas of their arguments. Calls of others are
             taken for text.
         parallel: whether there may be several calls; else those after the first are left out.
@@ -70,7 +69,6 @@ class CallReader:
         """Add text; return content that is certain now, and calls that are complete now.
 
         Args:
-            text: the continuation of the text so far.
             last: nothing comes after it.
         """
         self._buffer += text

@@ -215,11 +215,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 
 
 class PythonScanner(BracketScanner):
-    """Finds the end of a list of calls: `[weather(city="Paris"), time()]`, as Llama 4 writes them.
-
-    Args:
-        names: of the functions.
-    """
+    """Finds the end of a list of calls as Llama 4 has them: `[weather(city="Paris"), time()]`."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__("\"'")

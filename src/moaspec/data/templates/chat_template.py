@@ -46,7 +46,6 @@ class PreparedMessages:
     Attributes:
         messages: in the template's own form.
         variables: further variables of the template; tools are among them where it reads them.
-        source: of the template.
     """
 
     messages: tuple[Message, ...]
@@ -59,7 +58,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: of transformers, whose methods are not typed; or None.
-        name: of the target, for messages of errors.
     """
 
     def __init__(self, tokenizer: Any, name: str = "the target") -> None:
@@ -170,8 +168,6 @@ class ChatTemplate:
         """Render the first `stop` messages, or all.
 
         Args:
-            prepared: by this template.
-            stop: how many messages.
             **how: `add_generation_prompt` and `continue_final_message`.
 
         Raises:

@@ -49,8 +49,6 @@ class TemplateTraits:
     A template that refuses even a single question has every trait, so that its own error is seen.
 
     Args:
-        render: renders with the template.
-        source: of the template.
         vocabulary: tokens that were added to the tokenizer's.
     """
 

@@ -45,7 +45,6 @@ class CheckedText(Equality):
     Attributes:
         setting, method, prompt: how it was decoded, and the prompt's number.
         batch: "alone", or in a "ragged" batch with other prompts and settings.
-        num_tokens: length of the text.
     """
 
     setting: str
@@ -80,13 +79,9 @@ class Check:
     """A check of one target and drafter.
 
     Args:
-        target: to check.
-        prompts: token ids.
         drafter: to check; None checks without trained and random drafters.
         stock: the target as transformers loads it, for the trusted passes and its own `generate`;
             None takes `target`.
-        max_new_tokens: of each text.
-        seeds: of the sampled texts.
         alone: number of prompts that are also decoded alone.
     """
 

@@ -88,10 +88,8 @@ class AuditedText:
     """A decoded text with the result of trusted passes.
 
     Attributes:
-        token_ids: generated ids.
         gaps: for each token, the smallest change of logits that makes it the choice of seeded
             sampling: 0 for the choice itself, infinite if there is none.
-        limit: largest gap that rounding explains.
         wrong_end: why the end of the text is wrong, or "".
     """
 
@@ -114,10 +112,7 @@ def audit(
 
     Args:
         target: its `model` is trusted; not packed, unless it is in float32.
-        prompt_ids: of the text.
-        token_ids: generated ids.
         sampling: parameters of the text, with a seed if it was sampled.
-        max_new_tokens: of the request.
         stop_token_ids: ids that end a text; None takes the target's own.
 
     Raises:

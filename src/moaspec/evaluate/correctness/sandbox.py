@@ -35,7 +35,6 @@ class Trial:
 
     Attributes:
         code: source text that defines the function; not trusted.
-        function: its name.
         tests: source text that defines `check`, which takes the function.
         setup: source text that the tests need to run before them.
     """
@@ -56,7 +55,6 @@ def passes(
     environment, and cannot start processes or threads.
 
     Args:
-        trial: function and tests.
         timeout_s: seconds of processor time; `START_S` more by the clock.
         memory_bytes: address space of each process.
         unsafe: run without a sandbox if there is none.

@@ -235,7 +235,6 @@ def bootstrap(value: float, number: int, resample: Callable[[Array], Array]) -> 
     """The percentile interval of a figure over conversations.
 
     Args:
-        value: the figure.
         number: of conversations.
         resample: from counts (R, `number`) of each conversation in each resample to figures (R,).
     """

@@ -73,7 +73,6 @@ def write_markdown(results: Path, path: Path) -> None:
     """Write tables and plots into a Markdown file; the plots are files in a directory beside it.
 
     Args:
-        results: directory with `report.json`.
         path: the file. If it has the lines `BEGIN` and `END`, a short version replaces the text
             between them; otherwise the whole file is written.
 

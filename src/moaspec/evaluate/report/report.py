@@ -93,7 +93,6 @@ class Report:
     """Outcomes of a run.
 
     Attributes:
-        outcomes: one per method.
         baseline: name of the method that speed-ups refer to.
         batch: prompts decoded together by timed methods.
         skipped: turns that do not fit into the target's context.

@@ -90,7 +90,6 @@ def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -
     """Load a baseline drafter in evaluation mode, weights in the stored dtype.
 
     Args:
-        directory: the checkpoint.
         target: identity of the target that it will draft for; None does not compare it.
 
     Raises:

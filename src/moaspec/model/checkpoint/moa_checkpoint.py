@@ -67,7 +67,6 @@ def save_drafter(
     """Write a checkpoint that `load_checkpoint` reads back.
 
     Args:
-        drafter: what to save.
         directory: created when missing; an existing checkpoint in it is replaced.
         dtype: dtype of the stored weights; None keeps them as they are.
         training: facts about the training run, stored as they are.
@@ -113,8 +112,6 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     """Load a drafter for a target.
 
     Args:
-        directory: the checkpoint.
-        target: identity of the target that it will draft for.
         context: the target's transformers config; fills what published checkpoints do not record.
 
     Returns:

@@ -33,10 +33,8 @@ def save_published(
     """Write a checkpoint as the authors publish them.
 
     Args:
-        drafter: what to save.
         directory: created when missing; a checkpoint in it is replaced.
         form: "raw", whose config is the target's own, or "vllm", the authors' converted form.
-        target: the target's identity.
         context: the target's transformers config.
 
     Raises:

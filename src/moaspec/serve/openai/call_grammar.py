@@ -34,10 +34,7 @@ def call_grammar(
     """Make a grammar, in llguidance's Lark, of texts with well-formed calls.
 
     Args:
-        form: syntax of calls.
-        tools: callable tools.
         forced: whether the text consists of calls only; else calls may follow any text.
-        parallel: whether several calls are allowed.
         special: ids of the marks that are special tokens.
 
     Raises:

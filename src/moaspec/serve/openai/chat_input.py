@@ -34,8 +34,6 @@ class ChatInput:
         choice: "none", "auto", "required", or the name of the tool to call.
         parallel: whether several calls are allowed; None: if the chat template supports them.
         schema: JSON schema of the answer; None allows any text.
-        variables: variables of the chat template.
-        stop: stop strings.
         max_tokens: maximum length of the answer; None takes the server's default.
         logprobs: number of alternatives to report; None reports no log-probabilities.
         template_options: see `ChatTemplate.rendered`.

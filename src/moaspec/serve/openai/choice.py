@@ -25,7 +25,6 @@ class Delta:
     """The part that one update adds to a choice.
 
     Attributes:
-        index: index of the choice.
         start: number of characters before the part.
         pieces: tokens with their text.
         text: text without calls.
@@ -51,7 +50,6 @@ class Choice:
     """One choice of an answer, whose job is in decoding.
 
     Attributes:
-        counts: token counts.
         pieces, text, calls: the answer so far.
         finish_reason: set at the end.
     """

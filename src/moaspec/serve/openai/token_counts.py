@@ -15,7 +15,6 @@ class TokenCounts:
     """Counts that every update increases.
 
     Attributes:
-        tokens: generated tokens.
         rounds: target verifications, except that of the prompt.
         emitted: tokens emitted by rounds.
         drafted, accepted: tokens that the drafter proposed, and accepted tokens among them.

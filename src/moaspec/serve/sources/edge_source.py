@@ -65,9 +65,7 @@ class _PooledSession:
     """One session of the pool.
 
     Attributes:
-        session: the session.
         tenant, token_ids: the text that its caches hold, and the text's owner.
-        busy: whether it is decoding.
         used: sequence number of its latest text; the least recently used is replaced first.
     """
 
@@ -88,7 +86,6 @@ class _EventReader:
     """Turns a session's events, which replace the end of a text, into updates, which extend it.
 
     Attributes:
-        job: the job in decoding.
         keep: whether provisional tokens become final without verification after a cut.
         token_ids, sources: the text so far, including provisional tokens.
         num_final: number of tokens that will not change any more.
@@ -136,11 +133,7 @@ class EdgeSource(TextSource):
     """A `TextSource` whose target is on a server.
 
     Args:
-        device: the device's drafter.
-        transport: connects to the server.
-        name: model name in responses.
         options: options of every session, except its tenant.
-        limits: see `EdgeLimits`.
         faults: an emulated link that the page may cut; None for a real link.
         server_only: decodes jobs without speculation and log-probabilities; None drafts for all
             jobs, which changes no text.

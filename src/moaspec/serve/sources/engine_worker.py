@@ -60,7 +60,6 @@ class QueuedJob:
     """A job that waits or is decoded.
 
     Attributes:
-        job: the text to generate.
         report: receives updates, or the exception that ended the job.
         handle: the engine's handle; None while it waits.
         result: the engine's result so far.
@@ -99,9 +98,6 @@ class EngineWorker:
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
         client_rows: jobs of a client that take part in every step, however few the others have.
-        shaping: draft policy.
-        stop_token_ids: ids that end a row.
-        limits: see `WorkerLimits`.
     """
 
     def __init__(

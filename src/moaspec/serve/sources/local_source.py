@@ -32,7 +32,6 @@ class LocalSource(TextSource):
     """A `TextSource` whose target and drafter are in this process.
 
     Args:
-        target: the target model.
         drafter: proposes tokens; None decodes plainly.
         name: model name in responses; None takes the target's name.
         shaping: draft policy, with the drafter's N.

@@ -34,9 +34,6 @@ class Job:
 
     Attributes:
         prompt_ids: at least one token id.
-        max_new_tokens: maximum number of generated tokens.
-        stop: strings that end the text.
-        sampling: how tokens are chosen.
         grammar: grammar of the text, see `sampling.grammar`; None allows any text.
         speculation: whether to draft; False decodes plainly.
         provisional: whether to report text that is not verified yet.
@@ -82,7 +79,6 @@ class Update:
         provisional: all unverified tokens after the final text.
         stop_reason: set on the last update.
         num_reused_tokens: prompt tokens found in a cache.
-        seed: seed of sampling.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -18,7 +18,6 @@ class Piece:
 
     Attributes:
         text: see `docs/serve.md`. All pieces joined are the text.
-        token_id: the token.
         source: proposer of the token.
         hidden: whether the token is not part of the text: a special or final token.
         logprob, top_logprobs: log-probabilities, if requested.
@@ -40,8 +39,6 @@ class TextWriter:
     A stop string is not part of the text, so a possible beginning of one is held back.
 
     Args:
-        tokenizer: tokenizer of the target.
-        stop: stop strings.
         after: token ids of the prompt, which the text continues.
         specials: whether special tokens are part of the text; the final one never is.
         hidden: tokens that are not part of the text.

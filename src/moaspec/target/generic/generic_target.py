@@ -29,11 +29,6 @@ def target_of(
 ) -> Target:
     """A `Target` for a family of `moaspec.target.names`, a `GenericTarget` for other models.
 
-    Args:
-        model: see `Target`.
-        tokenizer: see `Target`.
-        options: of `Target`.
-
     Raises:
         UnsupportedTargetError: says why this model cannot be drafted for.
     """
@@ -64,13 +59,6 @@ class GenericTarget(Target):
 
     Of a multimodal model this is the text part, and `config` is that part's. The model attends by
     the masks of our passes, and otherwise as before; see `moaspec.target.generic.pass_masks`.
-
-    Args:
-        model: a `PreTrainedModel` with an LM head; see `Target`.
-        tokenizer: see `Target`.
-        name: see `Target`.
-        freeze: see `Target`.
-        quantize: see `Target`.
 
     Raises:
         UnsupportedTargetError: says why this model cannot be drafted for.

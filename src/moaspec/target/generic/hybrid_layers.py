@@ -136,7 +136,6 @@ class HybridLayers(GenericLayers):
             Mamba cannot in transformers, and step through these tokens. The self-test finds out.
         steps_differ: whether a step differs from reading by more than rounding: transformers
             limits the time steps of Nemotron-H and Zamba 2 in the one and not in the other.
-        mixers: the parts with states.
     """
 
     def __init__(self, base: Any) -> None:

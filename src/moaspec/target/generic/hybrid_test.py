@@ -28,12 +28,7 @@ TREE, CHAIN = (-1, 0, 0), (-1, 0, 1)
 
 
 class _Text:
-    """Keys, values and states of one text.
-
-    Args:
-        target: runs it.
-        ids_1T: its tokens.
-    """
+    """Keys, values and states of one text."""
 
     def __init__(self, target: GenericTarget, ids_1T: Tensor) -> None:
         self._target, self._ids_1T = target, ids_1T
@@ -87,8 +82,6 @@ def hybrid_distance(
     Also finds out what the layers can do, see `HybridLayers` and `SteppedMixer`.
 
     Args:
-        target: to test.
-        layers: of the target.
         ids_1T: three tokens.
         limit: largest distance that rounding explains.
     """

@@ -36,12 +36,7 @@ NAMES = {"sdpa": "moaspec-sdpa", "eager": "moaspec-eager"}
 
 
 class PassMasks:
-    """The masks of one pass.
-
-    Args:
-        mask_B1TS: see `Target.run`.
-        position_ids_BT: see `Target.run`.
-    """
+    """The masks of one pass."""
 
     def __init__(self, mask_B1TS: Tensor | None, position_ids_BT: Tensor) -> None:
         self._given, self._position_ids_BT = mask_B1TS, position_ids_BT

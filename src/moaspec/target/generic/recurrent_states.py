@@ -138,13 +138,7 @@ class StepPass:
         self._states: dict[int, dict[tuple[int, int], LayerState]] = {}
 
     def run(self, layer: int, mixer: Mixer, hidden_BTE: Tensor) -> Tensor:
-        """Outputs of a layer, (B, T, E); those of pads are 0.
-
-        Args:
-            layer: transformers' index.
-            mixer: of the layer.
-            hidden_BTE: its inputs.
-        """
+        """Outputs of a layer, (B, T, E); those of pads are 0."""
         states = {(i, -1): row.before.get(layer, {}) for i, row in enumerate(self._rows)}
         self._states[layer] = states
         num_rows, num_tokens, width = hidden_BTE.shape
@@ -200,7 +194,6 @@ class StepPass:
         """The states of all layers behind a token, in tensors without those of other tokens.
 
         Args:
-            row: of the pass.
             token: its index in the row.
         """
         return {

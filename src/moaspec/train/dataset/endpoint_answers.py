@@ -63,8 +63,6 @@ class AnswerReader:
         """Token ids and the reason of the end.
 
         Args:
-            prompt_ids: what was continued.
-            answer: of the server.
             limit: number of tokens that was asked for.
 
         Returns:
@@ -81,10 +79,6 @@ class AnswerReader:
 
     def check(self, prompt_ids: Sequence[int], answer: Completion) -> None:
         """Refuse an answer to another prompt, or in tokens of another model.
-
-        Args:
-            prompt_ids: what was continued.
-            answer: of the server.
 
         Raises:
             UnusableAnswerError: it is one.

@@ -142,7 +142,6 @@ class EndpointClient:
     """Asks one server; used inside an event loop.
 
     Args:
-        endpoint: where it is.
         connections: requests under way at once.
         tell: called with a line when the server is waited for.
     """

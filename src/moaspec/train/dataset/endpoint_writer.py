@@ -43,13 +43,11 @@ class EndpointWriter:
 
     Args:
         target: config and tokenizer of the server's model.
-        endpoint: where the server is.
         options: of generation; `batch_size` is the number of requests under way at once.
         advance: called with the progress; what it raises ends the writing.
         tell: called with a line when the server is waited for.
 
     Attributes:
-        target, options: as given.
         dropped: reasons why answers could not be used, and how often.
         finished: see `Writer`.
 
@@ -93,9 +91,6 @@ class EndpointWriter:
 
     def connect(self, prompt_ids: Sequence[int]) -> None:
         """Find out the model's name, how it takes prompts, and whether it gives token ids.
-
-        Args:
-            prompt_ids: any prompt.
 
         Raises:
             ServerError: it cannot be reached, or refuses every form of the prompt.

@@ -79,7 +79,6 @@ class Batch:
         input_ids_BT: int64, pads are 0.
         attention_mask_BT: 1 for real tokens.
         response_BT: bool, response tokens.
-        example_ids: indices of the examples.
     """
 
     input_ids_BT: Tensor
@@ -125,11 +124,8 @@ def epoch_batches(
     """Group an epoch's example ids by similar length into batches, in random order.
 
     Args:
-        examples: of the epoch.
-        batch_size: examples of one batch.
         batch_tokens: if not 0, the largest number of tokens of a batch, pads included, instead of
             `batch_size`. A longer example is a batch of its own.
-        generator: of the order.
     """
     lengths = [len(example) for example in examples]
     order = torch.randperm(len(examples), generator=generator).tolist()
@@ -172,7 +168,6 @@ def frequent_tokens(
     """Ids of a trimmed draft vocabulary: the most frequent response tokens, sorted.
 
     Args:
-        examples: whose response tokens are counted.
         size: number of ids to keep; 0 means no trimming.
         always: ids that are kept in any case, such as stop tokens.
 
@@ -193,7 +188,6 @@ def coverage(examples: Iterable[Example], vocabulary: Tensor | None) -> float | 
     """Share of the response tokens that are in a draft vocabulary; None without responses.
 
     Args:
-        examples: whose response tokens are counted.
         vocabulary: ids, or None for all.
     """
     counts = response_counts(examples)

@@ -25,7 +25,6 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     """The part of the file that is flushed to disk.
 
     Attributes:
-        settings: determine the rows; a resumed run must have the same.
         groups, rows, num_bytes: written so far.
         kept: rows of finished conversations of later groups, by the conversation's number.
     """

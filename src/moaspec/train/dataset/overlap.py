@@ -15,13 +15,7 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Overlap:
-    """A training row that shares a word sequence with a prompt.
-
-    Attributes:
-        where: the training row.
-        against: the prompt.
-        words: the first shared sequence.
-    """
+    """A training row that shares a word sequence with a prompt."""
 
     where: str
     against: str
@@ -47,8 +41,6 @@ def overlaps(
     Args:
         training: rows to search: their messages except system messages, or their decoded token ids.
         against: prompts whose user messages must not occur.
-        size: of the word sequences.
-        decode: token ids to text.
     """
     known: dict[Ngram, str] = {}
     for prompt in against:

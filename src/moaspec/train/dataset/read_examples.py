@@ -34,7 +34,6 @@ def read_examples(
         vocab_size: of the target; larger ids are refused.
         max_length: tokens of one example.
         tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
-        stop_token_ids: ids that end a turn.
         on_malformed: called for each malformed row.
         report: counts columns, files and examples that are not used.
         stopped: called before each row; True ends the reading.

@@ -117,7 +117,6 @@ def with_system_prompts(
         conversations: in a fixed order; conversations in token ids are unchanged.
         prompts: system prompts, drawn uniformly; an empty list changes nothing.
         without: fraction of conversations that get none.
-        seed: of the draw.
     """
     if not prompts:
         return list(conversations)
@@ -243,8 +242,6 @@ def read_answer(
     """An assistant's message, with the calls in it; they have no ids yet.
 
     Args:
-        template: of the target.
-        token_ids: that the target wrote.
         tools: that it was told of, of the normal form.
         stop_token_ids: ids that end a turn; they are no text.
     """

@@ -109,14 +109,8 @@ class ResponseWriter:
     """Decodes groups of conversations with one target.
 
     Args:
-        target: generates the text.
         drafter: for speculative decoding; None decodes plainly.
-        options: of generation.
         stop_token_ids: ids that end a turn; None takes the target's own.
-        advance: called with the progress.
-
-    Attributes:
-        finished: see `Writer`.
     """
 
     def __init__(
@@ -216,8 +210,7 @@ def next_step(
     """Start the task, or resume it, up to its next request or its rows.
 
     Args:
-        task: of a conversation.
-        result: of its last request; None starts it.
+        result: of the task's last request; None starts it.
     """
     try:
         if isinstance(result, DataError):

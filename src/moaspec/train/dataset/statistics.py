@@ -29,7 +29,6 @@ class Statistics:
     """Statistics of a list of examples.
 
     Attributes:
-        examples, responses, tokens, response_tokens: total numbers.
         distinct_tokens: number of different response tokens.
         lengths: tokens of an example, by percentile.
         coverage: fraction of response tokens in a draft vocabulary, by its size.

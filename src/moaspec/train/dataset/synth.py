@@ -73,7 +73,6 @@ class PromptGenerator:
     """Creates tasks that generate user prompts.
 
     Args:
-        target: generates the prompts in its chat template.
         system_prompts: start conversations with none and with each of these in turn.
 
     Raises:
@@ -122,9 +121,6 @@ def synth(
     """Generate `num` different prompts, continuing at the end of the journal.
 
     Args:
-        writer: decodes samples.
-        generator: creates their tasks.
-        journal: of the prompts.
         num: of prompts in the journal.
         max_samples: end after so many samples, those of earlier runs included; None: no limit.
         report: called after each group with (prompts, samples) in all.

@@ -37,7 +37,6 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
     """The target's first layer under Llama's names, further norms folded into its weights.
 
     Args:
-        target: the frozen target.
         batches: examples that tell what the norms do.
 
     Returns:

@@ -62,14 +62,11 @@ def measure_held_out(
     """Measure every exit.
 
     Args:
-        run: the student's pass.
-        examples: all examples.
         ids: of the held-out examples; an empty list gives no metrics.
         batch_size: examples of one pass, over all processes.
         draft_token_ids: the trimmed vocabulary, or None.
         process: rank of this process, and number of processes.
         total: sums a tensor over processes.
-        head: the target's head over its full vocabulary.
     """
     sums: list[Tensor] = []
     by_length = sorted(ids, key=lambda i: len(examples[i]))

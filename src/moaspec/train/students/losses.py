@@ -73,7 +73,6 @@ class LossSums:
     """Sums over queries, which can be added up over batches and processes.
 
     Attributes:
-        total: weighted loss.
         feature: smooth-L1 between states, mean over E.
         kl: divergence between the target's distribution and the drafter's, times the weights of
             `LossWeights.survival`.
@@ -118,8 +117,6 @@ def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = Fals
     """Smooth-L1 (beta 1), mean over E, summed over queries. Source: the paper, section 4.4.
 
     Args:
-        drafted_ME: (M, E).
-        target_ME: (M, E).
         relative: divide both by the root mean square of each target state first.
     """
     if relative:
@@ -257,8 +254,6 @@ def exit_loss(
     """The loss of one exit, holding `chunk` x V logits at a time.
 
     Args:
-        states: of the exit.
-        weights: of the loss terms.
         scale: factor of the summed loss, which makes the step's gradient that of a mean (over
             queries and exits).
         chunk: number of queries whose logits are in memory at once.

@@ -50,7 +50,6 @@ def fit_output(
     """Fit CA's MLP, and every exit, to the target's states, in place.
 
     Args:
-        target: the frozen target.
         drafter: after `warm_start`.
         sample: as for `warm_start`; the passes hold the states before each N's layers.
     """

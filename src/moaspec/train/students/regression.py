@@ -16,8 +16,6 @@ def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:
     """W that minimises |x W - y|^2 + penalty |W|^2, (K, E).
 
     Args:
-        x_NK: inputs.
-        y_NE: outputs.
         strength: the penalty, relative to the sum of squares of an input.
     """
     x, y = x_NK.double(), y_NE.double()

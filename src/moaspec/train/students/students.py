@@ -42,7 +42,6 @@ class StudentOutput:
     """Output of one training pass.
 
     Attributes:
-        exits: states of each exit.
         summary: aggregates and the target's final states of real tokens, (tokens, E) each; None for
             drafters without aggregates.
     """
@@ -55,8 +54,6 @@ class Student(ABC):
     """A drafter in training, as the training loop uses it.
 
     Attributes:
-        module: the drafter.
-        target: that it drafts for.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
         simulates_chain: whether a training pass drafts what a real chain would, so that simulated
@@ -120,8 +117,6 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     """Create a drafter of the kind `config.drafter` with random weights.
 
     Args:
-        target: that it drafts for.
-        config: of the run.
         examples: their response tokens are counted for a trimmed draft vocabulary.
     """
     torch.manual_seed(config.seed)
@@ -201,7 +196,6 @@ class DraftVocabularyHead:
     emulated products are ten times slower; states are not rounded then.
 
     Args:
-        target: the frozen target.
         token_ids: the draft vocabulary; None for the full one.
     """
 
@@ -225,11 +219,7 @@ class MoAStudent(Student):
     """A Mixture-of-Attentions drafter with one or several exits.
 
     Args:
-        target: the frozen target.
-        activations: of the target.
-        config: of the run.
         counted: examples whose response tokens make up a trimmed draft vocabulary.
-        output: directory of the run.
     """
 
     def __init__(

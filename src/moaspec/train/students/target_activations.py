@@ -35,7 +35,6 @@ class ExampleStore:
         directory: of the files; created if missing.
         examples: in a fixed order.
         widths: values per token of each named array.
-        device: of the tensors that are read.
 
     Raises:
         TrainingError: too little disk space; the message says how much is needed.
@@ -112,7 +111,6 @@ def mean_widths(identity: TargetIdentity, before: Collection[int] = ()) -> dict[
     """Values per token that `LayerMeanCache` keeps on disk.
 
     Args:
-        identity: of the target.
         before: each N > 0.
     """
     widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
@@ -182,7 +180,6 @@ class TargetActivations:
     """Passes of the target over examples, cached on disk if there is a directory.
 
     Args:
-        target: the frozen target.
         examples: of all batches, in a fixed order.
         directory: of the cache; each list of examples and target has a subdirectory. None computes
             activations every time.
@@ -253,7 +250,6 @@ class LayerMeanCache:
     Args:
         activations: of the target, inputs of LSA.
         encoder: its LSA must not change while this cache is used.
-        directory: of the cache.
         bf16: compute in bf16, as decoding does, with kernels if available.
     """
 

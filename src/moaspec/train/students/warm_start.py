@@ -75,8 +75,6 @@ def warm_start(
     """Replace random weights by the warm start, in place.
 
     Args:
-        target: the frozen target.
-        drafter: with random weights.
         sample: batches of one example, and the target's passes over them.
 
     Raises:
@@ -109,8 +107,6 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     Logs a warning where SA stays random: it has other parts or sizes, or massive dimensions.
 
     Args:
-        target: the frozen target.
-        drafter: with random weights.
         batches: of one example each; needed to fold norms and to find massive dimensions.
     """
     batches = list(islice(batches, FOLD_EXAMPLES))
@@ -277,8 +273,6 @@ def fit_exits(
     target layers.
 
     Args:
-        target: the frozen target.
-        drafter: with new exits.
         sample: as for `warm_start`; the passes hold the states before each N's layers.
         former_n: the N that the drafter was trained for.
     """
