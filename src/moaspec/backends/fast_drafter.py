@@ -357,7 +357,6 @@ class FastExitAdapter(ExitAdapter):
 
     @classmethod
     def of(cls, adapter: ExitAdapter) -> ExitAdapter:
-        """By a kernel where there is one for its linear layer."""
         matrix, eps = joint_matrix([adapter.linear]), adapter.norm.eps
         if matrix is None or eps is None or matrix.outputs % LANES:
             return adapter

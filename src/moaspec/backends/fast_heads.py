@@ -107,7 +107,6 @@ class FastLMHead(LMHead):
         return head
 
     def best(self, states_NE: Tensor) -> Tensor:
-        """See `LMHead.best`; kernels write no logits."""
         matrix = self._whole.matrix if isinstance(self._whole, PackedHead) else None
         if matrix is None or self.cap is not None or states_NE.requires_grad:
             return super().best(states_NE)

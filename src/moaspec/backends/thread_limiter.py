@@ -45,7 +45,6 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> CpuTimes:
-        """Read them."""
         allowed = _allowed()
         times = [one for i, one in enumerate(psutil.cpu_times(percpu=True)) if i in allowed]
         return cls(

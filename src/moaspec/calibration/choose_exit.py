@@ -33,7 +33,6 @@ class Exit:
 
     @property
     def best_chain(self) -> tuple[int, float] | None:
-        """See `cost_model.best_chain`; None where costs are not known."""
         return None if self.costs is None else best_chain(self.costs, self.prior)
 
     @property

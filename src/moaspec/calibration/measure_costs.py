@@ -250,7 +250,6 @@ class _TargetParts:
         ]
 
     def costs(self) -> CostTable:
-        """Costs of the target alone."""
         costs = CostTable(
             contexts=self._contexts,
             tokens=TOKENS,
@@ -284,7 +283,6 @@ class _DraftParts:
         ]
 
     def added_to(self, costs: CostTable) -> CostTable:
-        """The target's costs with those of drafts."""
         levels = LEVELS - 1
         # Timed twice in each turn, so that a short disturbance counts less.
         root_s = min(part.median_s for part in (self._root, *(one for one, _ in self._grown[:1])))

@@ -54,7 +54,6 @@ class TimedPart:
 
     @property
     def median_s(self) -> float:
-        """Median of the times that count."""
         return statistics.median(self.seconds)
 
 
@@ -116,7 +115,6 @@ class RoundParts:
         return TimedPart(lambda: proposer.propose(rows, shape), self.target.device, behind_a_pass)
 
     def encode(self, num_tokens: int) -> TimedPart:
-        """Encoding `num_tokens` verified tokens."""
         return TimedPart(partial(self._features, num_tokens), self.target.device, self._small_pass)
 
     @property
@@ -154,7 +152,6 @@ class TimedRounds:
         self._rounds: list[tuple[float, Event]] = []
 
     def time(self, *, counts: bool = True) -> None:
-        """Make one round of a new text."""
         parts = self._parts
         if parts.proposer is not None:
             parts.proposer.share_target_cache(self._verifier.cache)

@@ -144,7 +144,6 @@ class DeviceOptions:
         return RemoteOptions(**given)
 
     def vault(self) -> Vault:
-        """A vault that hides private text."""
         from moaspec.privacy.recognisers import default
         from moaspec.privacy.vault import Vault
 

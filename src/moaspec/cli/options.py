@@ -221,7 +221,6 @@ def check_sampling(settings: Mapping[str, Any]) -> None:
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options that are given."""
     from moaspec.sampling.params import SamplingParams
 
     names = {field.name for field in fields(SamplingParams)}

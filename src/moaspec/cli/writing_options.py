@@ -78,7 +78,6 @@ class WritingOptions:
         return options, seconds
 
     def systems(self) -> list[str]:
-        """The system prompts."""
         path = self.system_prompts
         return [] if path is None else read_lines("--system-prompts", path)
 
@@ -88,7 +87,6 @@ class WritingOptions:
         return generation_defaults(self.generation_config)
 
     def load(self) -> tuple[Target, Any]:
-        """The target, and the drafter if one is named."""
         with loading(self.model, self.threads):
             from moaspec.backends.load import load_target
 

@@ -60,7 +60,6 @@ class DataRow:
         return next((key for key in keys if not _is_empty(self._value.get(key))), None)
 
     def names(self) -> str:
-        """Names of all columns."""
         return ", ".join(map(str, self._value)) or "no columns"
 
     def note_keys(self, message: Mapping[str, Any]) -> None:

@@ -48,23 +48,19 @@ class EagleProposer(TreeProposer):
         return list(hidden_1NE[0].split(list(counts)))
 
     def append_features(self, row: int, features: Features) -> None:
-        """Append final states of newly verified tokens."""
         known = self.hidden.get(row)
         self.hidden[row] = features if known is None else torch.cat((known, features))
 
     def rollback(self, row: int, length: int) -> None:
-        """Forget all but a row's first tokens."""
         super().rollback(row, length)
         if row in self.hidden:
             self.hidden[row] = self.hidden[row][:length]
 
     def close(self, row: int) -> None:
-        """Drop all data of a row."""
         super().close(row)
         self.hidden.pop(row, None)
 
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
-        """The head's passes of one round."""
         return _EagleRound(self, rows, shape)
 
 
@@ -111,7 +107,6 @@ class IndependentProposer(TreeProposer):
         self.module, self.packed = module, packed_copy(module)
 
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
-        """The layers' passes of one round."""
         return _IndependentRound(self, rows, shape)
 
 
@@ -119,7 +114,6 @@ class _IndependentRound(DraftRound):
     proposer: IndependentProposer
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
-        """Run all layers over the tokens."""
         module = self.proposer.packed
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
         return module.read(embeddings, batch.position_ids_BT, self._attentions(batch))

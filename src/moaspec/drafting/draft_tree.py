@@ -125,7 +125,6 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> npt.NDArray[np.bool_]:
-        """The `ancestor_matrix` of the parents."""
         return causal(len(self.parents)) if self.is_chain else ancestor_matrix(self.parents)
 
 

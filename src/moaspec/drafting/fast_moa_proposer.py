@@ -41,7 +41,6 @@ class FastMoAProposer(MoAProposer):
         self.text_cache.attend = self.memory.attend = fast_attention
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-        """Packed copies of the drafter and its head."""
         return prepared(drafter, target)
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:

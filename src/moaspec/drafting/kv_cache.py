@@ -82,7 +82,6 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
         return self._data.numel() * self._data.element_size()
 
     @property
@@ -108,7 +107,6 @@ class KVCache:
         self._data = grown
 
     def release(self) -> None:
-        """Free all memory."""
         with torch.inference_mode(mode=False):
             self._data = self._data[:, :, :0, :, :0].clone()
 

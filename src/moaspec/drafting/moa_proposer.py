@@ -68,7 +68,6 @@ class MoAProposer(TreeProposer):
         self.missing: dict[int, set[int]] = {}
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-        """The drafter and the head that run."""
         return drafter, target.draft_head(drafter.draft_token_ids)
 
     def share_target_cache(self, target_cache: KVCache) -> None:
@@ -85,7 +84,6 @@ class MoAProposer(TreeProposer):
         return list(zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True))
 
     def append_features(self, row: int, features: Features) -> None:
-        """Append CA's keys and values of newly verified tokens."""
         self.place(row, self.num_encoded.get(row, 0), features)
 
     def place(
@@ -125,7 +123,6 @@ class MoAProposer(TreeProposer):
             self.missing[row] = {position for position in self.missing[row] if position < length}
 
     def close(self, row: int) -> None:
-        """Drop all data of a row."""
         super().close(row)
         self.num_encoded.pop(row, None)
         self.missing.pop(row, None)
@@ -136,7 +133,6 @@ class MoAProposer(TreeProposer):
         self.memory.release()
 
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
-        """The decoder's passes of one round."""
         return MoADraftRound(self, rows, shape)
 
 
@@ -151,7 +147,6 @@ class MoADraftRound(DraftRound):
         self.missing = [sorted(proposer.missing.get(row, ())) for row in self.cache_rows]
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
-        """Run SA, which stores the tokens' keys and values."""
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
         (attend,) = self._attentions(batch)
         decoder = self.proposer.module.decoder
@@ -160,7 +155,6 @@ class MoADraftRound(DraftRound):
         )
 
     def finish(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> Tensor:
-        """Run CA and the reused target layers."""
         proposer, num = self.proposer, self.proposer.num_target_layers
         decoder = proposer.module.decoder
         attend = self._cross_attend(x_BWE, position_BW, slots)

@@ -167,5 +167,4 @@ class TextProposer(Proposer):
         """Draft below the last of these tokens; at most `shape.total_tokens` nodes."""
 
     def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
-        """Draft for every row."""
         return [self.draft(row.token_ids, shape) for row in rows]

@@ -136,7 +136,6 @@ class TreeProposer(Proposer):
         self.num_read[row] = max(0, min(self.num_read.get(row, 0), length - self.token_offset))
 
     def close(self, row: int) -> None:
-        """Drop all data of a row."""
         self.num_read.pop(row, None)
 
     def release(self) -> None:

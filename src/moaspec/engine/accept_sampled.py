@@ -78,7 +78,6 @@ class _Walk:
 
     @property
     def prefix(self) -> Prefix:
-        """The settings and tokens that the next choice depends on."""
         return Prefix(self.request.sampling, self.text, self.request.prompt_length)
 
     def step(self, token: int) -> bool:

@@ -24,9 +24,7 @@ class HiddenStates:
             self._held[row] = (start, torch.cat((held[: position - start], states_TE)))
 
     def pop(self, row: int) -> Tensor:
-        """All states of a row, (n, E)."""
         return self._held.pop(row)[1]
 
     def clear(self) -> None:
-        """Drop all rows."""
         self._held.clear()

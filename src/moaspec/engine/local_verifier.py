@@ -71,7 +71,6 @@ class PassRow:
 
     @property
     def drafted(self) -> bool:
-        """Whether the row has drafts."""
         return len(self.tokens) > self.num_new
 
 
@@ -102,7 +101,6 @@ class LocalVerifier:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values held."""
         return self.cache.num_bytes
 
     def close(self, row: int) -> None:

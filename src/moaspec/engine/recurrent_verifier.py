@@ -59,7 +59,6 @@ class RecurrentCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys, values and states."""
         return super().num_bytes + sum(num_bytes(state) for _, state in self._states.values())
 
     def length(self, row: int) -> int:
@@ -75,7 +74,6 @@ class RecurrentCache(KVCache):
         return self._states.get(row, (0, {}))[1]
 
     def begin(self, rows: Sequence[StepRow]) -> None:
-        """Set the steps of the next pass."""
         self._steps = StepPass(rows)
 
     def settle(self, rows: Sequence[PassRow]) -> None:
@@ -115,7 +113,6 @@ class RecurrentCache(KVCache):
         return writer
 
     def release(self) -> None:
-        """Free the memory of all rows."""
         super().release()
         self._states.clear()
         self._settled.clear()

@@ -52,7 +52,6 @@ class RequestTable:
 
     @property
     def num_active(self) -> int:
-        """Requests that have not ended."""
         return len(self._active)
 
     def add(
@@ -160,7 +159,6 @@ class RequestTable:
         return request.result
 
     def abort_all(self) -> None:
-        """End every request at once."""
         for handle in list(self._active):
             self.abort(handle)
 
@@ -201,7 +199,6 @@ class RequestTable:
         return next(i for i in range(len(used) + 1) if i not in used)
 
     def _finish(self, request: RequestState, reason: StopReason) -> None:
-        """Move an active request to the ended ones."""
         request.result.stop_reason = reason
         request.result.timing.total_s = time.perf_counter() - request.started_s
         del self._active[request.handle]

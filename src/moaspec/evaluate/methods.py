@@ -63,7 +63,6 @@ class Method:
 
     @property
     def batches(self) -> bool:
-        """Whether the method can decode several prompts together."""
         return True
 
     @property

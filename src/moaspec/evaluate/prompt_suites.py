@@ -202,5 +202,4 @@ def _messages(record: Record) -> tuple[Message, ...]:
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of the first of these columns in a row."""
     return next((row[name] for name in names if name in row), None)

@@ -201,7 +201,6 @@ class QueryOutputProjection(nn.Module):
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=config.o_bias)
 
     def query(self, x_BTE: Tensor, cos_sin: CosSin) -> Tensor:
-        """Rotated queries, (B, H, T, D)."""
         return self.rotated(self.q_proj(x_BTE), cos_sin)
 
     def rotated(self, query_BTX: Tensor, cos_sin: CosSin) -> Tensor:
@@ -289,7 +288,6 @@ class DecoderLayer(AttentionBlock):
         return self.key_value(self.input_layernorm(x_BTE), cos_sin)
 
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
-        """Rotated queries and keys, and values."""
         linears = (self.self_attn.q_proj, self.key_value.k_proj, self.key_value.v_proj)
         query, key, value = normed_products(self.input_layernorm, x_BTE, linears)
         return (

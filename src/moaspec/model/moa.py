@@ -230,11 +230,9 @@ class MoADrafter(BlockTraining):
         return self.encoder.aggregate(kv_BTLK)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's key (after rotary embedding) and value, each (B, C, T, D)."""
         return self.encoder.project_kv(states_BTE, position_ids_BT)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
         self._check_width(kv_BTLK)
         return self.encoder.encode(kv_BTLK, position_ids_BT)
 

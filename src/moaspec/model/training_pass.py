@@ -143,7 +143,6 @@ class LayerFeatures:
         self._kv_BTLHX: Tensor | None = None
 
     def write(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
-        """Store one layer's keys and values."""
         if self._kv_BTLHX is None:
             rows, heads, tokens, size = key_BHTD.shape
             shape = (rows, tokens, self._num_layers, heads, 2 * size)

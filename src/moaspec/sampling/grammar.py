@@ -114,7 +114,6 @@ class Grammars:
         return self._checked(LLMatcher.grammar_from_lark(text))
 
     def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
-        """The logits processor of one text."""
         return GrammarProcessor(grammar, self._compiled(grammar).deep_copy(), prompt_length)
 
     def _checked(self, grammar: str) -> str:

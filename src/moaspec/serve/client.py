@@ -70,7 +70,6 @@ class ServedChat:
             raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
 
     def close(self) -> None:
-        """Close the HTTP connection."""
         self._http.close()
 
     def _about(self) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class Metrics:
             self._total.observe(time.perf_counter() - counts.started_s)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, description: str) -> Histogram:

@@ -63,7 +63,6 @@ class ServerContext:
 
     @property
     def facts(self) -> SourceFacts:
-        """Properties of the model."""
         return self.source.facts
 
     def check(self, body: GenerationRequest) -> None:
@@ -72,7 +71,6 @@ class ServerContext:
         refuse_unsupported(body)
 
     def check_model(self, name: str) -> None:
-        """Refuse the names of other models."""
         names = (self.facts.name, *self.settings.names)
         if name not in names and "*" not in names:
             raise RequestError(
@@ -106,18 +104,15 @@ class ServerContext:
         return self.facts.target.max_positions * self.facts.longest_token
 
     def redactor(self) -> RequestRedactor:
-        """A new redactor for the private text of one request."""
         return RequestRedactor(self.settings.make_vault, self.max_characters)
 
     def normal(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Normalise messages of OpenAI's format."""
         try:
             return normal_messages(messages)
         except MalformedError as error:
             raise RequestError(f"The conversation cannot be read: {error}") from error
 
     def prompt(self, chat: ChatInput) -> list[int]:
-        """Token ids of a conversation."""
         template, variables = self.template, chat.variables or {}
         if not template.exists:
             raise InputError(

@@ -88,17 +88,14 @@ class HeadDeadline(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Handle data, then restart or stop the deadline."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadline of a closed connection."""
         self._stop()
         super().connection_lost(exc)
 
     def _num_same_address(self) -> int:
-        """Number of connections from the same address."""
         if self.client is None:
             return 1
         clients = [getattr(connection, "client", None) for connection in self.connections]
@@ -140,7 +137,6 @@ class Server(uvicorn.Server):
         self._returning: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the server and call `ready`."""
         await super().startup(sockets)
         self._returning = asyncio.create_task(return_memory_forever())
         if self.started:

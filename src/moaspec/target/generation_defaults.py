@@ -72,7 +72,6 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, config: GenerationConfig | None, vocab_size: int) -> GenerationDefaults:
-        """Read a model's `GenerationConfig`."""
         if config is None:
             return cls()
         rules = _rules(config)

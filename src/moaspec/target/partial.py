@@ -117,7 +117,6 @@ class PartialTarget(Target):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return next(iter((*self.model.parameters(), *self.model.buffers()))).device
 
     def run(self, *_: Any, **__: Any) -> NoReturn:

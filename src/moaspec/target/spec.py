@@ -64,7 +64,6 @@ class TargetSpec:
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values are."""
         return self._device
 
     @cached_property
@@ -129,7 +128,6 @@ class TargetSpec:
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """The defaults of its `generation_config.json`."""
         return GenerationDefaults.of(self._generation_config, self.vocab_size)
 
     @cached_property

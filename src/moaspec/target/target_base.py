@@ -41,7 +41,6 @@ class TargetBase(TargetSpec):
     threads: ThreadLimit | None
 
     def run(self, *args: Any, **options: Any) -> Tensor:
-        """One pass through all layers, see `Target.run`."""
         raise NotImplementedError
 
     @property

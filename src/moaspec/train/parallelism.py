@@ -196,7 +196,6 @@ class ParallelStrategy:
         return self._of[parameter].state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
-        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
         self._of[parameter].state[parameter] = {
             kind: _place_like(value, parameter) for kind, value in moments.items()
         }

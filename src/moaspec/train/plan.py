@@ -135,7 +135,6 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters of all parts."""
         return sum(self.parameters.values())
 
     def hours(self, gpus: GPUs) -> float:

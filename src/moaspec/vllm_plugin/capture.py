@@ -97,7 +97,6 @@ class VLLMCapture:
 
     @property
     def device(self) -> torch.device:
-        """Device of the buffer."""
         return self.staged_NLGK.device
 
     def __len__(self) -> int:

@@ -46,7 +46,6 @@ class CustomProposer:
         """Called by the worker at the end of each step."""
 
     def empty_like_target(self, target: Any) -> torch.Tensor:
-        """An empty tensor with the target's dtype and device."""
         dtype = self.vllm_config.model_config.dtype
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 

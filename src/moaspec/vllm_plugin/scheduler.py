@@ -33,7 +33,6 @@ class MoAScheduler(Scheduler):
         self.wanted: set[str] | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule the next step."""
         if self.wanted is None:
             return super().schedule(*args, **kwargs)
         waiting = [request for request in self.running if request.request_id not in self.wanted]

@@ -46,13 +46,11 @@ class VLLMServeSettings:
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`."""
         own = {"drafter": self.drafter}
         return _arguments(self.model, PROPOSER, self.num_speculative_tokens, own)
 
     @property
     def command(self) -> list[str]:
-        """The `vllm serve` command, word by word."""
         arguments = self.engine_arguments
         command = ["vllm", "serve", arguments.pop("model")]
         for name, value in arguments.items():
@@ -102,7 +100,6 @@ class VLLMVerifierSettings:
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.EngineArgs`."""
         return {
             **_arguments(self.model, SAMPLER, self.max_drafted, {"features": self.features}),
             "dtype": self.dtype,

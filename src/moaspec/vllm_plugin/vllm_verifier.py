@@ -85,7 +85,6 @@ class VLLMVerifier:
 
     @property
     def _cache_tokens(self) -> int:
-        """Number of tokens that vLLM's cache holds."""
         return int(self._scheduler.cache_config.num_gpu_blocks) * BLOCK_TOKENS
 
     def _require_room(self) -> None:
@@ -103,7 +102,6 @@ class VLLMVerifier:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that vLLM holds."""
         held = self._scheduler.kv_cache_manager.usage * self._cache_tokens
         return round(held) * self._options.token_bytes
 
@@ -117,7 +115,6 @@ class VLLMVerifier:
         self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Shut vLLM's engine down."""
         self._engine.engine_core.shutdown()
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
@@ -159,7 +156,6 @@ class VLLMVerifier:
         ]
 
     def _schedule(self, request: VerifyRequest, chain: Sequence[int]) -> PendingVerification:
-        """Make vLLM's next steps run this request."""
         row = self._rows.setdefault(request.cache_row, _RequestRow())
         text = [*row.text[: request.num_verified], *request.new_tokens]
         continues = row.request_id is not None and text == row.text and not request.text_length
@@ -175,7 +171,6 @@ class VLLMVerifier:
         return pending
 
     def _submit(self, row: _RequestRow, request: VerifyRequest, text: list[int]) -> None:
-        """Submit a row's text to vLLM as a new request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

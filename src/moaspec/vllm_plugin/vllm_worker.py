@@ -24,7 +24,6 @@ class MoAWorker(PlatformWorker):
         return proposer if isinstance(proposer, CustomProposer) else None
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate caches, then give the proposer the model runner."""
         super().initialize_from_config(*args, **kwargs)
         if self._proposer is not None:
             self._proposer.start(self.model_runner)

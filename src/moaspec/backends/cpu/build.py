@@ -177,7 +177,6 @@ def _compiled() -> Path:
 
 
 def _compiled_for(name: str) -> Path:
-    """The library for one of `INSTRUCTIONS`."""
     flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
     final = _library_file(flags, compiler)
     if final.exists():

@@ -96,7 +96,6 @@ class FusedExit:
         )
 
     def run(self, x: Tensor) -> Tensor:
-        """Of x's shape, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         width = self._parts[1].outputs
         assert x.shape[-1] == width

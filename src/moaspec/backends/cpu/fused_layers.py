@@ -65,7 +65,6 @@ class FusedLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its matrices."""
         return sum(matrix.num_bytes for matrix in self.matrices)
 
     def move(self, room: Tensor) -> None:
@@ -152,7 +151,6 @@ class FusedNorm:
         assert len(self.weight_E) % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of x's shape, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == len(self.weight_E)
         x = x.contiguous()

@@ -78,7 +78,6 @@ class Matrix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all panels."""
         return self._panels.nbytes
 
     def move(self, room: Tensor) -> None:
@@ -94,7 +93,6 @@ class Matrix:
 
     @property
     def bits(self) -> int:
-        """Of a weight, as it is kept."""
         return self._bits
 
     @staticmethod

@@ -65,7 +65,6 @@ def chat(
 
 
 def _hold(chat_loop: ChatLoop) -> None:
-    """Run the conversation until the user leaves."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")
@@ -91,7 +90,6 @@ class LocalChat(ChatLoop):
         return conversation_ids(self.session.target, self.conversation(question))
 
     def answer(self, question: str) -> None:
-        """Print the answer as it is decoded, and add the turn."""
         printer = TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
         with deferred_interrupts() as interrupts:
@@ -104,7 +102,6 @@ class LocalChat(ChatLoop):
             self.results.append(result)
 
     def stats(self) -> str:
-        """Describe the last answer and the conversation."""
         if not self.results:
             raise InputError("Nothing has been answered yet.")
         last = self.results[-1]
@@ -118,6 +115,5 @@ class LocalChat(ChatLoop):
         )
 
     def forget(self) -> None:
-        """Forget the answers and the session's caches."""
         self.session.reset()
         self.results = []

@@ -39,7 +39,6 @@ class ServerChat(ChatLoop):
         self._answers: list[dict[str, Any]] = []
 
     def answer(self, question: str) -> None:
-        """Print the answer as it is decoded, and add the turn."""
         printer = _Printer()
         chunks = self._server.stream(
             self.conversation(question), provisional=sys.stdout.isatty(), **_fields(self.settings)
@@ -57,11 +56,9 @@ class ServerChat(ChatLoop):
             self._answers.append(printer.stats)
 
     def close(self) -> None:
-        """Close the connection to the server."""
         self._server.close()
 
     def stats(self) -> str:
-        """Describe the last answer and the conversation."""
         if not self._answers:
             raise InputError("Nothing has been answered yet.")
         last = self._answers[-1]
@@ -72,7 +69,6 @@ class ServerChat(ChatLoop):
         return f"{', '.join(parts)}\nconversation: {len(self._answers)} answers"
 
     def forget(self) -> None:
-        """Forget the answers and the session's caches."""
         self._answers = []
 
 
@@ -85,7 +81,6 @@ class _Printer:
         self._shown = 0  # provisional tokens on the screen
 
     def show(self, chunk: dict[str, Any]) -> None:
-        """Print what is new."""
         for choice in chunk["choices"]:
             self.text += choice["delta"].get("content") or ""
         said = chunk.get("moaspec", {})
@@ -117,7 +112,6 @@ def _style(piece: dict[str, Any]) -> str:
 
 
 def _fields(settings: GenerateOptions) -> dict[str, Any]:
-    """Settings under the names of the endpoint."""
     return {
         "max_completion_tokens": settings["max_new_tokens"],
         **{

@@ -140,7 +140,6 @@ def _as_json(model: str, checked: Mapping[str, Sequence[CheckedText]]) -> dict[s
 
 
 def _table(title: str, findings: Sequence[CheckedText]) -> Table:
-    """A row per setting and method."""
     groups: dict[str, dict[str, list[CheckedText]]] = {}
     for finding in findings:
         methods = groups.setdefault(finding.setting, {})
@@ -157,7 +156,6 @@ def _table(title: str, findings: Sequence[CheckedText]) -> Table:
 
 
 def _show(title: str, findings: Sequence[CheckedText]) -> None:
-    """Print the table, then every fault and every near tie."""
     show_table(_table(title, findings))
     for finding in findings:
         if finding.kind != "identical":

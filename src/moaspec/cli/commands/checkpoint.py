@@ -113,7 +113,6 @@ def export_device(
 
 
 def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
-    """How an ONNX bundle stores matrices."""
     if int8 and int4:
         raise InputError("--int8 and --int4 exclude each other.")
     if int4 and form == "onnx-web":

@@ -311,7 +311,6 @@ def _put_out_apart(
 
 
 def _leave(what: str, kept: str | None) -> NoReturn:
-    """End the command after Ctrl-C."""
     console.warn(f"Stopped: {what}." + (f" {kept}" if kept else ""))
     raise typer.Exit(130)
 

@@ -124,7 +124,6 @@ class _Cut:
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
 
     def end(self) -> None:
-        """Give the link back."""
         self._faults.cut = False
         if self._timer is not None:
             self._timer.cancel()
@@ -140,7 +139,6 @@ class _Show:
         self._waiting, self._replaced = False, 0
 
     def event(self, event: RemoteEvent) -> None:
-        """Show what an event changed."""
         self.text[event.start :] = event.token_ids
         alone = event.link != "up" and event.num_provisional > 0
         self._waiting |= alone
@@ -165,7 +163,6 @@ class _Show:
         return shown + restorer.close() if final else shown
 
     def note(self, words: str) -> None:
-        """A line of our own."""
         if not self._quiet:
             console.out.print()
             console.out.print(Text(words, style=NOTE))

@@ -225,7 +225,6 @@ def _page(
 
 
 def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
-    """The target in this process."""
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import load_drafter
     from moaspec.generation.shaping import shaping_for

@@ -50,7 +50,6 @@ def vllm_config(
 
 
 def _recorded_target(drafter: str) -> str:
-    """The target that a drafter's training run recorded."""
     from moaspec.generation.drafters import find_drafter
     from moaspec.model.checkpoint.directory import read_config
 

@@ -75,14 +75,12 @@ class ChatLoop(ABC):
         return True
 
     def conversation(self, question: str) -> list[dict[str, str]]:
-        """All messages, with this question."""
         messages = [*self.messages, {"role": "user", "content": question}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         return messages
 
     def add_turn(self, question: str, answer: str) -> None:
-        """Append question and answer to the conversation."""
         self.messages.append({"role": "user", "content": question})
         self.messages.append({"role": "assistant", "content": answer})
 

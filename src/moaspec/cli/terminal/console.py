@@ -31,7 +31,6 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render, with text escaped; see `Console`."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(escape_unsafe(text), style)

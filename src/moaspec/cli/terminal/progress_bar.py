@@ -38,7 +38,6 @@ class TimeLeft(ProgressColumn):
         self._last: dict[TaskID, tuple[float, float]] = {}
 
     def render(self, task: Task) -> Text:
-        """The column's text, see `ProgressColumn`."""
         left_s = self.left_s(task)
         if task.finished:
             return Text()
@@ -103,12 +102,10 @@ class ProgressBar:
 
     @property
     def renderable(self) -> RenderableType:
-        """The bar as it is drawn."""
         return self._progress.get_renderable()
 
     @property
     def task(self) -> Task:
-        """The state of the bar."""
         return self._progress.tasks[0]
 
     def resume(self, done: int) -> None:
@@ -122,7 +119,6 @@ class ProgressBar:
         self._print_line()
 
     def advance(self, units: int = 1) -> None:
-        """Add to the number of finished units."""
         self.update(int(self.task.completed) + units)
 
     def update(self, done: int, text: str | None = None) -> None:

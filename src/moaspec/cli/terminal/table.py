@@ -45,7 +45,6 @@ class Table:
 
     @property
     def columns(self) -> list[tuple[str, ...]]:
-        """Each heading with its cells."""
         return list(zip(self.headings, *self.rows, strict=True))
 
     @property
@@ -124,7 +123,6 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
-    """Rows as lines, below their headings."""
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.show_header = any(table.headings)
     for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):

@@ -39,7 +39,6 @@ class TokenPrinter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """End the line of text."""
         console.out.print()
 
 

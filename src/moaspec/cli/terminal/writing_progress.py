@@ -37,7 +37,6 @@ class WritingProgress(ProgressBar):
         self._note = ""
 
     def resume(self, done: int) -> None:
-        """Begin after the rows of an earlier run."""
         super().resume(done)
         self._started = time.perf_counter()
 

@@ -56,16 +56,13 @@ class Tags:
         return rf"\s*{re.escape(self.key)}([^<>\n]+){end}"
 
     def opening(self, name: str) -> str:
-        """The text before the arguments."""
         return f"{self.name}{name}{self.name_end}\n"
 
     def before(self, key: str) -> str:
-        """The text before an argument's value."""
         return f"{self.key}{key}{self.key_end}{self.padding}"
 
     @property
     def after(self) -> str:
-        """The text behind a value."""
         return f"{self.padding}{self.value_end}\n"
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:

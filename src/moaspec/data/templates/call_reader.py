@@ -33,7 +33,6 @@ class Call:
     id: str
 
     def as_json(self) -> dict[str, Any]:
-        """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -108,7 +108,6 @@ class TaggedScanner:
         self._last = re.compile(rf"{re.escape(self._close)}\s*(?={re.escape(form.end)})")
 
     def scan(self, text: str, *, last: bool) -> None:
-        """Go on where the last scan ended; `text` begins as it did then."""
         self.broken = not self._may_begin(text.lstrip())
         whole = self._whole and self._whole.match(text)
         if whole:  # no argument can hide the end

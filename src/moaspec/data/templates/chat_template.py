@@ -66,7 +66,6 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether there is one."""
         return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
     @property
@@ -89,7 +88,6 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens of the tokenizer."""
         return ControlTokens(self.tokenizer)
 
     @property

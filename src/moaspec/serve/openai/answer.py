@@ -144,7 +144,6 @@ class Answer(Generic[Body]):
         raise NotImplementedError
 
     def _extension_object(self) -> dict[str, Any] | None:
-        """The field `moaspec` of a complete answer."""
         if self._body.moaspec is None:
             return None
         return {"choices": [choice.extension() for choice in self._choices]}
@@ -176,7 +175,6 @@ class ChoicesAnswer(Answer[ChoicesBody]):
     """Field `object` of complete answers and of chunks."""
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        """A choice of a complete answer."""
         raise NotImplementedError
 
     def _result(self) -> dict[str, Any]:

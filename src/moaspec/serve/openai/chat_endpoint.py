@@ -98,7 +98,6 @@ class _ChatAnswer(ChoicesAnswer[ChatRequest]):
             yield self._chunk(_part(delta.index, {}, self._finish(delta.finish_reason)))
 
     def _called(self, delta: Delta) -> dict[str, Any]:
-        """The calls that a delta completes."""
         if delta.calls and self._body.uses_functions:
             return {"function_call": delta.calls[0][1].as_json()["function"]}
         calls = [{"index": i, **call.as_json()} for i, call in delta.calls]

@@ -52,7 +52,6 @@ class ChatInput:
 
     @property
     def callable_functions(self) -> list[Function]:
-        """Functions that this answer may call."""
         functions = [tool["function"] for tool in self.tools if self.choice != "none"]
         if self.choice in (None, "none", "auto", "required"):
             return functions
@@ -62,7 +61,6 @@ class ChatInput:
         return found
 
     def allows_parallel(self, context: ServerContext) -> bool:
-        """Whether the answer may have several calls."""
         if self.parallel is None and self.tools and context.template.exists:
             return context.template.traits.takes_parallel_calls
         return self.parallel is not False

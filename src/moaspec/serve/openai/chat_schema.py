@@ -132,7 +132,6 @@ class ChatRequest(ChoicesRequest):
 
     @property
     def begins_turn(self) -> bool:
-        """Whether the answer starts a turn."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
@@ -141,7 +140,6 @@ class ChatRequest(ChoicesRequest):
         return self.functions is not None or self.function_call is not None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages in OpenAI's format."""
         return [_message(message) for message in self.messages]
 
 

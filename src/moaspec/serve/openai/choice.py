@@ -87,7 +87,6 @@ class Choice:
         self.finish_reason: str | None = None
 
     def take(self, update: Update) -> Delta:
-        """Add an update and return the delta."""
         self.counts.add(update)
         ended = update.stop_reason is not None
         written = self._without_leading_space(self._writer.take(update))
@@ -116,7 +115,6 @@ class Choice:
         )
 
     def extension(self) -> dict[str, Any]:
-        """The extension's object of the finished text."""
         return self._extension.whole(self.pieces, self.counts)
 
     def _without_leading_space(self, pieces: list[Piece]) -> list[Piece]:

@@ -112,7 +112,6 @@ class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     def _part(
         self, index: int, text: str, pieces: Sequence[Piece], start: int, finish: str | None
     ) -> dict[str, Any]:
-        """A choice, or a part of it whose text begins at `start`."""
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = logprobs_of(self._context.facts, pieces, start)

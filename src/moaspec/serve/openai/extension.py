@@ -43,7 +43,6 @@ class ExtensionWriter:
         return {"choice": self._index, **fields} if fields else None
 
     def whole(self, pieces: Sequence[Piece], counts: TokenCounts) -> dict[str, Any]:
-        """The extension of a complete answer."""
         fields: dict[str, Any] = {"choice": self._index}
         if self._requested.sources:
             fields["pieces"] = [self._piece(piece) for piece in pieces]

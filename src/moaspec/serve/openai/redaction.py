@@ -164,7 +164,6 @@ class AnswerRestorer:
         return "".join(piece.text for piece in self.take([Piece(text, 0, "target")], last=last))
 
     def restore_call(self, call: Call) -> Call:
-        """Restore the arguments of a call."""
         if self._vault is None:
             return call
         try:

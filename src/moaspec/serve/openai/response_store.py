@@ -25,12 +25,10 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes of response and conversation."""
         return len(self.response) + len(self.conversation)
 
     @property
     def messages(self) -> Messages:
-        """The conversation as chat messages."""
         messages: Messages = json.loads(self.conversation)
         return messages
 
@@ -72,6 +70,5 @@ class ResponseStore:
         return self._stored[tenant, response_id]
 
     def remove(self, tenant: str, response_id: str) -> None:
-        """Remove a response, or raise `RequestError`."""
         self.find(tenant, response_id)
         del self._stored[tenant, response_id]

@@ -144,7 +144,6 @@ class _ResponseAnswer(Answer[ResponseRequest]):
         yield self._event(f"response.{response['status']}", response=response)
 
     def message(self) -> dict[str, Any]:
-        """The answer as a chat message."""
         message: dict[str, Any] = {"role": "assistant", "content": self._choice.text}
         calls = [call.as_json() for call in self._choice.calls]
         return {**message, "tool_calls": calls} if calls else message
@@ -194,7 +193,6 @@ class _ResponseAnswer(Answer[ResponseRequest]):
         return "incomplete" if self._choice.finish_reason == "length" else "completed"
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The message of the answer."""
         item = {"id": self._message_id, "type": "message", "status": status}
         return {**item, "role": "assistant", "content": content}
 

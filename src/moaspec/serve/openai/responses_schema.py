@@ -116,7 +116,6 @@ class ResponseRequest(GenerationRequest):
     chat_template_kwargs: Variables | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []

@@ -109,19 +109,16 @@ class GenerationRequest(RequestModel):
 
     @property
     def extension(self) -> Extension:
-        """The requested parts of the extension."""
         return self.moaspec or Extension()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def num_choices(self) -> int:
-        """Choices per prompt."""
         return 1
 
     @property
@@ -139,7 +136,6 @@ class ChoicesRequest(GenerationRequest):
 
     @property
     def num_choices(self) -> int:
-        """Choices per prompt."""
         return self.n or 1
 
 
@@ -159,7 +155,6 @@ class CompletionRequest(ChoicesRequest):
 
     @property
     def begins_turn(self) -> bool:
-        """Whether the answer starts a turn: a completion continues its prompt."""
         return False
 
 

@@ -36,7 +36,6 @@ class TokenCounts:
     latest_s: float | None = None
 
     def add(self, update: Update) -> None:
-        """Add the counts of an update."""
         self.reused = max(self.reused, update.num_reused_tokens)
         if update.token_ids:
             self.latest_s = time.perf_counter()
@@ -51,7 +50,6 @@ class TokenCounts:
 
     @classmethod
     def total(cls, counts: Sequence[TokenCounts]) -> TokenCounts:
-        """The sum of the counts of several texts."""
         names = ("tokens", "rounds", "emitted", "drafted", "accepted", "copied")
         return cls(**{name: sum(getattr(each, name) for each in counts) for name in names})
 
@@ -63,7 +61,6 @@ class TokenCounts:
         return (self.tokens - 1) / (self.latest_s - self.first_s)
 
     def speculation(self) -> dict[str, Any]:
-        """Object `speculation` of `usage`."""
         return {
             "rounds": self.rounds,
             "tau": self.emitted / self.rounds if self.rounds else None,
@@ -73,7 +70,6 @@ class TokenCounts:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Object `stats` of the extension."""
         return {
             "tokens": self.tokens,
             **self.speculation(),

@@ -98,7 +98,6 @@ class _EventReader:
     num_final: int = 0
 
     def update(self, event: RemoteEvent, session: RemoteSession) -> Update:
-        """The update for an event."""
         shown, first = len(self.token_ids), self.num_final
         self.token_ids[event.start :] = event.token_ids
         self.sources[event.start :] = event.sources
@@ -173,11 +172,9 @@ class EdgeSource(TextSource):
         )
 
     async def start(self) -> None:
-        """Create the semaphore on the running event loop."""
         self._room = asyncio.Semaphore(self._limits.active)
 
     async def close(self) -> None:
-        """End all jobs and close all sessions."""
         tasks = tuple(self._running)
         for task in tasks:
             self._running[task](BusyError("The server is shutting down."))
@@ -186,7 +183,6 @@ class EdgeSource(TextSource):
             await self._close_session(pooled)
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
-        """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
             self.facts.check(job)
             if job.sampling.top_logprobs:
@@ -217,7 +213,6 @@ class EdgeSource(TextSource):
 
     @property
     def load(self) -> Load:
-        """Number of jobs in decoding, and of jobs that wait."""
         return Load(self._active, len(self._running) - self._active)
 
     @property
@@ -235,13 +230,11 @@ class EdgeSource(TextSource):
         )
 
     def cut(self, cut: bool) -> bool:
-        """Cut or restore the emulated link; returns False if there is none."""
         if self._faults is not None:
             self._faults.cut = cut
         return self._faults is not None
 
     async def _decode(self, job: Job) -> AsyncGenerator[Update]:
-        """Wait for a place, then decode."""
         assert self._room is not None, "start() comes first"
         async with self._client_places(job.client), self._room:
             self._active += 1
@@ -301,7 +294,6 @@ class EdgeSource(TextSource):
                 first = False
 
     async def _row_options(self, job: Job) -> GenerateOptions:
-        """Keyword arguments of a session for a job."""
         sampling = vars(job.sampling)
         options = {
             **{name: sampling[name] for name in sampling.keys() & GenerateOptions.__annotations__},

@@ -76,7 +76,6 @@ class QueuedJob:
 
     @property
     def slots(self) -> int:
-        """Maximum number of cache slots that the job uses."""
         return len(self.job.prompt_ids) + self.job.max_new_tokens
 
 
@@ -126,7 +125,6 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the worker's thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -136,7 +134,6 @@ class EngineWorker:
 
     @property
     def load(self) -> Load:
-        """Load after the latest step."""
         active = len(self._active)
         return Load(active, max(self._places.taken - active, 0))
 
@@ -307,7 +304,6 @@ class EngineWorker:
             queued.report(update)
 
     def _park(self, queued: QueuedJob) -> None:
-        """Keep an ended row for the next turn."""
         assert queued.handle is not None, "only jobs that joined can end"
         text = (*queued.job.prompt_ids, *queued.result.token_ids)
         self._parked.append(_Parked(queued.handle, queued.job.tenant, text))
@@ -315,7 +311,6 @@ class EngineWorker:
             self._unpark()
 
     def _unpark(self) -> None:
-        """Free a kept row."""
         old = entry_to_evict(self._parked, lambda row: row.tenant)
         self._engine.forget(old.handle)
         self._parked.remove(old)

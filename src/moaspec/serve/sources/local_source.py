@@ -79,15 +79,12 @@ class LocalSource(TextSource):
         )
 
     async def start(self) -> None:
-        """Start the worker's thread."""
         self._worker.start()
 
     async def close(self) -> None:
-        """End all jobs and stop the thread."""
         await asyncio.to_thread(self._worker.stop)
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
-        """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
             self.facts.check(job)
         loop = asyncio.get_running_loop()
@@ -109,7 +106,6 @@ class LocalSource(TextSource):
         return cancel
 
     def _with_grammar(self, job: Job) -> Job:
-        """The job with its grammar as a logits processor."""
         if job.grammar is None:
             return job
         processors = self.facts.processors(job)
@@ -117,7 +113,6 @@ class LocalSource(TextSource):
 
     @property
     def load(self) -> Load:
-        """Current load of the worker."""
         return self._worker.load
 
 

@@ -134,12 +134,10 @@ class SourceFacts:
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of transformers."""
         return self.target.tokenizer
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Compiles grammars for the tokenizer."""
         target = self.target
         return Grammars(
             target.tokenizer, vocab_size=target.vocab_size, stop_token_ids=target.stop_token_ids
@@ -158,12 +156,10 @@ class SourceFacts:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Bytes of single tokens inside a text."""
         return TokenBytes(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
         return max(len(token) for token in self.tokenizer.get_vocab())
 
 
@@ -266,7 +262,6 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Number of places in use."""
         return self._taken.total()
 
     def take(self, client: str, num_texts: int) -> None:
@@ -296,7 +291,6 @@ class Places:
             self._taken[client] = own + num_texts
 
     def free(self, client: str) -> None:
-        """Free the place of one text."""
         with self._lock:
             self._taken[client] -= 1
             self._taken += Counter()  # drops clients without texts

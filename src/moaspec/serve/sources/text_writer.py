@@ -59,7 +59,6 @@ class TextWriter:
         self._tokenizer, self._silent = tokenizer, list[int]()  # latest tokens without text
 
     def take(self, update: Update) -> list[Piece]:
-        """Add an update and return the pieces that are final now."""
         self._held += self._pieces(update)
         if update.stop_reason is not None and self._silent and self._held:
             self._flush()
@@ -94,7 +93,6 @@ class TextWriter:
         self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
 
     def _cut(self) -> None:
-        """Remove the stop string and the text after it."""
         text = self._text
         starts = [start for start in map(text.find, self._stop) if start >= 0]
         remaining = min(starts, default=len(text))

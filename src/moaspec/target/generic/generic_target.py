@@ -140,7 +140,6 @@ class GenericTarget(Target):
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        """One pass through all layers, see `Target.run`."""
         del lengths_B  # rotary embeddings go by positions alone
         return self.layers.run_tokens(
             input_ids_BT, position_ids_BT, mask_B1TS=mask_B1TS, write=write, watch=watch

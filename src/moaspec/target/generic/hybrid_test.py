@@ -40,7 +40,6 @@ class _Text:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states."""
         return num_bytes(self._state)
 
     def logits(self, parents: tuple[int, ...], num_read: int = 0) -> Tensor:
@@ -55,7 +54,6 @@ class _Text:
         return self._target.head(states_TE)
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values, as a `WriteKV`."""
         if layer in self._pairs:
             held_key, held_value = self._pairs[layer]
             key = torch.cat((held_key, key), dim=2)

@@ -91,7 +91,6 @@ class Completion(_Answer):
 
     @property
     def token_ids(self) -> list[int] | None:
-        """Ids that the server gives."""
         if self.choice.token_ids is None and self.moaspec and self.moaspec.choices:
             return [piece.id for piece in self.moaspec.choices[0].pieces]
         return self.choice.token_ids
@@ -158,7 +157,6 @@ class EndpointClient:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
     async def model(self, called: str) -> tuple[str, int | None]:

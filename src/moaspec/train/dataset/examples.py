@@ -33,7 +33,6 @@ class Example:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The tokens before the first response."""
         return self.pieces[0]
 
     @property
@@ -42,7 +41,6 @@ class Example:
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """The response tokens of all turns."""
         return tuple(token for piece in self.pieces[1::2] for token in piece)
 
     @property

@@ -87,14 +87,10 @@ class Writer(Protocol):
     finished: dict[int, list[OutputRow]]
 
     @property
-    def target(self) -> TargetSpec:
-        """The target that writes."""
-        ...
+    def target(self) -> TargetSpec: ...
 
     @property
-    def options(self) -> WriterOptions:
-        """How it writes."""
-        ...
+    def options(self) -> WriterOptions: ...
 
     def settings(self, **more: object) -> dict[str, object]:
         """What determines the rows."""
@@ -128,7 +124,6 @@ class ResponseWriter:
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
     def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
-        """The rows of each group, in order."""
         return map(self.write, groups)
 
     def write(self, tasks: ConversationGroup) -> list[OutputRow]:
