@@ -42,16 +42,12 @@ class CacheUpdate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs that all layers of one type share in a pass.
+    """Inputs that all layers of one type share in a pass."""
 
-    Attributes:
-        cos_BTR: cosines; float32 for kernels.
-        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean
-            where kernels attend; None is plain causal attention.
-    """
-
-    cos_BTR: Tensor
+    cos_BTR: Tensor  # cosines; float32 for kernels
     sin_BTR: Tensor
+    # Added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean where
+    # kernels attend; None is plain causal attention.
     mask: Tensor | None
 
     @classmethod

@@ -79,15 +79,11 @@ class TabulatedRotary(RotaryEmbeddings):
 
 @dataclass(frozen=True)
 class LastLayers:
-    """A target's last layers, for kernels that run them inside a larger call.
-
-    Attributes:
-        angles: float32, of any position.
-    """
+    """A target's last layers, for kernels that run them inside a larger call."""
 
     stack: FusedStack
     norm: FusedNorm
-    angles: AngleTable
+    angles: AngleTable  # float32, of any position
 
 
 class FastDecoderLayers(DecoderLayers):

@@ -29,19 +29,12 @@ CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Clocks of the cores that this process may run on.
+    """Clocks of the cores that this process may run on."""
 
-    Attributes:
-        at_s: wall clock.
-        busy_s: time that these cores spent on any process, summed over cores.
-        own_s: CPU time of this process.
-        cores: how many of them this process may keep busy, by affinity and quota.
-    """
-
-    at_s: float
-    busy_s: float
-    own_s: float
-    cores: float
+    at_s: float  # wall clock
+    busy_s: float  # time that these cores spent on any process, summed over cores
+    own_s: float  # CPU time of this process
+    cores: float  # how many of them this process may keep busy, by affinity and quota
 
     @classmethod
     def now(cls) -> CpuTimes:

@@ -18,18 +18,12 @@ from moaspec.target.target import Target
 
 @dataclass(frozen=True)
 class Exit:
-    """Costs and acceptance rates of drafts through one exit.
-
-    Attributes:
-        costs: of this machine; None where it was not measured with this exit.
-        prior: acceptance rates to start from.
-        recorded: whether these are the exit's own, out of the checkpoint.
-    """
+    """Costs and acceptance rates of drafts through one exit."""
 
     num_target_layers: int
-    costs: CostTable | None
-    prior: Sequence[Sequence[float]]
-    recorded: bool
+    costs: CostTable | None  # of this machine; None where it was not measured with this exit
+    prior: Sequence[Sequence[float]]  # acceptance rates to start from
+    recorded: bool  # whether these are the exit's own, out of the checkpoint
 
     @property
     def best_chain(self) -> tuple[int, float] | None:

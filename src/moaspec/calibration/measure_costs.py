@@ -54,15 +54,12 @@ class Turns:
     """Number of turns. Every part is timed once per turn, and its median counts.
 
     A machine that is busy for a second slows all parts alike. The first turn does not count.
-
-    Attributes:
-        least, most: limits of the number.
-        enough_s: seconds after which the measurement ends when `least` turns are done.
     """
 
+    # least, most: limits of the number.
     least: int
     most: int
-    enough_s: float
+    enough_s: float  # seconds after which the measurement ends when `least` turns are done
 
 
 TURNS = Turns(least=5, most=15, enough_s=10.0)

@@ -32,16 +32,11 @@ TEXT = 64
 
 @dataclass
 class TimedPart:
-    """A call that can be timed several times.
-
-    Attributes:
-        device: its queue is drained before each reading of the clock.
-        before: a call before each `run`, which is not timed.
-    """
+    """A call that can be timed several times."""
 
     run: Callable[[], object]
-    device: torch.device
-    before: Callable[[], object] | None = None
+    device: torch.device  # its queue is drained before each reading of the clock
+    before: Callable[[], object] | None = None  # a call before each `run`, which is not timed
     seconds: list[float] = field(default_factory=list)
 
     def time(self, *, counts: bool = True) -> None:

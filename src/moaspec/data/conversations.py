@@ -18,21 +18,15 @@ MESSAGES = "messages."
 
 @dataclass
 class ReadReport:
-    """Counts what readers leave out.
+    """Counts what readers leave out."""
 
-    Attributes:
-        unused_columns: rows with text in a column that no shape reads, by its name.
-        skipped_files: files of a directory that are no data, and files without rows.
-        without_response: examples left out because no response is within the length.
-        cut: examples that were cut to the length.
-        turns_without_loss: assistant turns that the chat template rewrites, or of weight 0.
-    """
-
+    # Rows with text in a column that no shape reads, by its name.
     unused_columns: Counter[str] = field(default_factory=Counter)
+    # Files of a directory that are no data, and files without rows.
     skipped_files: list[str] = field(default_factory=list)
-    without_response: int = 0
-    cut: int = 0
-    turns_without_loss: int = 0
+    without_response: int = 0  # examples left out because no response is within the length
+    cut: int = 0  # examples that were cut to the length
+    turns_without_loss: int = 0  # assistant turns that the chat template rewrites, or of weight 0
 
     def forget_columns_of(self, source: str) -> None:
         """Keys of messages that a chat template reads are used after all."""
@@ -59,28 +53,20 @@ class ReadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One row of data.
+    """One row of data."""
 
-    Attributes:
-        where: its place, for messages.
-        name: the row's own `id`, or "".
-        messages: the conversation, of the normal form; empty where only token ids are given.
-        tools: descriptions of functions, of the normal form.
-        variables: further ones of the chat template (`chat_template_kwargs`).
-        plain: a single text, which also makes sense without a chat template.
-        prompt_ids, response_ids: token ids, where the row has them.
-        unused: columns with text that no shape reads.
-    """
-
-    where: str
-    name: str = ""
+    where: str  # its place, for messages
+    name: str = ""  # the row's own `id`, or ""
+    # The conversation, of the normal form; empty where only token ids are given.
     messages: tuple[Message, ...] = ()
-    tools: tuple[Any, ...] = ()
+    tools: tuple[Any, ...] = ()  # descriptions of functions, of the normal form
+    # Further ones of the chat template (`chat_template_kwargs`).
     variables: Mapping[str, Any] = field(default_factory=dict)
-    plain: bool = False
+    plain: bool = False  # a single text, which also makes sense without a chat template
+    # prompt_ids, response_ids: token ids, where the row has them.
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] | None = None
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # columns with text that no shape reads
 
 
 def read_conversations(

@@ -16,17 +16,12 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A conversation's tokens.
-
-    Attributes:
-        written: True for each that the assistant generated.
-        turns_with_loss: number of assistant turns that are located among the tokens.
-    """
+    """A conversation's tokens."""
 
     token_ids: Sequence[int]
-    written: Sequence[bool]
+    written: Sequence[bool]  # True for each that the assistant generated
     turns: int
-    turns_with_loss: int
+    turns_with_loss: int  # number of assistant turns that are located among the tokens
 
 
 def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:

@@ -49,17 +49,11 @@ class GraphSafeWriter(KVWriter):
 
 @dataclass(frozen=True)
 class PassSizes:
-    """Sizes of a pass over a cache.
+    """Sizes of a pass over a cache."""
 
-    Attributes:
-        tokens: T of each row, pads included.
-        visible: S', slots that attention reads.
-        steady: whether it may be recorded; recorded passes have few distinct sizes.
-    """
-
-    tokens: int
-    visible: int
-    steady: bool
+    tokens: int  # T of each row, pads included
+    visible: int  # S', slots that attention reads
+    steady: bool  # whether it may be recorded; recorded passes have few distinct sizes
 
     @property
     def kind(self) -> type[KVWriter]:

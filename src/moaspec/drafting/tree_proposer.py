@@ -31,20 +31,13 @@ READ_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True)
 class CandidateNodes:
-    """All nodes that were drafted for one request, parents first.
+    """All nodes that were drafted for one request, parents first."""
 
-    Attributes:
-        tokens: ids in the target's vocabulary.
-        parents: node, -1: the root.
-        scores: score of the path to each node, see `Ranking`.
-        num_expanded: how many nodes got children.
-    """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    scores: Sequence[float]
+    tokens: Sequence[int]  # ids in the target's vocabulary
+    parents: Sequence[int]  # node, -1: the root
+    scores: Sequence[float]  # score of the path to each node, see `Ranking`
     levels: int
-    num_expanded: int
+    num_expanded: int  # how many nodes got children
 
 
 class TreeProposer(Proposer):
@@ -178,18 +171,13 @@ def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of one pass, of all requests.
-
-    Attributes:
-        starts: first slot that each row writes.
-        mask: (B, 1, T, S), which slots each token sees.
-        parent_slots_BT: of drafts only, the draft slot of each one's parent (0: the root).
-    """
+    """Tokens of one pass, of all requests."""
 
     token_ids_BT: Tensor
     position_ids_BT: Tensor
-    starts: Sequence[int]
-    mask: Tensor
+    starts: Sequence[int]  # first slot that each row writes
+    mask: Tensor  # (B, 1, T, S), which slots each token sees
+    # Of drafts only, the draft slot of each one's parent (0: the root).
     parent_slots_BT: Tensor | None = None
 
 

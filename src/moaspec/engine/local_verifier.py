@@ -44,18 +44,12 @@ class _Stopwatch:
 
 @dataclass(frozen=True)
 class PassRow:
-    """One row of a pass: the last of a request's new tokens, then its tree.
-
-    Attributes:
-        start: position of the first token.
-        tokens: new tokens, then drafts.
-        num_new: how many of them are new tokens.
-    """
+    """One row of a pass: the last of a request's new tokens, then its tree."""
 
     request: VerifyRequest
-    start: int
-    tokens: tuple[int, ...]
-    num_new: int
+    start: int  # position of the first token
+    tokens: tuple[int, ...]  # new tokens, then drafts
+    num_new: int  # how many of them are new tokens
 
     @property
     def positions(self) -> list[int]:

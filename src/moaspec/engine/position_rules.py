@@ -29,17 +29,11 @@ class TargetFacts(Protocol):
 
 @dataclass(frozen=True)
 class PositionRules:
-    """Rules of one target about lengths and cached keys.
+    """Rules of one target about lengths and cached keys."""
 
-    Attributes:
-        max_positions: tokens of the longest text.
-        rope_switches: see `TargetSpec.rope_switches`.
-        rope_growth: see `TargetSpec.rope_growth`.
-    """
-
-    max_positions: int
-    rope_switches: tuple[int, ...] = ()
-    rope_growth: int | None = None
+    max_positions: int  # tokens of the longest text
+    rope_switches: tuple[int, ...] = ()  # see `TargetSpec.rope_switches`
+    rope_growth: int | None = None  # see `TargetSpec.rope_growth`
 
     @classmethod
     def of(cls, target: TargetFacts, max_positions: int | None = None) -> Self:

@@ -31,18 +31,12 @@ class StatefulWriter(KVWriter):
 
 @dataclass(frozen=True)
 class _Settled:
-    """One row after a pass and before its drafts are accepted.
-
-    Attributes:
-        row: its index in the pass.
-        root: index of the last token that is no draft.
-        length: tokens of the text up to the root.
-    """
+    """One row after a pass and before its drafts are accepted."""
 
     steps: StepPass
-    row: int
-    root: int
-    length: int
+    row: int  # its index in the pass
+    root: int  # index of the last token that is no draft
+    length: int  # tokens of the text up to the root
 
 
 class RecurrentCache(KVCache):

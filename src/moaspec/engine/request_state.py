@@ -25,32 +25,23 @@ little."""
 
 @dataclass
 class RequestState:
-    """Host-side state of one request.
-
-    Attributes:
-        token_ids: prompt and output.
-        prompt_length: how many of them are the prompt.
-        shape: of the proposer's drafts.
-        branch_shape: of the n-gram branches ("free branches"), continuations copied from the text
-            and verified beside the drafts.
-        keep: whether the cache row is kept when the request ends.
-        prefilled: whether the target has processed the prompt.
-        num_verified: tokens whose keys and values the verifier holds; not yet the newest one.
-    """
+    """Host-side state of one request."""
 
     handle: int
     cache_row: int
-    token_ids: list[int]
-    prompt_length: int
+    token_ids: list[int]  # prompt and output
+    prompt_length: int  # how many of them are the prompt
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     stop: StopStrings | None
-    shape: Shape
+    shape: Shape  # of the proposer's drafts
+    # Of the n-gram branches ("free branches"), continuations copied from the text and verified
+    # beside the drafts.
     branch_shape: Shape
     sampling: SamplingParams
-    keep: bool
-    prefilled: bool = False
-    num_verified: int = 0
+    keep: bool  # whether the cache row is kept when the request ends
+    prefilled: bool = False  # whether the target has processed the prompt
+    num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
     ngrams: NgramIndex = field(default_factory=lambda: NgramIndex(BRANCH_NGRAMS))
     result: GenerationResult = field(default_factory=GenerationResult)
     started_s: float = field(default_factory=time.perf_counter)

@@ -37,40 +37,28 @@ TARGET_NAME = "target"
 
 @dataclass(frozen=True)
 class Continuation:
-    """One continuation of one prompt.
-
-    Attributes:
-        tokens: length of the continuation, with its stop token.
-        log_likelihood: mean log-probability of its tokens under the target; None without tokens.
-        agreement: fraction of its tokens that are the target's most likely ones.
-        same: length of the common prefix with the target's own continuation.
-        right: whether the whole answer is right; None if unknown.
-    """
+    """One continuation of one prompt."""
 
     suite: str
     question_id: str
-    tokens: int
+    tokens: int  # length of the continuation, with its stop token
+    # Mean log-probability of its tokens under the target; None without tokens.
     log_likelihood: float | None
-    agreement: float | None
-    same: int
-    right: bool | None = None
+    agreement: float | None  # fraction of its tokens that are the target's most likely ones
+    same: int  # length of the common prefix with the target's own continuation
+    right: bool | None = None  # whether the whole answer is right; None if unknown
 
 
 @dataclass(frozen=True)
 class CutQuality:
-    """Continuations by method, with the target's own.
+    """Continuations by method, with the target's own."""
 
-    Attributes:
-        after: tokens that the target generated before the cut.
-        left_out: number of prompts that do not fit into the target's context, or whose answer ended
-            before the cut.
-        interrupted: whether Ctrl-C ended the measurement early.
-    """
-
-    after: int
+    after: int  # tokens that the target generated before the cut
     texts: dict[str, list[Continuation]]
+    # Number of prompts that do not fit into the target's context, or whose answer ended before the
+    # cut.
     left_out: int = 0
-    interrupted: bool = False
+    interrupted: bool = False  # whether Ctrl-C ended the measurement early
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -15,18 +15,13 @@ _RESET_PEAK = "5"
 
 @dataclass
 class Meter:
-    """A context manager that measures its block.
+    """A context manager that measures its block."""
 
-    Attributes:
-        device: synchronised before each reading of the clock.
-        cpu_s: CPU time of all threads of this process.
-        peak_bytes: on a GPU, peak memory of torch; else the peak resident size of the process, with
-            the weights of every loaded model. None if the system cannot report it.
-    """
-
-    device: torch.device
+    device: torch.device  # synchronised before each reading of the clock
     seconds: float = 0.0
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # CPU time of all threads of this process
+    # On a GPU, peak memory of torch; else the peak resident size of the process, with the weights
+    # of every loaded model. None if the system cannot report it.
     peak_bytes: int | None = None
 
     def __enter__(self) -> Meter:

@@ -25,16 +25,12 @@ FREE_BRANCHES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": Fa
 
 @dataclass(frozen=True, kw_only=True)
 class MethodResources:
-    """Models of the methods.
-
-    Attributes:
-        checkpoints: loaded models, by the kind of method that needs one.
-        stock: loads the target as transformers alone does, for transformers' methods; None takes
-            `target`.
-    """
+    """Models of the methods."""
 
     target: Target
+    # Loaded models, by the kind of method that needs one.
     checkpoints: Mapping[str, Any] = field(default_factory=dict)
+    # Loads the target as transformers alone does, for transformers' methods; None takes `target`.
     stock: Callable[[], Target] | None = None
 
 
@@ -51,21 +47,14 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class MethodKind:
-    """A kind of method.
+    """A kind of method."""
 
-    Attributes:
-        make: builds the method from spec, target and the kind's checkpoint, if any.
-        shaped: whether it takes `@SHAPE`, and `+copy` or `+nocopy`.
-        setting: name of the value after the colon; "" for none.
-        checkpoint: whether it needs a checkpoint.
-        stock: whether it runs on the target as transformers loads it.
-    """
-
+    # Builds the method from spec, target and the kind's checkpoint, if any.
     make: Callable[[MethodSpec, Target, Any], Method]
-    shaped: bool = False
-    setting: str = ""
-    checkpoint: bool = False
-    stock: bool = False
+    shaped: bool = False  # whether it takes `@SHAPE`, and `+copy` or `+nocopy`
+    setting: str = ""  # name of the value after the colon; "" for none
+    checkpoint: bool = False  # whether it needs a checkpoint
+    stock: bool = False  # whether it runs on the target as transformers loads it
 
 
 def _hf(spec: MethodSpec, target: Target, assistant: Target | None) -> Method:

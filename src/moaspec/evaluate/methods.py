@@ -28,36 +28,27 @@ from moaspec.target.target import Target
 
 @dataclass(frozen=True)
 class MethodRun:
-    """One decoding of one prompt.
-
-    Attributes:
-        seconds: wall-clock time, prompt included. Prompts decoded together get equal parts of the
-            total, so that tokens over seconds is the throughput.
-        result: rounds and timing. For transformers' methods they come from the streamer: a round is
-            one call of it, and only the prompt's time and the total time are known.
-        cpu_s: CPU time, divided like `seconds`.
-    """
+    """One decoding of one prompt."""
 
     token_ids: list[int]
+    # Wall-clock time, prompt included. Prompts decoded together get equal parts of the total, so
+    # that tokens over seconds is the throughput.
     seconds: float
+    # Rounds and timing. For transformers' methods they come from the streamer: a round is one call
+    # of it, and only the prompt's time and the total time are known.
     result: GenerationResult
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # CPU time, divided like `seconds`
     peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method of this package.
-
-    Attributes:
-        drafter: None for plain decoding.
-        shape: of the drafts, or "auto".
-    """
+    """A decoding method of this package."""
 
     name: str
     target: Target
-    drafter: MoADrafter | Proposer | None = None
-    shape: Tree | str = "auto"
+    drafter: MoADrafter | Proposer | None = None  # None for plain decoding
+    shape: Tree | str = "auto"  # of the drafts, or "auto"
     num_target_layers: int | None = None
     free_branches: FreeBranches = "auto"
 
@@ -150,13 +141,9 @@ def _sha256(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class ReplayMethod(Method):
-    """Drafts from the text of plain decoding, with a given agreement.
+    """Drafts from the text of plain decoding, with a given agreement."""
 
-    Attributes:
-        agreement: probability that a draft is right.
-    """
-
-    agreement: float = 1.0
+    agreement: float = 1.0  # probability that a draft is right
 
     def run_many(
         self,
@@ -176,13 +163,9 @@ class ReplayMethod(Method):
 
 @dataclass(frozen=True)
 class TransformersMethod(Method):
-    """Transformers' own `generate`, one prompt at a time.
+    """Transformers' own `generate`, one prompt at a time."""
 
-    Attributes:
-        options: further keyword arguments of `generate`.
-    """
-
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # further keyword arguments of `generate`
 
     @property
     def batches(self) -> bool:

@@ -44,33 +44,24 @@ FEATURES_CHUNK = 512
 
 @dataclass(frozen=True)
 class PassCost:
-    """Median seconds of one target pass, head included.
+    """Median seconds of one target pass, head included."""
 
-    Attributes:
-        tokens: per row.
-        context: tokens in the cache before it.
-    """
-
-    tokens: int
-    context: int
+    tokens: int  # per row
+    context: int  # tokens in the cache before it
     batch: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Median seconds of a method's round.
-
-    Attributes:
-        plain_s: of a pass over one token per request.
-        draft_s, verify_s, encode_s: parts of the round. Encoding is of one token per request, the
-            smallest number that a round verifies.
-    """
+    """Median seconds of a method's round."""
 
     method: str
     context: int
     batch: int
-    plain_s: float
+    plain_s: float  # of a pass over one token per request
+    # draft_s, verify_s, encode_s: parts of the round. Encoding is of one token per request, the
+    # smallest number that a round verifies.
     draft_s: float
     verify_s: float
     encode_s: float
@@ -83,26 +74,17 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Limits of decoding by memory bandwidth and arithmetic.
+    """Limits of decoding by memory bandwidth and arithmetic."""
 
-    Attributes:
-        weight_bytes: read by every pass.
-        bytes_per_s: measured memory bandwidth.
-        floor_s: shortest possible pass, `weight_bytes` over `bytes_per_s`.
-        flops_per_s: measured in a large matrix product.
-        arithmetic_s: time of the products of a pass over one token at that speed.
-        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most
-            `MAX_FREE_RATIO` times as much as a pass over one token.
-        ceiling: by width, the speed-up if all drafts were accepted and cost nothing.
-    """
-
-    weight_bytes: int
-    bytes_per_s: float
-    floor_s: float
-    flops_per_s: float
-    arithmetic_s: float
+    weight_bytes: int  # read by every pass
+    bytes_per_s: float  # measured memory bandwidth
+    floor_s: float  # shortest possible pass, `weight_bytes` over `bytes_per_s`
+    flops_per_s: float  # measured in a large matrix product
+    arithmetic_s: float  # time of the products of a pass over one token at that speed
+    # The largest width of `WIDTHS` up to which every pass costs at most `MAX_FREE_RATIO` times as
+    # much as a pass over one token.
     free_tokens: int
-    ceiling: dict[int, float]
+    ceiling: dict[int, float]  # by width, the speed-up if all drafts were accepted and cost nothing
 
 
 @dataclass(frozen=True)

@@ -31,35 +31,22 @@ IDS = ("question_id", "task_id", "id", NUMBER)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation.
-
-    Attributes:
-        question_id: unique in the set.
-        turns: user messages, asked in order.
-        category: the set's own grouping, or "".
-        references: right answers, if the set has them.
-    """
+    """One conversation."""
 
     suite: str
-    question_id: str
-    turns: tuple[str, ...]
-    category: str = ""
-    references: tuple[str, ...] = ()
+    question_id: str  # unique in the set
+    turns: tuple[str, ...]  # user messages, asked in order
+    category: str = ""  # the set's own grouping, or ""
+    references: tuple[str, ...] = ()  # right answers, if the set has them
 
 
 @dataclass(frozen=True)
 class NamedSuite:
-    """A published set of prompts.
+    """A published set of prompts."""
 
-    Attributes:
-        path: file or directory below `$MOASPEC_SUITES`.
-        files: names of the sets, if it is a directory.
-        source: where to download it.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    source: str
+    path: str  # file or directory below `$MOASPEC_SUITES`
+    files: tuple[str, ...]  # names of the sets, if it is a directory
+    source: str  # where to download it
 
 
 NAMED = {

@@ -23,20 +23,13 @@ from moaspec.target.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingStats:
-    """Statistics of one or several decodings.
-
-    Attributes:
-        seconds: time of the decoding's own passes, prompts included.
-        passes: target passes, prompts included.
-        accepted: accepted tokens of the drafter.
-        copied: accepted tokens of n-gram branches.
-    """
+    """Statistics of one or several decodings."""
 
     tokens: int = 0
-    seconds: float = 0.0
-    passes: int = 0
-    accepted: int = 0
-    copied: int = 0
+    seconds: float = 0.0  # time of the decoding's own passes, prompts included
+    passes: int = 0  # target passes, prompts included
+    accepted: int = 0  # accepted tokens of the drafter
+    copied: int = 0  # accepted tokens of n-gram branches
 
     @property
     def tokens_per_s(self) -> float:

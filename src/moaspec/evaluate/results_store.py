@@ -39,18 +39,12 @@ class PromptTurn:
 
 @dataclass(frozen=True)
 class Sample:
-    """Results of one method on one item.
-
-    Attributes:
-        runs: one per repeat.
-        equality: the worst of the repeats.
-        batch: number of items decoded together.
-    """
+    """Results of one method on one item."""
 
     item: PromptTurn
-    runs: tuple[MethodRun, ...]
-    equality: Equality
-    batch: int = 1
+    runs: tuple[MethodRun, ...]  # one per repeat
+    equality: Equality  # the worst of the repeats
+    batch: int = 1  # number of items decoded together
 
 
 @dataclass(frozen=True)

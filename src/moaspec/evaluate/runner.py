@@ -38,21 +38,15 @@ Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
 class EvalSettings:
     """Settings of a measurement.
 
-    Attributes:
-        repeats: decodings of each prompt by each method.
-        batch: prompts that a method decodes together; above 1, speed is throughput.
-        temperature: of sampling; 0 is greedy.
-        seed: of the noise; all methods sample the same text.
-
     Raises:
         InputError: a number out of range.
     """
 
     max_new_tokens: int = 128
-    repeats: int = 1
-    batch: int = 1
-    temperature: float = 0.0
-    seed: int = 0
+    repeats: int = 1  # decodings of each prompt by each method
+    batch: int = 1  # prompts that a method decodes together; above 1, speed is throughput
+    temperature: float = 0.0  # of sampling; 0 is greedy
+    seed: int = 0  # of the noise; all methods sample the same text
 
     def __post_init__(self) -> None:
         self.sampling()  # checks its values

@@ -13,20 +13,15 @@ from moaspec.model.rope import scaled_rope
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Everything needed to build a baseline drafter.
+    """Everything needed to build a baseline drafter."""
 
-    Attributes:
-        layer: each of its layers, as wide as the target.
-        rope_parameters: transformers' `rope_parameters` of the target.
-        max_position_embeddings: the target's context length, which some scalings need.
-    """
-
-    layer: LayerConfig
+    layer: LayerConfig  # each of its layers, as wide as the target
     num_layers: int = 1
     rms_norm_eps: float = 1e-5
     hidden_act: str = "silu"
+    # Transformers' `rope_parameters` of the target.
     rope_parameters: dict[str, Any] = field(default_factory=dict)
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 2048  # the target's context length, which some scalings need
     target: TargetIdentity | None = None
 
     def __post_init__(self) -> None:

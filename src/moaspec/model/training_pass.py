@@ -20,17 +20,13 @@ from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, 
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What a pass of the frozen target over whole texts computed.
+    """What a pass of the frozen target over whole texts computed."""
 
-    Attributes:
-        kv_BTLK: keys and values of all layers, as `LayerFeatures` lays them out; of the last N
-            layers only, where `LayerMeanCache` read them.
-        hidden_BTE: states after the final norm, the input of the LM head.
-        before: for each N asked for, the states that enter the last N layers, (B, T, E).
-    """
-
+    # Keys and values of all layers, as `LayerFeatures` lays them out; of the last N layers only,
+    # where `LayerMeanCache` read them.
     kv_BTLK: Tensor
-    hidden_BTE: Tensor
+    hidden_BTE: Tensor  # states after the final norm, the input of the LM head
+    # For each N asked for, the states that enter the last N layers, (B, T, E).
     before: Mapping[int, Tensor] = field(default_factory=dict)
 
 

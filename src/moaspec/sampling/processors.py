@@ -25,17 +25,11 @@ needed."""
 
 @dataclass(frozen=True)
 class Prefix:
-    """One place where a token is to be chosen.
+    """One place where a token is to be chosen."""
 
-    Attributes:
-        sampling: the row's settings, with a seed where noise takes part.
-        token_ids: all tokens before it: prompt, output, and the path to a drafted node.
-        prompt_length: how many of them are the prompt.
-    """
-
-    sampling: SamplingParams
-    token_ids: Sequence[int]
-    prompt_length: int
+    sampling: SamplingParams  # the row's settings, with a seed where noise takes part
+    token_ids: Sequence[int]  # all tokens before it: prompt, output, and the path to a drafted node
+    prompt_length: int  # how many of them are the prompt
 
 
 def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:

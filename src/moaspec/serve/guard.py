@@ -29,19 +29,13 @@ COMPOUND_VALUES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Settings of `HttpGuard`.
+    """Settings of `HttpGuard`."""
 
-    Attributes:
-        api_keys: accepted API keys; if empty, no key is required.
-        max_body_bytes: maximum size of a request body.
-        body_timeout_s: maximum time to receive the body.
-        hosts: accepted names in the `Host` header; if empty, all are. On a loopback address this
-            prevents DNS rebinding by web pages.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = limits.MAX_BODY_BYTES
-    body_timeout_s: float = 30.0
+    api_keys: tuple[str, ...] = ()  # accepted API keys; if empty, no key is required
+    max_body_bytes: int = limits.MAX_BODY_BYTES  # maximum size of a request body
+    body_timeout_s: float = 30.0  # maximum time to receive the body
+    # Accepted names in the `Host` header; if empty, all are. On a loopback address this prevents
+    # DNS rebinding by web pages.
     hosts: tuple[str, ...] = ()
 
 

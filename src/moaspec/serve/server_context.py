@@ -28,21 +28,15 @@ from moaspec.serve.sources.source import Job, SourceFacts, TextSource
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Settings of the endpoints.
+    """Settings of the endpoints."""
 
-    Attributes:
-        names: further names of the model; "*" accepts any name.
-        default_max_tokens: limit of chats and responses that set none.
-        cors_origins: origins of web pages that may call the endpoints; "*" accepts all.
-        send_timeout_s: maximum time that a client may leave its connection full.
-        make_vault: makes the vault of a request's private text; None if text stays on this machine.
-    """
-
-    names: tuple[str, ...] = ()
-    default_max_tokens: int = 1024
+    names: tuple[str, ...] = ()  # further names of the model; "*" accepts any name
+    default_max_tokens: int = 1024  # limit of chats and responses that set none
+    # Origins of web pages that may call the endpoints; "*" accepts all.
     cors_origins: tuple[str, ...] = ()
     guarded: GuardSettings = field(default_factory=GuardSettings)
-    send_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0  # maximum time that a client may leave its connection full
+    # Makes the vault of a request's private text; None if text stays on this machine.
     make_vault: MakeVault | None = None
 
 

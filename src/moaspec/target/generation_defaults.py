@@ -49,25 +49,17 @@ _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Settings that apply when a caller does not give them.
+    """Settings that apply when a caller does not give them."""
 
-    Attributes:
-        sampling: temperature (1 if not given), top_k, top_p and min_p; empty without
-            `do_sample: true`.
-        repetition_penalty: 1 changes nothing.
-        logit_bias: the single-token entries of `sequence_bias`.
-        rules: constraints on tokens.
-        refused: names of unsupported settings.
-        refused_sampled: the same, for sampled texts only.
-        unused: names of settings that are not used because every call has its own value.
-    """
-
+    # Temperature (1 if not given), top_k, top_p and min_p; empty without `do_sample: true`.
     sampling: Mapping[str, float] = field(default_factory=dict)
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # 1 changes nothing
+    # The single-token entries of `sequence_bias`.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    rules: TokenRules = NO_RULES
-    refused: tuple[str, ...] = ()
-    refused_sampled: tuple[str, ...] = ()
+    rules: TokenRules = NO_RULES  # constraints on tokens
+    refused: tuple[str, ...] = ()  # names of unsupported settings
+    refused_sampled: tuple[str, ...] = ()  # the same, for sampled texts only
+    # Names of settings that are not used because every call has its own value.
     unused: tuple[str, ...] = ()
 
     @classmethod

@@ -23,18 +23,14 @@ from moaspec.train.run_config import TrainConfig, staircase_probability
 
 @dataclass(frozen=True)
 class Blocks:
-    """A partition of every response into blocks, per query.
+    """A partition of every response into blocks, per query."""
 
-    Attributes:
-        last_verified_BT: s(i), the last position whose target activations query i may read. In a
-            block that begins at b it is b - 1: token b plays the newest token, which has no
-            activations when a round starts. Outside the responses s(i) = i.
-        step_BT: index of the draft of query i in its round, from 0.
-        loss_BT: bool, queries with loss: response tokens that are followed by another of theirs.
-    """
-
+    # s(i), the last position whose target activations query i may read. In a block that begins at b
+    # it is b - 1: token b plays the newest token, which has no activations when a round starts.
+    # Outside the responses s(i) = i.
     last_verified_BT: Tensor
-    step_BT: Tensor
+    step_BT: Tensor  # index of the draft of query i in its round, from 0
+    # Bool, queries with loss: response tokens that are followed by another of theirs.
     loss_BT: Tensor
 
 
@@ -94,15 +90,11 @@ def _response_start(response_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Rows of a step: all of them, or those of one pass of one process.
-
-    Attributes:
-        staircase_B: bool, rows whose SA sees its own block only; None for none.
-    """
+    """Rows of a step: all of them, or those of one pass of one process."""
 
     batch: Batch
     blocks: Blocks
-    staircase_B: Tensor | None
+    staircase_B: Tensor | None  # bool, rows whose SA sees its own block only; None for none
 
     def to(self, device: torch.device) -> TrainBatch:
         return map_tensors(self, lambda tensor: tensor.to(device))

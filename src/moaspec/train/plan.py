@@ -76,14 +76,10 @@ PROBE_TOKENS = 8
 
 @dataclass(frozen=True)
 class GPUs:
-    """The GPUs of a plan.
-
-    Attributes:
-        count: as many processes.
-    """
+    """The GPUs of a plan."""
 
     name: str
-    count: int = 1
+    count: int = 1  # as many processes
 
     @classmethod
     def parse(cls, text: str) -> GPUs:
@@ -100,38 +96,25 @@ class GPUs:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a training run needs and leads to. Sizes are bytes.
+    """What a training run needs and leads to. Sizes are bytes."""
 
-    Attributes:
-        parameters: trainable ones, by part of the drafter.
-        cache_bytes_per_token: on disk, by the setting that keeps them.
-        data_tokens: of all examples, or None where no data was read.
-        cache_bytes: of all examples on disk, by setting; empty where no data was read.
-        state_bytes: a saved state.
-        checkpoint_bytes: the drafter's checkpoint.
-        memory: of a process, by what takes it, on the device that trains.
-        host_memory: of a process that trains on a GPU, while it loads the target or saves a state.
-        pass_tokens: at most, with pads.
-        read_tokens: that they read in all; at most, where no data was read.
-        loss_tokens: those with loss; at most, where no data was read.
-        problems: see `moaspec.generation.destinations`.
-    """
-
-    parameters: Mapping[str, int]
+    parameters: Mapping[str, int]  # trainable ones, by part of the drafter
     target_parameters: int
-    cache_bytes_per_token: Mapping[str, int]
-    data_tokens: int | None
+    cache_bytes_per_token: Mapping[str, int]  # on disk, by the setting that keeps them
+    data_tokens: int | None  # of all examples, or None where no data was read
+    # Of all examples on disk, by setting; empty where no data was read.
     cache_bytes: Mapping[str, int]
-    state_bytes: int
-    checkpoint_bytes: int
-    memory: Mapping[str, int]
+    state_bytes: int  # a saved state
+    checkpoint_bytes: int  # the drafter's checkpoint
+    memory: Mapping[str, int]  # of a process, by what takes it, on the device that trains
+    # Of a process that trains on a GPU, while it loads the target or saves a state.
     host_memory: int
-    pass_tokens: int
+    pass_tokens: int  # at most, with pads
     steps: int
-    read_tokens: int
-    loss_tokens: int
+    read_tokens: int  # that they read in all; at most, where no data was read
+    loss_tokens: int  # those with loss; at most, where no data was read
     operations: float
-    problems: Mapping[str, str | None]
+    problems: Mapping[str, str | None]  # see `moaspec.generation.destinations`
 
     @property
     def num_parameters(self) -> int:

@@ -15,25 +15,19 @@ from moaspec.train.students.losses import LossSums
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one optimiser step.
-
-    Attributes:
-        tokens: tokens with loss so far.
-        tokens_per_s: tokens with loss per second, in this step.
-        loss, feature, kl: means over the step's tokens (and over exits).
-        accuracy: share of the first exit's most likely drafts that are the target's choice.
-        held_out_accuracy: of the first exit by draft step; None if not measured in this step.
-        held_out_tau: simulated tau by N, see `train.students.held_out`; None if not measured.
-    """
+    """Metrics of one optimiser step."""
 
     step: int
-    tokens: int
-    tokens_per_s: float
+    tokens: int  # tokens with loss so far
+    tokens_per_s: float  # tokens with loss per second, in this step
+    # loss, feature, kl: means over the step's tokens (and over exits).
     loss: float
     feature: float
     kl: float
-    accuracy: float
+    accuracy: float  # share of the first exit's most likely drafts that are the target's choice
+    # Of the first exit by draft step; None if not measured in this step.
     held_out_accuracy: list[float] | None = None
+    # Simulated tau by N, see `train.students.held_out`; None if not measured.
     held_out_tau: dict[str, float | None] | None = None
 
 

@@ -68,15 +68,11 @@ class PagedLayer:
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention of one layer in one draft step: a `SelfAttend` or a `CrossAttend`.
-
-    Attributes:
-        metadata: vLLM's attention metadata for one query per request.
-        slots_N: slots where SA stores the new tokens' keys and values first; None for CA.
-    """
+    """Attention of one layer in one draft step: a `SelfAttend` or a `CrossAttend`."""
 
     layer: PagedLayer
-    metadata: Any
+    metadata: Any  # vLLM's attention metadata for one query per request
+    # Slots where SA stores the new tokens' keys and values first; None for CA.
     slots_N: Tensor | None = None
 
     def __call__(self, *heads_1XND: Tensor) -> Tensor:

@@ -35,14 +35,10 @@ class HeadShare:
     """Distribution of a target's KV heads over tensor-parallel ranks.
 
     With more ranks than heads, neighbouring ranks hold the same head.
-
-    Attributes:
-        total: H.
-        ranks: tensor-parallel size.
     """
 
-    total: int
-    ranks: int
+    total: int  # H
+    ranks: int  # tensor-parallel size
 
     def __post_init__(self) -> None:
         if max(self.total, self.ranks) % min(self.total, self.ranks):

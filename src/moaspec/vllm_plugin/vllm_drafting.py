@@ -23,16 +23,12 @@ from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterParts:
-    """The drafter and its connections to the target, all on this rank.
+    """The drafter and its connections to the target, all on this rank."""
 
-    Attributes:
-        drafter: packed for this CPU, see `packed_copy`.
-        self_attention, cross_attention: its layers in vLLM's cache.
-    """
-
-    drafter: MoADrafter
+    drafter: MoADrafter  # packed for this CPU, see `packed_copy`
     embed: Embed
     head: DraftHead
+    # self_attention, cross_attention: its layers in vLLM's cache.
     self_attention: PagedLayer
     cross_attention: PagedLayer
     capture: VLLMCapture

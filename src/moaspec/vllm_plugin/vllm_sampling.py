@@ -32,39 +32,28 @@ PADDING = -1
 
 @dataclass
 class PendingVerification:
-    """The verification that the next steps of one vLLM request have to do.
+    """The verification that the next steps of one vLLM request have to do."""
 
-    Attributes:
-        request: its tree is the chain that vLLM verifies.
-        text: all tokens up to the newest. Accepted tokens are appended.
-        num_steps: number of vLLM's steps so far.
-        num_cached: tokens whose keys and values vLLM had before; None before the first step.
-        captured: keys and values of the tokens after those, (T, L, G, 2 D) each.
-        outcome: the result or error; None while vLLM reads the prompt.
-    """
-
-    request: VerifyRequest
-    text: list[int]
-    num_steps: int = 0
+    request: VerifyRequest  # its tree is the chain that vLLM verifies
+    text: list[int]  # all tokens up to the newest. Accepted tokens are appended.
+    num_steps: int = 0  # number of vLLM's steps so far
+    # Tokens whose keys and values vLLM had before; None before the first step.
     num_cached: int | None = None
+    # Keys and values of the tokens after those, (T, L, G, 2 D) each.
     captured: list[Tensor] = field(default_factory=list)
+    # The result or error; None while vLLM reads the prompt.
     outcome: Acceptance | Exception | None = None
 
 
 @dataclass(frozen=True)
 class _SampledRow:
-    """The part of a step that belongs to one request.
+    """The part of a step that belongs to one request."""
 
-    Attributes:
-        pending: its verification.
-        tokens, logits: its slices of the step's tokens and logits.
-        partial: whether its prompt is not complete after this step.
-    """
-
-    pending: PendingVerification
+    pending: PendingVerification  # its verification
+    # tokens, logits: its slices of the step's tokens and logits.
     tokens: slice
     logits: slice
-    partial: bool
+    partial: bool  # whether its prompt is not complete after this step
 
 
 class SeededSampler(CustomProposer):

@@ -25,17 +25,11 @@ CONFIG_KEY = "moaspec"
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMServeSettings:
-    """Options of a vLLM that drafts with one of our drafters.
+    """Options of a vLLM that drafts with one of our drafters."""
 
-    Attributes:
-        model: directory or hub id of the target.
-        drafter: alias, directory or hub id of the drafter.
-        num_speculative_tokens: length of each draft, a chain.
-    """
-
-    model: str
-    drafter: str
-    num_speculative_tokens: int = 3
+    model: str  # directory or hub id of the target
+    drafter: str  # alias, directory or hub id of the drafter
+    num_speculative_tokens: int = 3  # length of each draft, a chain
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -65,26 +59,16 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMVerifierSettings:
-    """Options of a vLLM that verifies drafts sent by devices.
+    """Options of a vLLM that verifies drafts sent by devices."""
 
-    Attributes:
-        model: directory or hub id of the target.
-        dtype: data type of weights, keys and values.
-        max_rows: maximum number of concurrent texts.
-        max_tokens: maximum length of a text.
-        token_bytes: bytes of one token's keys and values.
-        features: whether a drafter's encoder reads the target's keys and values.
-        max_drafted: maximum number of drafted tokens that a round verifies.
-        extra_arguments: further arguments of `vllm.EngineArgs`.
-    """
-
-    model: str
-    dtype: str
-    max_rows: int
-    max_tokens: int
-    token_bytes: int
-    features: bool = True
-    max_drafted: int = 16
+    model: str  # directory or hub id of the target
+    dtype: str  # data type of weights, keys and values
+    max_rows: int  # maximum number of concurrent texts
+    max_tokens: int  # maximum length of a text
+    token_bytes: int  # bytes of one token's keys and values
+    features: bool = True  # whether a drafter's encoder reads the target's keys and values
+    max_drafted: int = 16  # maximum number of drafted tokens that a round verifies
+    # Further arguments of `vllm.EngineArgs`.
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property

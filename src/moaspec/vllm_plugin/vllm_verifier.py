@@ -37,18 +37,14 @@ MAX_IDLE_STEPS = 100
 
 @dataclass
 class _RequestRow:
-    """One row's state inside vLLM.
+    """One row's state inside vLLM."""
 
-    Attributes:
-        text: all tokens; the last one may have no keys and values yet.
-        salt: cache salt that separates the row's blocks from those of other texts. Tokens found in
-            the prefix cache are not computed, so they have no features. None: start a new salt.
-        request_id: the waiting request with this text; None if there is none.
-    """
-
+    # All tokens; the last one may have no keys and values yet.
     text: list[int] = field(default_factory=list)
+    # Cache salt that separates the row's blocks from those of other texts. Tokens found in the
+    # prefix cache are not computed, so they have no features. None: start a new salt.
     salt: str | None = None
-    request_id: str | None = None
+    request_id: str | None = None  # the waiting request with this text; None if there is none
 
 
 class VLLMVerifier:

@@ -111,18 +111,12 @@ class FusedExit:
 
 @dataclass(frozen=True)
 class TreePart:
-    """Layers that a drafter uses, over all tokens that they read in one call.
+    """Layers that a drafter uses, over all tokens that they read in one call."""
 
-    Attributes:
-        stack: that has them as its last ones.
-        cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
-        slots: of the first of those tokens.
-    """
-
-    stack: FusedStack
-    cos_TR: Tensor
+    stack: FusedStack  # that has them as its last ones
+    cos_TR: Tensor  # cosines of those tokens and of each level of drafts, float32, contiguous
     sin_TR: Tensor
-    slots: Slots
+    slots: Slots  # of the first of those tokens
     num: int = 1
     norm: FusedNorm | None = None
 
@@ -157,20 +151,14 @@ class Coupling:
 
 @dataclass(frozen=True)
 class KernelTree:
-    """Drafted nodes of one request, parents first.
+    """Drafted nodes of one request, parents first."""
 
-    Attributes:
-        tokens: ids in the target's vocabulary.
-        parents: node, -1: the root.
-        scores: log-probability of each node's path; with a coupling, that the target chooses it.
-        num_expanded: how many nodes got children.
-    """
-
-    tokens: list[int]
-    parents: list[int]
+    tokens: list[int]  # ids in the target's vocabulary
+    parents: list[int]  # node, -1: the root
+    # Log-probability of each node's path; with a coupling, that the target chooses it.
     scores: list[float]
     levels: int
-    num_expanded: int
+    num_expanded: int  # how many nodes got children
 
 
 def draft_tree(

@@ -137,13 +137,9 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class FusedNorm:
-    """RMSNorm as the layers have it.
+    """RMSNorm as the layers have it."""
 
-    Attributes:
-        weight_E: bf16; E is a multiple of 16.
-    """
-
-    weight_E: Tensor
+    weight_E: Tensor  # bf16; E is a multiple of 16
     eps: float
 
     def __post_init__(self) -> None:
@@ -172,17 +168,12 @@ class Slots:
     """Where a pass stores keys and values in a `KVCache`, and finds those it reads.
 
     It stands here, below `drafting`, because kernels take it as it is.
-
-    Attributes:
-        cache: (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers.
-        starts_B: first slot that each row writes.
-        visible: slots that are read, from the first on.
     """
 
-    cache: Tensor
+    cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers
     rows_B: Sequence[int]
-    starts_B: Sequence[int]
-    visible: int
+    starts_B: Sequence[int]  # first slot that each row writes
+    visible: int  # slots that are read, from the first on
 
 
 class FusedStack:

@@ -17,23 +17,14 @@ from moaspec.backends.cpu.structures import SamplerFacts
 
 
 class SamplerParams(NamedTuple):
-    """How one token is chosen, see `moaspec.sampling.choose`.
+    """How one token is chosen, see `moaspec.sampling.choose`."""
 
-    Attributes:
-        temperature: above 0.
-        top_k: 0 for all.
-        top_p: 1 for all.
-        min_p: 0 for all.
-        seed: of the noise, as an int64; the others likewise.
-        choice: which of several continuations.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    choice: int
+    temperature: float  # above 0
+    top_k: int  # 0 for all
+    top_p: float  # 1 for all
+    min_p: float  # 0 for all
+    seed: int  # of the noise, as an int64; the others likewise
+    choice: int  # which of several continuations
     position: int
 
 

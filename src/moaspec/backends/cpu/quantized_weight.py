@@ -29,19 +29,12 @@ SIGN = -128
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight in few bits: scale * code + zero.
+    """A weight in few bits: scale * code + zero."""
 
-    Attributes:
-        scale_ON: of each block, float16.
-        zero_ON: of each block, float16; zeros where there are eight bits.
-        codes_ONI: (O, N, 32) int8.
-        bits: 4 or 8.
-    """
-
-    scale_ON: Tensor
-    zero_ON: Tensor
-    codes_ONI: Tensor
-    bits: int
+    scale_ON: Tensor  # of each block, float16
+    zero_ON: Tensor  # of each block, float16; zeros where there are eight bits
+    codes_ONI: Tensor  # (O, N, 32) int8
+    bits: int  # 4 or 8
 
     def weight(self) -> Tensor:
         """(O, I) bf16, what the codes stand for."""

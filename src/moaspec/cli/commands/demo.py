@@ -116,18 +116,14 @@ def new_screen() -> Screen:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decodes.
-
-    Attributes:
-        trusted: loads the target that says which of two texts is right.
-        unmeasured: why drafts are not chosen by measured costs; None where they are.
-    """
+    """What decodes."""
 
     target: Target
     drafter: MoADrafter
     methods: Sequence[Method]
     prompts: Sequence[Prompt]
-    trusted: Callable[[], Target]
+    trusted: Callable[[], Target]  # loads the target that says which of two texts is right
+    # Why drafts are not chosen by measured costs; None where they are.
     unmeasured: str | None = None
 
     def __str__(self) -> str:

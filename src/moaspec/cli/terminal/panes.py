@@ -38,14 +38,10 @@ FRAME_S = 1 / 15
 
 @dataclass(frozen=True)
 class Pane:
-    """One decoding, as it is shown.
-
-    Attributes:
-        pieces: the text, with the source of each piece.
-    """
+    """One decoding, as it is shown."""
 
     name: str
-    pieces: Sequence[tuple[str, Source]]
+    pieces: Sequence[tuple[str, Source]]  # the text, with the source of each piece
     effort: DecodingStats
     done: bool
 

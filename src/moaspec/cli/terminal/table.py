@@ -32,15 +32,12 @@ _NUMBER = re.compile(r"[-+]?\d|$")
 
 @dataclass(frozen=True)
 class Table:
-    """What a command measured or found.
-
-    Attributes:
-        grouped: neighbouring rows with the same first cell belong together; it is shown once.
-    """
+    """What a command measured or found."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
+    # Neighbouring rows with the same first cell belong together; it is shown once.
     grouped: bool = False
 
     @property

@@ -26,23 +26,17 @@ CALL_ID_LENGTH = 9
 
 @dataclass(frozen=True)
 class Tags:
-    """Tags around the name and the arguments of a call, where these are no JSON.
+    """Tags around the name and the arguments of a call, where these are no JSON."""
 
-    Attributes:
-        name, name_end: around the name; no end where the first tag of an argument ends it.
-        key, key_end: around an argument's name; its value follows.
-        value_end: behind a value.
-        close: behind the last argument.
-        padding: before and after a value, and no part of it.
-    """
-
+    # name, name_end: around the name; no end where the first tag of an argument ends it.
     name: str
     name_end: str
+    # key, key_end: around an argument's name; its value follows.
     key: str
     key_end: str
-    value_end: str
-    close: str = ""
-    padding: str = ""
+    value_end: str  # behind a value
+    close: str = ""  # behind the last argument
+    padding: str = ""  # before and after a value, and no part of it
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -73,30 +67,19 @@ class Tags:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls.
+    """How a model writes calls."""
 
-    Attributes:
-        trigger: the mark before a call (with `listed`: before all calls); "" for bare JSON.
-        before, after: text around a call's JSON.
-        arguments: the key of the arguments.
-        listed: whether all calls are one JSON list.
-        end: a mark that may follow a call; it is not content.
-        named: the mark between a call's name and its arguments, where only these are JSON.
-        identified: the mark between that name and the call's id, where there is one.
-        tags: around the parts of a call that is no JSON.
-        python: whether calls are Python's, as `name(key=value)`.
-    """
-
-    trigger: str
+    trigger: str  # the mark before a call (with `listed`: before all calls); "" for bare JSON
+    # before, after: text around a call's JSON.
     before: str = ""
     after: str = ""
-    arguments: str = "arguments"
-    listed: bool = False
-    end: str = ""
-    named: str = ""
-    identified: str = ""
-    tags: Tags | None = None
-    python: bool = False
+    arguments: str = "arguments"  # the key of the arguments
+    listed: bool = False  # whether all calls are one JSON list
+    end: str = ""  # a mark that may follow a call; it is not content
+    named: str = ""  # the mark between a call's name and its arguments, where only these are JSON
+    identified: str = ""  # the mark between that name and the call's id, where there is one
+    tags: Tags | None = None  # around the parts of a call that is no JSON
+    python: bool = False  # whether calls are Python's, as `name(key=value)`
 
     @property
     def marks(self) -> tuple[str, ...]:

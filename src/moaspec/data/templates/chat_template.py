@@ -41,14 +41,10 @@ FAILURES = (TemplateError, ValueError, TypeError, LookupError, AttributeError, A
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedMessages:
-    """A conversation as one template takes it.
+    """A conversation as one template takes it."""
 
-    Attributes:
-        messages: in the template's own form.
-        variables: further variables of the template; tools are among them where it reads them.
-    """
-
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # in the template's own form
+    # Further variables of the template; tools are among them where it reads them.
     variables: Mapping[str, Any]
     source: str
 

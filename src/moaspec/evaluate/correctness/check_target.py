@@ -40,16 +40,12 @@ Batch = Literal["alone", "ragged"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedText(Equality):
-    """Result of one text.
+    """Result of one text."""
 
-    Attributes:
-        setting, method, prompt: how it was decoded, and the prompt's number.
-        batch: "alone", or in a "ragged" batch with other prompts and settings.
-    """
-
+    # setting, method, prompt: how it was decoded, and the prompt's number.
     setting: str
     method: str
-    batch: Batch
+    batch: Batch  # "alone", or in a "ragged" batch with other prompts and settings
     prompt: int
     num_tokens: int
 
@@ -62,15 +58,12 @@ class _CheckRow:
 
 @dataclass(frozen=True)
 class _CheckedMethod(Method):
-    """A way to decode all prompts.
-
-    Attributes:
-        beyond_stops: ignore stop tokens while decoding and cut the text afterwards, so that drafts
-            of stop tokens are verified; otherwise the engine drops them.
-    """
+    """A way to decode all prompts."""
 
     shape: Tree | str = SHAPES["chain"]
     free_branches: FreeBranches = False
+    # Ignore stop tokens while decoding and cut the text afterwards, so that drafts of stop tokens
+    # are verified; otherwise the engine drops them.
     beyond_stops: bool = False
 
 

@@ -60,23 +60,18 @@ EARLIER_RULE = "Texts were compared with the baseline's by an earlier version of
 
 @dataclass(frozen=True)
 class Equality:
-    """Result of comparing a text with plain decoding.
+    """Result of comparing a text with plain decoding."""
 
-    Attributes:
-        kind: "identical" to plain decoding's text, different from it at a "near_tie" of the
-            target's scores, or "different": not the target's text.
-        position: generated index of the first wrong token, or of the first difference.
-        gap: of that token (see `AuditedText`), at a tie of the worse text; None if no change of
-            logits explains it.
-        limit: largest gap that rounding explains there; None if there is no gap.
-        reason: why a text is "different".
-    """
-
+    # "identical" to plain decoding's text, different from it at a "near_tie" of the target's
+    # scores, or "different": not the target's text.
     kind: Literal["identical", "near_tie", "different"]
+    # Generated index of the first wrong token, or of the first difference.
     position: int | None = None
+    # Of that token (see `AuditedText`), at a tie of the worse text; None if no change of logits
+    # explains it.
     gap: float | None = None
-    limit: float | None = None
-    reason: str = ""
+    limit: float | None = None  # largest gap that rounding explains there; None if there is no gap
+    reason: str = ""  # why a text is "different"
 
     @property
     def lossless(self) -> bool:
@@ -85,18 +80,14 @@ class Equality:
 
 @dataclass(frozen=True)
 class AuditedText:
-    """A decoded text with the result of trusted passes.
-
-    Attributes:
-        gaps: for each token, the smallest change of logits that makes it the choice of seeded
-            sampling: 0 for the choice itself, infinite if there is none.
-        wrong_end: why the end of the text is wrong, or "".
-    """
+    """A decoded text with the result of trusted passes."""
 
     token_ids: Sequence[int]
+    # For each token, the smallest change of logits that makes it the choice of seeded sampling: 0
+    # for the choice itself, infinite if there is none.
     gaps: Sequence[float]
     limit: float = FLOAT32_TIE
-    wrong_end: str = ""
+    wrong_end: str = ""  # why the end of the text is wrong, or ""
 
 
 def audit(

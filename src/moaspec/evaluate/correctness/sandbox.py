@@ -31,18 +31,12 @@ TMP_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Trial:
-    """A function, and the tests that it must pass.
+    """A function, and the tests that it must pass."""
 
-    Attributes:
-        code: source text that defines the function; not trusted.
-        tests: source text that defines `check`, which takes the function.
-        setup: source text that the tests need to run before them.
-    """
-
-    code: str
+    code: str  # source text that defines the function; not trusted
     function: str
-    tests: str
-    setup: str = ""
+    tests: str  # source text that defines `check`, which takes the function
+    setup: str = ""  # source text that the tests need to run before them
 
 
 def passes(

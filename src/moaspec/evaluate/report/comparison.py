@@ -40,49 +40,36 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95% confidence interval over conversations.
-
-    Attributes:
-        low, high: None for fewer than `MIN_CONVERSATIONS` conversations.
-    """
+    """A figure with its 95% confidence interval over conversations."""
 
     value: float
+    # low, high: None for fewer than `MIN_CONVERSATIONS` conversations.
     low: float | None
     high: float | None
 
 
 @dataclass(frozen=True)
 class MethodChange:
-    """The change of one method, over the prompts of both reports.
-
-    Attributes:
-        prompts: their number.
-        tau_before, tau_after: over these prompts; None without rounds.
-        tau: after minus before.
-        speed: after over before, geometric mean over turns; None if speeds cannot be compared or a
-            text was not the target's own.
-    """
+    """The change of one method, over the prompts of both reports."""
 
     method: str
-    prompts: int
+    prompts: int  # their number
+    # tau_before, tau_after: over these prompts; None without rounds.
     tau_before: float | None
     tau_after: float | None
-    tau: Interval | None
+    tau: Interval | None  # after minus before
+    # After over before, geometric mean over turns; None if speeds cannot be compared or a text was
+    # not the target's own.
     speed: Interval | None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Changes by method.
-
-    Attributes:
-        differs: settings that differ, so that speeds are not compared.
-        lossy: methods that are lossy in one of the reports.
-    """
+    """Changes by method."""
 
     changes: list[MethodChange]
-    differs: dict[str, tuple[Any, Any]]
-    lossy: list[str]
+    differs: dict[str, tuple[Any, Any]]  # settings that differ, so that speeds are not compared
+    lossy: list[str]  # methods that are lossy in one of the reports
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

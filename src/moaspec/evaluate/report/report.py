@@ -27,15 +27,11 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 @dataclass
 class Outcome:
-    """All samples of one method, in the order of the prompts.
-
-    Attributes:
-        timed: whether its seconds are valid.
-    """
+    """All samples of one method, in the order of the prompts."""
 
     method: Method
     samples: list[Sample] = field(default_factory=list)
-    timed: bool = True
+    timed: bool = True  # whether its seconds are valid
 
     @property
     def runs(self) -> list[MethodRun]:
@@ -90,22 +86,15 @@ class Outcome:
 
 @dataclass
 class Report:
-    """Outcomes of a run.
-
-    Attributes:
-        baseline: name of the method that speed-ups refer to.
-        batch: prompts decoded together by timed methods.
-        skipped: turns that do not fit into the target's context.
-        choice: kind of sampling, as text.
-        interrupted: whether some prompts were not measured.
-    """
+    """Outcomes of a run."""
 
     outcomes: list[Outcome]
-    baseline: str
-    batch: int = 1
+    baseline: str  # name of the method that speed-ups refer to
+    batch: int = 1  # prompts decoded together by timed methods
+    # Turns that do not fit into the target's context.
     skipped: list[PromptTurn] = field(default_factory=list)
-    choice: str = GREEDILY
-    interrupted: bool = False
+    choice: str = GREEDILY  # kind of sampling, as text
+    interrupted: bool = False  # whether some prompts were not measured
 
     @property
     def lossless(self) -> bool:

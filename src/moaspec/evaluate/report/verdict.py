@@ -25,13 +25,9 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class ReportVerdict:
-    """A verdict in one sentence.
+    """A verdict in one sentence."""
 
-    Attributes:
-        kind: "faster", "slower", "unsure", "lossy", or "none" if nothing was compared.
-    """
-
-    kind: str
+    kind: str  # "faster", "slower", "unsure", "lossy", or "none" if nothing was compared
     text: str
 
 

@@ -26,28 +26,20 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, kw_only=True)
 class ChatInput:
-    """A conversation and the format of its answer: free text, JSON or tool calls.
+    """A conversation and the format of its answer: free text, JSON or tool calls."""
 
-    Attributes:
-        messages: normalised messages.
-        tools: tools that the prompt describes, in the normal form.
-        choice: "none", "auto", "required", or the name of the tool to call.
-        parallel: whether several calls are allowed; None: if the chat template supports them.
-        schema: JSON schema of the answer; None allows any text.
-        max_tokens: maximum length of the answer; None takes the server's default.
-        logprobs: number of alternatives to report; None reports no log-probabilities.
-        template_options: see `ChatTemplate.rendered`.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    choice: str | None = None
+    messages: Sequence[Message]  # normalised messages
+    tools: Sequence[Mapping[str, Any]] = ()  # tools that the prompt describes, in the normal form
+    choice: str | None = None  # "none", "auto", "required", or the name of the tool to call
+    # Whether several calls are allowed; None: if the chat template supports them.
     parallel: bool | None = None
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None  # JSON schema of the answer; None allows any text
     variables: Mapping[str, Any] | None = None
     stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # maximum length of the answer; None takes the server's default
+    # Number of alternatives to report; None reports no log-probabilities.
     logprobs: int | None = None
+    # See `ChatTemplate.rendered`.
     template_options: Mapping[str, bool] = field(default_factory=dict)
 
     @property

@@ -22,24 +22,16 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The part that one update adds to a choice.
-
-    Attributes:
-        start: number of characters before the part.
-        pieces: tokens with their text.
-        text: text without calls.
-        calls: index and content of each completed call.
-        finish_reason: set at the end; "tool_calls" also for OpenAI's older `function_call`.
-        moaspec: the extension's object.
-    """
+    """The part that one update adds to a choice."""
 
     index: int
-    start: int
-    pieces: list[Piece]
-    text: str
-    calls: list[tuple[int, Call]]
+    start: int  # number of characters before the part
+    pieces: list[Piece]  # tokens with their text
+    text: str  # text without calls
+    calls: list[tuple[int, Call]]  # index and content of each completed call
+    # Set at the end; "tool_calls" also for OpenAI's older `function_call`.
     finish_reason: str | None
-    moaspec: dict[str, Any] | None
+    moaspec: dict[str, Any] | None  # the extension's object
 
     def matters(self, *, logprobs: bool) -> bool:
         """Whether the delta has content for the client, apart from the finish reason."""

@@ -12,26 +12,19 @@ from moaspec.serve.sources.source import Update
 
 @dataclass
 class TokenCounts:
-    """Counts that every update increases.
-
-    Attributes:
-        rounds: target verifications, except that of the prompt.
-        emitted: tokens emitted by rounds.
-        drafted, accepted: tokens that the drafter proposed, and accepted tokens among them.
-        copied: accepted tokens that n-gram branches proposed.
-        reused: prompt tokens found in a cache.
-        started_s: start time, from `time.perf_counter`.
-        first_s, latest_s: times of the first and the latest tokens; None before them.
-    """
+    """Counts that every update increases."""
 
     tokens: int = 0
-    rounds: int = 0
-    emitted: int = 0
+    rounds: int = 0  # target verifications, except that of the prompt
+    emitted: int = 0  # tokens emitted by rounds
+    # drafted, accepted: tokens that the drafter proposed, and accepted tokens among them.
     drafted: int = 0
     accepted: int = 0
-    copied: int = 0
-    reused: int = 0
+    copied: int = 0  # accepted tokens that n-gram branches proposed
+    reused: int = 0  # prompt tokens found in a cache
+    # Start time, from `time.perf_counter`.
     started_s: float = field(default_factory=time.perf_counter)
+    # first_s, latest_s: times of the first and the latest tokens; None before them.
     first_s: float | None = None
     latest_s: float | None = None
 

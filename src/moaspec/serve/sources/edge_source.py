@@ -62,18 +62,14 @@ class Cuttable(Protocol):
 
 @dataclass(eq=False)
 class _PooledSession:
-    """One session of the pool.
-
-    Attributes:
-        tenant, token_ids: the text that its caches hold, and the text's owner.
-        used: sequence number of its latest text; the least recently used is replaced first.
-    """
+    """One session of the pool."""
 
     session: RemoteSession
+    # tenant, token_ids: the text that its caches hold, and the text's owner.
     tenant: str = ""
     token_ids: Sequence[int] = ()
     busy: bool = False
-    used: int = 0
+    used: int = 0  # sequence number of its latest text; the least recently used is replaced first
 
 
 _last_used = attrgetter("used")
@@ -83,19 +79,14 @@ News = Callable[[Update | Exception], None]
 
 @dataclass
 class _EventReader:
-    """Turns a session's events, which replace the end of a text, into updates, which extend it.
-
-    Attributes:
-        keep: whether provisional tokens become final without verification after a cut.
-        token_ids, sources: the text so far, including provisional tokens.
-        num_final: number of tokens that will not change any more.
-    """
+    """Turns a session's events, which replace the end of a text, into updates, which extend it."""
 
     job: Job
-    keep: bool
+    keep: bool  # whether provisional tokens become final without verification after a cut
+    # token_ids, sources: the text so far, including provisional tokens.
     token_ids: list[int] = field(default_factory=list)
     sources: list[TokenSource] = field(default_factory=list)
-    num_final: int = 0
+    num_final: int = 0  # number of tokens that will not change any more
 
     def update(self, event: RemoteEvent, session: RemoteSession) -> Update:
         shown, first = len(self.token_ids), self.num_final

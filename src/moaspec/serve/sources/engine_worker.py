@@ -39,40 +39,30 @@ MIN_REUSED_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits(SourceLimits):
-    """Limits of an engine.
-
-    Attributes:
-        cache_bytes: maximum size of the keys, values and recurrent states in use. The cache grows
-            by half its size, so it may allocate half as much again.
-        parked: number of ended rows whose keys and values are kept for a conversation's next turn.
-        parked_s: seconds without a request after which all kept rows and caches are freed.
-    """
+    """Limits of an engine."""
 
     active: int = 64
     waiting: int = 256
+    # Maximum size of the keys, values and recurrent states in use. The cache grows by half its
+    # size, so it may allocate half as much again.
     cache_bytes: int = 4 * 2**30
+    # Number of ended rows whose keys and values are kept for a conversation's next turn.
     parked: int = 4
+    # Seconds without a request after which all kept rows and caches are freed.
     parked_s: float = 120.0
 
 
 @dataclass(eq=False)
 class QueuedJob:
-    """A job that waits or is decoded.
-
-    Attributes:
-        report: receives updates, or the exception that ended the job.
-        handle: the engine's handle; None while it waits.
-        result: the engine's result so far.
-        ended: whether the last update was reported.
-        last_step: number of the latest step that it took part in.
-    """
+    """A job that waits or is decoded."""
 
     job: Job
+    # Receives updates, or the exception that ended the job.
     report: Callable[[Update | Exception], None]
-    handle: int | None = None
-    result: GenerationResult = field(default_factory=GenerationResult)
-    ended: bool = False
-    last_step: int = 0
+    handle: int | None = None  # the engine's handle; None while it waits
+    result: GenerationResult = field(default_factory=GenerationResult)  # the engine's result so far
+    ended: bool = False  # whether the last update was reported
+    last_step: int = 0  # number of the latest step that it took part in
 
     @property
     def slots(self) -> int:

@@ -30,107 +30,68 @@ TokenSource = Source | Literal["device"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One text to generate.
+    """One text to generate."""
 
-    Attributes:
-        prompt_ids: at least one token id.
-        grammar: grammar of the text, see `sampling.grammar`; None allows any text.
-        speculation: whether to draft; False decodes plainly.
-        provisional: whether to report text that is not verified yet.
-        tenant: owner of the request; tenants share no caches.
-        client: key whose share of the server it uses; "" if there are not several keys.
-    """
-
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # at least one token id
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     sampling: SamplingParams
-    grammar: str | None = None
-    speculation: bool = True
-    provisional: bool = False
-    tenant: str = ""
-    client: str = ""
+    grammar: str | None = None  # grammar of the text, see `sampling.grammar`; None allows any text
+    speculation: bool = True  # whether to draft; False decodes plainly
+    provisional: bool = False  # whether to report text that is not verified yet
+    tenant: str = ""  # owner of the request; tenants share no caches
+    client: str = ""  # key whose share of the server it uses; "" if there are not several keys
 
 
 @dataclass(frozen=True)
 class Round:
-    """One target verification.
+    """One target verification."""
 
-    Attributes:
-        tree: the draft.
-        accepted: accepted nodes of the tree, in order.
-        emitted: number of tokens that the round added to the text.
-    """
-
-    tree: DraftTree
-    accepted: tuple[int, ...]
-    emitted: int
+    tree: DraftTree  # the draft
+    accepted: tuple[int, ...]  # accepted nodes of the tree, in order
+    emitted: int  # number of tokens that the round added to the text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """New tokens of one text since the previous update.
+    """New tokens of one text since the previous update."""
 
-    Attributes:
-        token_ids: final tokens: verified, or kept ones with source "device".
-        sources: proposer of each token.
-        logprobs, top_logprobs: log-probabilities of each token, if the job requests them.
-        round: the verification that gave the tokens; None for the prompt's first token.
-        provisional: all unverified tokens after the final text.
-        stop_reason: set on the last update.
-        num_reused_tokens: prompt tokens found in a cache.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    sources: tuple[TokenSource, ...] = ()
+    token_ids: tuple[int, ...] = ()  # final tokens: verified, or kept ones with source "device"
+    sources: tuple[TokenSource, ...] = ()  # proposer of each token
+    # logprobs, top_logprobs: log-probabilities of each token, if the job requests them.
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Alternatives, ...] = ()
+    # The verification that gave the tokens; None for the prompt's first token.
     round: Round | None = None
-    provisional: tuple[int, ...] = ()
-    stop_reason: StopReason | None = None
-    num_reused_tokens: int = 0
+    provisional: tuple[int, ...] = ()  # all unverified tokens after the final text
+    stop_reason: StopReason | None = None  # set on the last update
+    num_reused_tokens: int = 0  # prompt tokens found in a cache
     seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkState:
-    """The link to a remote target; also its JSON form in docs/serve.md.
+    """The link to a remote target; also its JSON form in docs/serve.md."""
 
-    Attributes:
-        state: state of the latest session.
-        round_trip_s: latest measured round trip; None if unknown.
-        bytes_sent, bytes_received: totals since the start.
-        can_cut: whether the link is emulated and can be cut.
-        cut: whether it is cut now.
-    """
-
-    state: Literal["up", "down", "syncing"]
-    round_trip_s: float | None = None
+    state: Literal["up", "down", "syncing"]  # state of the latest session
+    round_trip_s: float | None = None  # latest measured round trip; None if unknown
+    # bytes_sent, bytes_received: totals since the start.
     bytes_sent: int = 0
     bytes_received: int = 0
-    can_cut: bool = False
-    cut: bool = False
+    can_cut: bool = False  # whether the link is emulated and can be cut
+    cut: bool = False  # whether it is cut now
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """Properties of the model behind a source.
+    """Properties of the model behind a source."""
 
-    Attributes:
-        name: model name in responses.
-        mode: see `docs/serve.md`.
-        target: the target, or a device's part of it.
-        defaults: sampling defaults for fields that a request does not set.
-        speculates: whether there is a drafter.
-        fingerprint: changes when the same seed may give another text.
-    """
-
-    name: str
-    mode: Literal["local", "edge"]
-    target: DeviceTarget
-    defaults: GenerationDefaults
-    speculates: bool
-    fingerprint: str
+    name: str  # model name in responses
+    mode: Literal["local", "edge"]  # see `docs/serve.md`
+    target: DeviceTarget  # the target, or a device's part of it
+    defaults: GenerationDefaults  # sampling defaults for fields that a request does not set
+    speculates: bool  # whether there is a drafter
+    fingerprint: str  # changes when the same seed may give another text
 
     @property
     def tokenizer(self) -> Any:
@@ -235,17 +196,11 @@ def entry_to_evict(
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLimits:
-    """Limits of a source.
+    """Limits of a source."""
 
-    Attributes:
-        active: maximum number of texts decoded together.
-        waiting: maximum number of texts that wait; further texts are refused.
-        share: fraction of `active`, and of all places, that one key may use.
-    """
-
-    active: int
-    waiting: int
-    share: float = 0.5
+    active: int  # maximum number of texts decoded together
+    waiting: int  # maximum number of texts that wait; further texts are refused
+    share: float = 0.5  # fraction of `active`, and of all places, that one key may use
 
 
 class Places:

@@ -14,23 +14,16 @@ from moaspec.serve.sources.source import TokenSource, Update
 
 @dataclass(frozen=True)
 class Piece:
-    """A token and the text that it adds.
+    """A token and the text that it adds."""
 
-    Attributes:
-        text: see `docs/serve.md`. All pieces joined are the text.
-        source: proposer of the token.
-        hidden: whether the token is not part of the text: a special or final token.
-        logprob, top_logprobs: log-probabilities, if requested.
-        begins_turn: whether it is the first token of a turn's text.
-    """
-
-    text: str
+    text: str  # see `docs/serve.md`. All pieces joined are the text.
     token_id: int
-    source: TokenSource
-    hidden: bool = False
+    source: TokenSource  # proposer of the token
+    hidden: bool = False  # whether the token is not part of the text: a special or final token
+    # logprob, top_logprobs: log-probabilities, if requested.
     logprob: float | None = None
     top_logprobs: Alternatives = ()
-    begins_turn: bool = False
+    begins_turn: bool = False  # whether it is the first token of a turn's text
 
 
 class TextWriter:

@@ -19,17 +19,11 @@ from moaspec.target.decoder_layers import WriteKV
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Where a layer's keys and values are in our caches, and their own shape.
+    """Where a layer's keys and values are in our caches, and their own shape."""
 
-    Attributes:
-        index: among the layers that have some.
-        key: its heads, and their size.
-        value: the same of values.
-    """
-
-    index: int
-    key: tuple[int, int]
-    value: tuple[int, int]
+    index: int  # among the layers that have some
+    key: tuple[int, int]  # its heads, and their size
+    value: tuple[int, int]  # the same of values
 
 
 @dataclass(frozen=True)
@@ -38,16 +32,11 @@ class KVShape:
 
     Our caches have one shape for all layers, so a layer with fewer or smaller heads than another,
     or with values that are smaller than keys, is padded with zeros.
-
-    Attributes:
-        layers: by the index that transformers gives to a layer.
-        num_heads: most of a layer.
-        head_dim: largest of a layer.
     """
 
-    layers: Mapping[int, LayerKV]
-    num_heads: int
-    head_dim: int
+    layers: Mapping[int, LayerKV]  # by the index that transformers gives to a layer
+    num_heads: int  # most of a layer
+    head_dim: int  # largest of a layer
 
     @classmethod
     def of(cls, seen: Mapping[int, tuple[Tensor, Tensor]]) -> KVShape:

@@ -112,18 +112,13 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True)
 class StepRow:
-    """One row of a pass.
+    """One row of a pass."""
 
-    Attributes:
-        num_read: how many of its first tokens are read in one call.
-        parents: for each other token the index of the one before it in the row, -1 for the text
-            before the pass.
-        before: state of that text; empty at its start, and then `num_read` is not 0.
-    """
-
-    num_read: int
+    num_read: int  # how many of its first tokens are read in one call
+    # For each other token the index of the one before it in the row, -1 for the text before the
+    # pass.
     parents: Sequence[int]
-    before: TextState
+    before: TextState  # state of that text; empty at its start, and then `num_read` is not 0
 
 
 class StepPass:

@@ -107,20 +107,15 @@ class UnusableAnswerError(DataError):
 class Endpoint:
     """Where a server is.
 
-    Attributes:
-        url: base URL, with or without /v1.
-        model: the server's name of the model; None: it has only one.
-        key: API key; "" sends none.
-        first_delay_s: before the first repeated attempt; it doubles with each further one. A
-            server may ask for another delay, but not for a shorter one than the first.
-
     Raises:
         InputError: no http or https URL, or a key that cannot be sent.
     """
 
-    url: str
-    model: str | None = None
-    key: str = ""
+    url: str  # base URL, with or without /v1
+    model: str | None = None  # the server's name of the model; None: it has only one
+    key: str = ""  # API key; "" sends none
+    # Before the first repeated attempt; it doubles with each further one. A server may ask for
+    # another delay, but not for a shorter one than the first.
     first_delay_s: float = 1.0
 
     def __post_init__(self) -> None:

@@ -71,17 +71,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples.
+    """Right-padded examples."""
 
-    Attributes:
-        input_ids_BT: int64, pads are 0.
-        attention_mask_BT: 1 for real tokens.
-        response_BT: bool, response tokens.
-    """
-
-    input_ids_BT: Tensor
-    attention_mask_BT: Tensor
-    response_BT: Tensor
+    input_ids_BT: Tensor  # int64, pads are 0
+    attention_mask_BT: Tensor  # 1 for real tokens
+    response_BT: Tensor  # bool, response tokens
     example_ids: tuple[int, ...]
 
     def to(self, device: torch.device) -> Batch:

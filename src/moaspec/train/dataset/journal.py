@@ -22,17 +22,14 @@ from moaspec.support.locks import claimed
 
 
 class _Progress(BaseModel, strict=True, extra="forbid"):
-    """The part of the file that is flushed to disk.
-
-    Attributes:
-        groups, rows, num_bytes: written so far.
-        kept: rows of finished conversations of later groups, by the conversation's number.
-    """
+    """The part of the file that is flushed to disk."""
 
     settings: dict[str, Any]
+    # groups, rows, num_bytes: written so far.
     groups: NonNegativeInt = 0
     rows: NonNegativeInt = 0
     num_bytes: NonNegativeInt = 0
+    # Rows of finished conversations of later groups, by the conversation's number.
     kept: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
 
 

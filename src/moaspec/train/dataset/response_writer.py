@@ -43,25 +43,19 @@ ConversationGroup = Mapping[int, ConversationTask]
 
 @dataclass(frozen=True, kw_only=True)
 class WriterOptions:
-    """Options of a `ResponseWriter`.
+    """Options of a `ResponseWriter`."""
 
-    Attributes:
-        max_new_tokens: largest number of tokens of a turn.
-        batch_size: conversations that are decoded together.
-        group_size: conversations that are saved together. Within a group a finished conversation
-            makes room for the next. Each group has a new engine, so its text does not depend on
-            where an earlier run was interrupted.
-        temperature, top_p: of sampling; temperature 0 is greedy. A `top_p` of None takes the
-            target's default.
-        seed: of the noise, combined with the conversation's number.
-    """
-
-    max_new_tokens: int = 512
-    batch_size: int = 8
+    max_new_tokens: int = 512  # largest number of tokens of a turn
+    batch_size: int = 8  # conversations that are decoded together
+    # Conversations that are saved together. Within a group a finished conversation makes room for
+    # the next. Each group has a new engine, so its text does not depend on where an earlier run was
+    # interrupted.
     group_size: int = 64
+    # temperature, top_p: of sampling; temperature 0 is greedy. A `top_p` of None takes the target's
+    # default.
     temperature: float = 0.0
     top_p: float | None = None
-    seed: int = 0
+    seed: int = 0  # of the noise, combined with the conversation's number
 
     def __post_init__(self) -> None:
         top_p = 1.0 if self.top_p is None else self.top_p
@@ -76,14 +70,11 @@ OnProgress = Callable[[int, int], None]
 
 
 class Writer(Protocol):
-    """Decodes conversations: `ResponseWriter` here, `EndpointWriter` by a server.
+    """Decodes conversations: `ResponseWriter` here, `EndpointWriter` by a server."""
 
-    Attributes:
-        finished: rows of finished conversations of groups under way, by the conversation's number.
-            A group stays until the next one is asked for, when the caller has saved its rows. What
-            an earlier run finished is put in before the first group.
-    """
-
+    # Rows of finished conversations of groups under way, by the conversation's number. A group
+    # stays until the next one is asked for, when the caller has saved its rows. What an earlier run
+    # finished is put in before the first group.
     finished: dict[int, list[OutputRow]]
 
     @property

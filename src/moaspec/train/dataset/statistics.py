@@ -26,29 +26,21 @@ HELD_OUT_PART = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of a list of examples.
-
-    Attributes:
-        distinct_tokens: number of different response tokens.
-        lengths: tokens of an example, by percentile.
-        coverage: fraction of response tokens in a draft vocabulary, by its size.
-        held_out_coverage: the same of a random tenth of the examples, for vocabularies counted on
-            the others; empty with fewer than ten examples.
-        padding: fraction of pads in batches of 8 examples, and in batches of the same size by
-            tokens.
-        bytes_per_token: of the activation cache.
-    """
+    """Statistics of a list of examples."""
 
     examples: int
     responses: int
     tokens: int
     response_tokens: int
-    distinct_tokens: int
-    lengths: dict[int, int]
-    coverage: dict[int, float]
+    distinct_tokens: int  # number of different response tokens
+    lengths: dict[int, int]  # tokens of an example, by percentile
+    coverage: dict[int, float]  # fraction of response tokens in a draft vocabulary, by its size
+    # The same of a random tenth of the examples, for vocabularies counted on the others; empty with
+    # fewer than ten examples.
     held_out_coverage: dict[int, float]
+    # Fraction of pads in batches of 8 examples, and in batches of the same size by tokens.
     padding: dict[str, float]
-    bytes_per_token: int
+    bytes_per_token: int  # of the activation cache
 
     @property
     def cache_bytes(self) -> int:

@@ -29,19 +29,12 @@ SENTINEL = "MOASPEC-USER-TEXT"
 
 @dataclass(frozen=True)
 class UserTurn:
-    """The first turn of a user, without its text.
+    """The first turn of a user, without its text."""
 
-    Attributes:
-        before: the system message, if there is one.
-        prefix_ids: tokens before it.
-        suffix: what follows it, as text.
-        suffix_ids: the same as tokens.
-    """
-
-    before: tuple[Message, ...]
-    prefix_ids: tuple[int, ...]
-    suffix: str
-    suffix_ids: tuple[int, ...]
+    before: tuple[Message, ...]  # the system message, if there is one
+    prefix_ids: tuple[int, ...]  # tokens before it
+    suffix: str  # what follows it, as text
+    suffix_ids: tuple[int, ...]  # the same as tokens
 
 
 def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:

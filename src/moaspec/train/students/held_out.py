@@ -32,20 +32,15 @@ NUM_RANKS = 8
 
 @dataclass(frozen=True)
 class HeldOutMetrics:
-    """Metrics of one exit on held-out conversations.
+    """Metrics of one exit on held-out conversations."""
 
-    Attributes:
-        accuracy: by draft step, fraction of most likely drafts that are the target's choice; the
-            drafter reads the response's tokens before them.
-        tau: simulated tau; None if no response fills a block.
-        acceptance: by rank, fraction of drafts that are the target's choice, over all steps.
-        moment_EE: second moment of the states before the head; None without queries.
-    """
-
+    # By draft step, fraction of most likely drafts that are the target's choice; the drafter reads
+    # the response's tokens before them.
     accuracy: list[float]
-    tau: float | None
+    tau: float | None  # simulated tau; None if no response fills a block
+    # By rank, fraction of drafts that are the target's choice, over all steps.
     acceptance: tuple[float, ...]
-    moment_EE: Tensor | None
+    moment_EE: Tensor | None  # second moment of the states before the head; None without queries
 
 
 def measure_held_out(

@@ -39,14 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudentOutput:
-    """Output of one training pass.
-
-    Attributes:
-        summary: aggregates and the target's final states of real tokens, (tokens, E) each; None for
-            drafters without aggregates.
-    """
+    """Output of one training pass."""
 
     exits: Sequence[ExitStates]
+    # Aggregates and the target's final states of real tokens, (tokens, E) each; None for drafters
+    # without aggregates.
     summary: tuple[Tensor, Tensor] | None = None
 
 
