@@ -9,8 +9,7 @@ import gc
 import os
 import sys
 
-RETURN_S = 30.0
-"""Seconds between two returns of freed memory."""
+RETURN_S = 30.0  # seconds between two returns of freed memory
 
 
 KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}

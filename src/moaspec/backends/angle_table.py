@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moaspec.model.layers import CosSin
 
-INITIAL_POSITIONS = 256
-"""Positions of a new table: 128 KiB for heads of 64."""
+INITIAL_POSITIONS = 256  # positions of a new table: 128 KiB for heads of 64
 _GROWTH = threading.Lock()
 
 

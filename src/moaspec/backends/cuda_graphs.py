@@ -29,8 +29,7 @@ from torch import Tensor
 from moaspec.backends.fast_layers import AttentionInputs
 from moaspec.target.decoder_layers import WriteKV
 
-SWITCH = "MOASPEC_CUDA_GRAPHS"
-"""Environment variable; "off" does without."""
+SWITCH = "MOASPEC_CUDA_GRAPHS"  # environment variable; "off" does without
 MAX_GRAPHS = 64
 """Shapes that are remembered, recorded or not; the one that was not needed for longest goes."""
 

@@ -32,8 +32,7 @@ class StreamedLinear(nn.Module):
         linear: on the CPU; its weight is shared, not copied.
     """
 
-    MEASURED = (1, 4, 16)
-    """Rows that are timed; each stands for those above the one before it."""
+    MEASURED = (1, 4, 16)  # rows that are timed; each stands for those above the one before it
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -34,8 +34,7 @@ from moaspec.backends.cpu.matrix import Matrix
 
 SMALLEST_MEASURED = 2**19
 """Numbers of a weight whose products are timed; smaller ones stay in the CPU's caches."""
-CACHE_BYTES = 2**25
-"""As many bytes push most of a weight out of a CPU's caches."""
+CACHE_BYTES = 2**25  # as many bytes push most of a weight out of a CPU's caches
 EXPECTED_ROWS = 8
 """Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
 

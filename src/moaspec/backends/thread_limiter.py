@@ -17,13 +17,11 @@ from typing import Any
 import psutil
 import torch
 
-PERIOD_S = 0.25
-"""Seconds between two readings; the kernel counts in hundredths of a second."""
+PERIOD_S = 0.25  # seconds between two readings; the kernel counts in hundredths of a second
 OUTDATED_S = 20.0
 """Age from which a reading does not tell what runs now; the next one follows after SHORT_S."""
 SHORT_S = 0.05
-SLACK = 0.25
-"""Cores that other processes may use before a thread is given up."""
+SLACK = 0.25  # cores that other processes may use before a thread is given up
 CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -28,12 +28,10 @@ from moaspec.support.extras import require
 
 log = logging.getLogger(__name__)
 
-BITS = {"int8": 8, "int4": 4}
-"""Values of `quantize`."""
+BITS = {"int8": 8, "int4": 4}  # values of `quantize`
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 """Of a quantised target's other numbers, by kind of device."""
-ROWS = 2048
-"""Outputs that are rounded at a time, to bound the memory that takes."""
+ROWS = 2048  # outputs that are rounded at a time, to bound the memory that takes
 
 
 def require_quantize(quantize: str, *, dtype: str, device: str) -> None:

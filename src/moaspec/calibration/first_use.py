@@ -20,17 +20,13 @@ from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" measures nothing but what `calibrate` is asked for."""
-MAX_EXPECTED_S = 15.0
-"""What is expected to take longer is left to `moaspec calibrate`."""
-TIME_LIMIT_S = 30.0
-"""A measurement is given up then: other processes began to use the CPU."""
+MAX_EXPECTED_S = 15.0  # what is expected to take longer is left to `moaspec calibrate`
+TIME_LIMIT_S = 30.0  # a measurement is given up then: other processes began to use the CPU
 BUSY = "other processes use the CPU"
-MIN_WEIGHTS = 10_000_000
-"""Targets below that are toys, whose speed matters to nobody."""
+MIN_WEIGHTS = 10_000_000  # targets below that are toys, whose speed matters to nobody
 SAMPLES = 3
 """Passes that are timed for an estimate; a moment's disturbance slows a single one a lot."""
-OTHER_PARTS = 60.0
-"""Parts of a round other than passes, in passes over one token."""
+OTHER_PARTS = 60.0  # parts of a round other than passes, in passes over one token
 
 
 def measure_once(

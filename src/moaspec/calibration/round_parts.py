@@ -26,8 +26,7 @@ from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.engine.result import Event
 from moaspec.target.target import Target
 
-TEXT = 64
-"""Tokens of the text before the drafts."""
+TEXT = 64  # tokens of the text before the drafts
 
 
 @dataclass

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C has ended."""
+INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
 
 def run() -> None:

@@ -39,8 +39,7 @@ from moaspec.support.extras import has_torch
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
 
-ON_DEVICES = ("edge", "remote")
-"""Commands that work without PyTorch."""
+ON_DEVICES = ("edge", "remote")  # commands that work without PyTorch
 
 app = typer.Typer(
     name="moaspec",

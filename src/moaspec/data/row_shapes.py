@@ -8,8 +8,7 @@ from typing import Any
 
 from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
 
-CALLERS = ("function_call", "tool_call")
-"""Roles whose text is a tool call."""
+CALLERS = ("function_call", "tool_call")  # roles whose text is a tool call
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "assistant"), "assistant"),
@@ -36,8 +35,7 @@ MESSAGE_KEYS = {
 NAMED = ("from", "value", "content")
 """Keys of a message that have one name in OpenAI's form and another in ShareGPT's."""
 Fields = dict[str, Any]
-RawMessages = list[dict[str, Any]]
-"""Messages before they are converted to the normal form."""
+RawMessages = list[dict[str, Any]]  # messages before they are converted to the normal form
 
 
 class DataRow:

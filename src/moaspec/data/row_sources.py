@@ -26,8 +26,7 @@ PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
 """Maximum size of one line, and of a file that is one JSON list; uncompressed."""
-PARQUET_ROWS = 256
-"""Rows in memory at the same time."""
+PARQUET_ROWS = 256  # rows in memory at the same time
 ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
 
 

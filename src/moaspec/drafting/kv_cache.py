@@ -22,8 +22,7 @@ from moaspec.backends.cpu.fused_layers import Slots
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import masked_attention
 
-SLOT_BUCKET = 256
-"""Capacities are multiples of this, so that few distinct shapes occur."""
+SLOT_BUCKET = 256  # capacities are multiples of this, so that few distinct shapes occur
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

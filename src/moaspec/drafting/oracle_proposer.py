@@ -12,8 +12,7 @@ from moaspec.drafting.protocols import TextProposer
 from moaspec.errors import InputError
 from moaspec.sampling.noise import uniform
 
-BLOCK = 1024
-"""Positions whose draws are made together."""
+BLOCK = 1024  # positions whose draws are made together
 
 
 class OracleProposer(TextProposer):

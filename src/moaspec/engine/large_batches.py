@@ -19,11 +19,9 @@ MAX_PAD_RATIO = 1.5
 """Limit of the tokens of a pass, with pads, over its tokens without; beyond it long rows are
 split."""
 
-MIN_SPLIT_TOKENS = 16
-"""Fewest tokens of the parts of a prompt."""
+MIN_SPLIT_TOKENS = 16  # fewest tokens of the parts of a prompt
 
-MAX_HEAD_NODES = 256
-"""Most nodes whose logits exist at a time (but at least one request's)."""
+MAX_HEAD_NODES = 256  # most nodes whose logits exist at a time (but at least one request's)
 
 CPU_CLIENT_ROWS = 4
 

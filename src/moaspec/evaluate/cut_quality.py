@@ -28,11 +28,9 @@ from moaspec.target.target import Target
 Grader = Callable[[Prompt, Sequence[int]], bool | None]
 """(prompt, token ids of the answer) -> whether the answer is right; None if unknown."""
 
-DRAFTS_PER_CALL = 64
-"""Tokens drafted by one call; the text does not depend on it."""
+DRAFTS_PER_CALL = 64  # tokens drafted by one call; the text does not depend on it
 
-TARGET_NAME = "target"
-"""The name of the target's own continuation among the methods."""
+TARGET_NAME = "target"  # the name of the target's own continuation among the methods
 
 
 @dataclass(frozen=True)

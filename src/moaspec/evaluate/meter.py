@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""Written to `clear_refs`, resets the peak resident size on Linux."""
+_RESET_PEAK = "5"  # written to `clear_refs`, resets the peak resident size on Linux
 
 
 @dataclass

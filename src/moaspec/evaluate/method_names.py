@@ -16,8 +16,7 @@ from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
-LOOKUP_TOKENS = 10
-"""Drafts of transformers' prompt lookup, as in its documentation."""
+LOOKUP_TOKENS = 10  # drafts of transformers' prompt lookup, as in its documentation
 
 FREE_BRANCHES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
 """Values after the plus."""

@@ -36,8 +36,7 @@ REPEATS = 5
 MAX_FREE_RATIO = 1.25
 """Largest cost of a pass that counts as free, relative to a pass over one token."""
 
-COPY_BYTES = 2**27
-"""Larger than any CPU cache, so that reads go to memory."""
+COPY_BYTES = 2**27  # larger than any CPU cache, so that reads go to memory
 
 FEATURES_CHUNK = 512
 

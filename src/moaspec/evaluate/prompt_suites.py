@@ -18,15 +18,13 @@ from moaspec.support.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
-HUB_ROWS = 10_000
-"""Largest number of rows read from a data set of the hub."""
+HUB_ROWS = 10_000  # largest number of rows read from a data set of the hub
 
 ANSWERS = ("reference", "answer", "canonical_solution", "output")
 _WITHOUT_ANSWERS = dict.fromkeys(("answer", "output"))
 """Columns of right answers, which are not messages of a conversation."""
 NUMBER = "(number of the line)"
-IDS = ("question_id", "task_id", "id", NUMBER)
-"""Names of id columns, by priority."""
+IDS = ("question_id", "task_id", "id", NUMBER)  # names of id columns, by priority
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ from moaspec.target.target import Target
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 """The warm-up: largest number of tokens of the first prompt, and new tokens."""
 
-TAU_BATCH = 8
-"""Batch size of methods that are not timed."""
+TAU_BATCH = 8  # batch size of methods that are not timed
 
 PLAIN = "plain"
 ORDER = {"identical": 0, "near_tie": 1, "different": 2}
-SAMPLED = ("temperature", "seed")
-"""Settings that do not affect greedy results."""
+SAMPLED = ("temperature", "seed")  # settings that do not affect greedy results
 T = TypeVar("T")
 Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
 """(user turns, token ids of the answers to all but the last one) -> prompt ids."""

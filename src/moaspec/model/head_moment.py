@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-DAMPING = 0.01
-"""Added to the diagonal, relative to its mean: other texts vary in other directions."""
+DAMPING = 0.01  # added to the diagonal, relative to its mean: other texts vary in other directions
 
 
 def damped(moment_EE: Tensor) -> np.ndarray:

@@ -40,17 +40,14 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 blanks until its tokens are spent."""
 
 
-KEPT = 32
-"""Compiled grammars that are remembered: apps send the same schema again and again."""
+KEPT = 32  # compiled grammars that are remembered: apps send the same schema again and again
 
 KEPT_CHARACTERS = limits.MAX_GRAMMAR
 """Of these together: an expression takes 300 bytes a character once it is compiled."""
 
-TRIED = 4096
-"""Digests of grammars that are known to compile."""
+TRIED = 4096  # digests of grammars that are known to compile
 
-TRIALS = 2
-"""Grammars that are tried at the same time."""
+TRIALS = 2  # grammars that are tried at the same time
 
 WAIT_S = 60.0
 """A trial is ended after so long; on a busy machine its processor time takes longer to come."""
@@ -60,8 +57,7 @@ RULE = re.compile(r'^\s*[?!]?\w[^"/:\n]*:|\$ref\b', re.MULTILINE)
 
 T = TypeVar("T")
 
-_STACKS = threading.Lock()
-"""Held while the stack size of new threads is another."""
+_STACKS = threading.Lock()  # held while the stack size of new threads is another
 
 
 class Grammars:

@@ -12,8 +12,7 @@ from tokenizers.decoders import DecodeStream
 CONTEXT_TOKENS = 16
 """Tokens of the prompt that are decoded with a continuation; doubled until they contain text."""
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it for bytes that are not valid UTF-8."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that are not valid UTF-8
 
 
 class TextStream:

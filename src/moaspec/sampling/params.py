@@ -185,8 +185,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-GREEDY = SamplingParams()
-"""The best token of the target's own logits."""
+GREEDY = SamplingParams()  # the best token of the target's own logits
 
 PLAIN_SETTINGS = (
     "temperature",

@@ -18,8 +18,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-Words = tuple[Any, Any, Any, Any]
-"""int64 arrays, all of NumPy or all of PyTorch, or integers."""
+Words = tuple[Any, Any, Any, Any]  # int64 arrays, all of NumPy or all of PyTorch, or integers
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:

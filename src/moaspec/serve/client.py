@@ -10,8 +10,7 @@ import httpx
 
 from moaspec.errors import InputError, ServerError
 
-CONNECT_S, READ_S = 5.0, 300.0
-"""A server that is busy or disconnected may send nothing for minutes."""
+CONNECT_S, READ_S = 5.0, 300.0  # a server that is busy or disconnected may send nothing for minutes
 
 
 class ServedChat:

@@ -20,11 +20,9 @@ from moaspec.serve.http_errors import RequestError
 from moaspec.support import limits
 from moaspec.support.refusal_delay import RefusalDelay
 
-PROTECTED_PATHS = ("/v1", "/metrics")
-"""Paths that require a key, with all paths below them."""
+PROTECTED_PATHS = ("/v1", "/metrics")  # paths that require a key, with all paths below them
 
-COMPOUND_VALUES = 4
-"""Values that an object, a list or a member of an object counts for."""
+COMPOUND_VALUES = 4  # values that an object, a list or a member of an object counts for
 
 
 @dataclass(frozen=True, kw_only=True)

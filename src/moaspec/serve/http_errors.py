@@ -16,8 +16,7 @@ from moaspec.serve.openai.schema import ErrorResponse
 
 LOG = logging.getLogger(__name__)
 
-STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)
-"""All error statuses of the endpoints."""
+STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)  # all error statuses of the endpoints
 
 _TYPES = {
     401: "authentication_error",

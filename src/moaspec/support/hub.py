@@ -10,12 +10,10 @@ from typing import Any
 from moaspec.errors import DataError, HubError
 from moaspec.support.extras import require
 
-HUB = "hub:"
-"""`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
+HUB = "hub:"  # `hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`
 
 
-PROBE_S = 5.0
-"""How long the hub may take to answer before its local cache is used instead."""
+PROBE_S = 5.0  # how long the hub may take to answer before its local cache is used instead
 
 
 def cached_if_offline(hub_id: str) -> Path | None:

@@ -18,8 +18,7 @@ from moaspec.target import families
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BJTD, new value_BJTD) -> (key_BJSD, value_BJSD) to attend to."""
-WatchLayer = Callable[[int, Tensor], None]
-"""(layer index, input of this layer, (B, T, E))."""
+WatchLayer = Callable[[int, Tensor], None]  # (layer index, input of this layer, (B, T, E))
 
 
 class KVCapture:

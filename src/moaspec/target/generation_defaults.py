@@ -12,8 +12,7 @@ from moaspec.target.token_rules import NO_RULES, TokenRules
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")
-"""Settings that need `do_sample: true`."""
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # settings that need `do_sample: true`
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "num_beams": lambda value: value > 1,

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
 """Fields of a part that the joined file has not, or that its writer writes itself."""
-EXPANSION = 6
-"""Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
+EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 

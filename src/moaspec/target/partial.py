@@ -25,8 +25,7 @@ from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
 from moaspec.target.target import Target
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
-SCALE = ".row_scale"
-"""What the name of a quantised weight's scales ends with."""
+SCALE = ".row_scale"  # what the name of a quantised weight's scales ends with
 
 
 def excerpt_tensors(

@@ -15,8 +15,7 @@ from moaspec.errors import UnknownModelError
 from moaspec.target.names import FAMILIES
 
 TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-OLDER_TYPES = {"phi3": ("su", "yarn")}
-"""Names of LongRoPE in the first configs of a family."""
+OLDER_TYPES = {"phi3": ("su", "yarn")}  # names of LongRoPE in the first configs of a family
 
 REQUIRED = {
     "linear": ("factor",),

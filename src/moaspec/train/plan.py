@@ -68,8 +68,7 @@ MEASURED_TAU = {
 """tau by tokens with loss, of SmolLM2-135M's drafter of 8.1M parameters, N = 0.
 Source: docs/drafters.md and lab/log/drafter-runs.md."""
 PAPER_TAU = "4.22 (Llama-3-8B, N=0) after 186,000 steps of 32 sequences, arXiv 2410.03804"
-LOGIT_COPIES = 6
-"""Tensors as large as a chunk's logits that are in memory at once."""
+LOGIT_COPIES = 6  # tensors as large as a chunk's logits that are in memory at once
 PROBE_TOKENS = 8
 """Few, so that attention's own matrices, which fused kernels never keep, count for little."""
 

@@ -50,10 +50,8 @@ _RANGES = {
 }
 
 
-MAX_CPU_PASS_TOKENS = 512
-"""Tokens of a pass on a CPU: enough rows for products at full speed."""
-WIDTH_UNIT = 64
-"""Widths that a budget chooses are multiples of it, as fast products want."""
+MAX_CPU_PASS_TOKENS = 512  # tokens of a pass on a CPU: enough rows for products at full speed
+WIDTH_UNIT = 64  # widths that a budget chooses are multiples of it, as fast products want
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 

@@ -63,8 +63,7 @@ LAST, BEST = "drafter", "best"
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed", "optimizer")
 """Settings that a resumed run must share with the saved one; the examples must be the same, too."""
 
-MOMENT = "head_moment"
-"""Name of the head's input moment among the tensors of a saved state."""
+MOMENT = "head_moment"  # name of the head's input moment among the tensors of a saved state
 
 
 class Trainer:

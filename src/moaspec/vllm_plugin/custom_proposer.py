@@ -22,8 +22,7 @@ class CustomProposer:
         UnsupportedTargetError: the target's keys and values cannot be captured.
     """
 
-    runner_hooks: tuple[str, ...] = ()
-    """Attributes of the model runner that the class reads."""
+    runner_hooks: tuple[str, ...] = ()  # attributes of the model runner that the class reads
 
     def __init__(self, vllm_config: Any) -> None:
         hooks.require_version()

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TRIALS, PROBES = 8, 4
-"""Steps in which a length is tried at first, and again whenever it is probed."""
+TRIALS, PROBES = 8, 4  # steps in which a length is tried at first, and again whenever it is probed
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Steps until the other lengths are probed; probes that change nothing double it, up to the
 latter."""
-MEMORY = 0.9
-"""What a measured step counts one such step later."""
+MEMORY = 0.9  # what a measured step counts one such step later
 
 
 class LoadAwareLength:

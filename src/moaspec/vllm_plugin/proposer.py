@@ -51,8 +51,7 @@ SECONDS = Counter(
 SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}
 
 NO_DRAFT: list[int] = []
-ALL_TOKENS = 2**31
-"""A length beyond that of any request."""
+ALL_TOKENS = 2**31  # a length beyond that of any request
 
 
 class VLLMMoAProposer(CustomProposer):

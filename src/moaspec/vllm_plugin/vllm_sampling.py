@@ -26,8 +26,7 @@ from moaspec.vllm_plugin.capture import VLLMCapture
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.vllm_settings import CONFIG_KEY
 
-PADDING = -1
-"""vLLM's padding after the tokens that a step gives a request."""
+PADDING = -1  # vLLM's padding after the tokens that a step gives a request
 
 
 @dataclass

@@ -19,8 +19,7 @@ WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
 COMPILATION = {"cudagraph_mode": "PIECEWISE"}
 """Full CUDA graphs would replay a pass without the step that captures keys and values."""
-CONFIG_KEY = "moaspec"
-"""Our key in vLLM's `additional_config`."""
+CONFIG_KEY = "moaspec"  # our key in vLLM's `additional_config`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,7 @@ class VLLMServeSettings:
         return command
 
 
-BLOCK_TOKENS = 32
-"""Block size of vLLM's cache. Small, because a prefix is reused in whole blocks."""
+BLOCK_TOKENS = 32  # block size of vLLM's cache. Small, because a prefix is reused in whole blocks.
 
 
 @dataclass(frozen=True, kw_only=True)

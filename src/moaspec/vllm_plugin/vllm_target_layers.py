@@ -17,10 +17,8 @@ from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import PackedLinear
 
 AllReduce = Callable[[Tensor], Tensor]
-Embed = Callable[[Tensor], Tensor]
-"""Token ids (N,) -> embeddings (N, E)."""
-NUM_PROBES = 8
-"""Tokens on which a plain look-up is compared with the target's own embedding."""
+Embed = Callable[[Tensor], Tensor]  # token ids (N,) -> embeddings (N, E)
+NUM_PROBES = 8  # tokens on which a plain look-up is compared with the target's own embedding
 
 
 def embedding_of(target: nn.Module, own: Embed, kind: type[nn.Module]) -> Embed:

@@ -15,11 +15,9 @@ from moaspec.backends.cpu.build import library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
-MAX_QUERIES = 64
-"""Tokens of a row up to which `attend` is faster than PyTorch's attention."""
+MAX_QUERIES = 64  # tokens of a row up to which `attend` is faster than PyTorch's attention
 MAX_HEAD_DIM = 256
-PAIR_LANES = 32
-"""Elements of a head per instruction; D is a multiple of it."""
+PAIR_LANES = 32  # elements of a head per instruction; D is a multiple of it
 
 
 def fast_attention(

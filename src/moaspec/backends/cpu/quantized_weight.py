@@ -17,14 +17,10 @@ from torch import Tensor
 from moaspec.backends.cpu.build import library
 from moaspec.model.head_moment import damped
 
-LANES = 16
-"""Outputs of a panel; widths of layers are multiples of it."""
-BLOCK = 32
-"""Inputs that share a scale and a zero."""
-NIBBLES = 8
-"""Of a word."""
-SIGN = -128
-"""The bit of an int8 that tells it from a uint8 of 128 more."""
+LANES = 16  # outputs of a panel; widths of layers are multiples of it
+BLOCK = 32  # inputs that share a scale and a zero
+NIBBLES = 8  # of a word
+SIGN = -128  # the bit of an int8 that tells it from a uint8 of 128 more
 
 
 @dataclass(frozen=True)

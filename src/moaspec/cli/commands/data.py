@@ -48,8 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 SHOWN_FINDINGS = 20
-SAMPLES_PER_PROMPT = 20
-"""Of `data synth`, on average, before it gives up."""
+SAMPLES_PER_PROMPT = 20  # of `data synth`, on average, before it gives up
 
 Sources = Annotated[
     list[str],

@@ -40,8 +40,7 @@ INTRODUCTION = (
     "speculative decoding, which drafts several tokens and checks them in one pass."
 )
 FAIRNESS = "They take turns, one pass each. Each clock counts only its own passes."
-DECODING_S = 15.0
-"""Seconds of decoding that the demo aims at."""
+DECODING_S = 15.0  # seconds of decoding that the demo aims at
 MIN_PROMPTS, MAX_PROMPTS = 3, 6
 MIN_TOKENS, MAX_TOKENS = 32, 96
 WARM_UP_TOKENS = 8

@@ -20,10 +20,8 @@ from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
 
-DIGEST = 16
-"""Characters of a hash on the terminal; enough to tell two apart."""
-MIN_VALUE = 24
-"""Columns for values on the narrowest terminals."""
+DIGEST = 16  # characters of a hash on the terminal; enough to tell two apart
+MIN_VALUE = 24  # columns for values on the narrowest terminals
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
 

@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE_S = 2.0
-"""A second Ctrl-C raises if it comes this long after the first: something hangs."""
+PATIENCE_S = 2.0  # a second Ctrl-C raises if it comes this long after the first: something hangs
 
 
-TERMINATED = 143
-"""Exit code of a command that SIGTERM has ended."""
+TERMINATED = 143  # exit code of a command that SIGTERM has ended
 
 
 class TerminatedError(BaseException):

@@ -28,12 +28,9 @@ MARGIN = 2
 """Columns that stay free on the right: a terminal echoes ^C there without beginning a line."""
 MIN_TEXT_ROWS, MAX_TEXT_ROWS = 3, 12
 """Rows of text in a pane while it is redrawn; all of them are shown at the end."""
-FRAME_ROWS = 5
-"""Rows of a pane beside its text: two borders, a rule, two lines of counters."""
-PROMPT_CHARACTERS = 130
-"""Longer prompts are shortened, so that panes have room below them."""
-FRAME_S = 1 / 15
-"""Seconds from one drawing to the next."""
+FRAME_ROWS = 5  # rows of a pane beside its text: two borders, a rule, two lines of counters
+PROMPT_CHARACTERS = 130  # longer prompts are shortened, so that panes have room below them
+FRAME_S = 1 / 15  # seconds from one drawing to the next
 
 
 @dataclass(frozen=True)

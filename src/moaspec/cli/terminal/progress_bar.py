@@ -20,10 +20,8 @@ from rich.text import Text
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.console import Screen
 
-BAR_COLUMNS = 8
-"""A whole line then fits 80 columns."""
-PERIOD_S = 30.0
-"""Where no bar can be drawn, seconds between the lines that take its place."""
+BAR_COLUMNS = 8  # a whole line then fits 80 columns
+PERIOD_S = 30.0  # where no bar can be drawn, seconds between the lines that take its place
 
 
 class TimeLeft(ProgressColumn):

@@ -13,8 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from moaspec.evaluate.race import Races
 
-MIN_GAIN = 1.03
-"""Smaller speed-ups are within the difference of two equal decodings."""
+MIN_GAIN = 1.03  # smaller speed-ups are within the difference of two equal decodings
 
 
 def show_verdict(

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from moaspec.evaluate.report.comparison import Comparison, Interval
     from moaspec.evaluate.report.report import Report
 
-Facts = Mapping[str, Any]
-"""A report as JSON, a method in it, or a prompt."""
+Facts = Mapping[str, Any]  # a report as JSON, a method in it, or a prompt
 
 SHOWN_FAULTS = 3
 SPEEDS = (

@@ -21,12 +21,9 @@ from rich.text import Text
 from moaspec.cli.terminal import console
 
 HEADING_LINES = 3
-CELL_LINES = (1, 2)
-"""How tall cells may be: at best, and where nothing else fits."""
-ANY_LINES = 1000
-"""Of names and values, which read well however tall they are."""
-GAP = 2
-"""Blanks between two columns."""
+CELL_LINES = (1, 2)  # how tall cells may be: at best, and where nothing else fits
+ANY_LINES = 1000  # of names and values, which read well however tall they are
+GAP = 2  # blanks between two columns
 _NUMBER = re.compile(r"[-+]?\d|$")
 
 

@@ -20,8 +20,7 @@ from typing import Any
 from moaspec.data.templates.argument_types import as_text
 
 CALL_ID_ALPHABET = string.ascii_letters + string.digits
-CALL_ID_LENGTH = 9
-"""Mistral's templates take ids of nine letters or digits; all others take any."""
+CALL_ID_LENGTH = 9  # Mistral's templates take ids of nine letters or digits; all others take any
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ MISTRAL_IDENTIFIED = CallForm("[TOOL_CALLS]", named="[ARGS]", identified=CALL_ID
 """Mistral's later forms: every call has a trigger."""
 PHI = CallForm("<|tool_call|>", "[", "]", listed=True, end="<|/tool_call|>")
 FUNCTOOLS = CallForm("functools", "[", "]", listed=True)
-PHI_TOOLS = "<|tool|>"
-"""The mark before its tools; its template writes no calls."""
+PHI_TOOLS = "<|tool|>"  # the mark before its tools; its template writes no calls
 
 QWEN_XML = CallForm(
     "<tool_call>",

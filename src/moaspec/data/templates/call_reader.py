@@ -20,8 +20,7 @@ from moaspec.data.templates.call_scanners import (
     TaggedScanner,
 )
 
-BETWEEN = " \t\r\n;,"
-"""What may stand between calls that follow one another."""
+BETWEEN = " \t\r\n;,"  # what may stand between calls that follow one another
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,7 @@ CONSTANTS: Mapping[str, Any] = {
     **{"True": True, "False": False, "None": None},
     **{"true": True, "false": False, "null": None},
 }
-LONGEST_START = 200
-"""Characters of a list that tell whether it begins with a function's name."""
+LONGEST_START = 200  # characters of a list that tell whether it begins with a function's name
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')

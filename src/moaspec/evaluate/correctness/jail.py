@@ -24,8 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
-MAX_MESSAGE = 1 << 20
-"""Bytes of one call or result."""
+MAX_MESSAGE = 1 << 20  # bytes of one call or result
 NOBODY = 65534
 TMP = "/tmp"  # noqa: S108 - made anew in the sandbox
 FILE_BYTES, TMP_BYTES, TMP_FILES, OPEN_FILES = 1 << 20, 1 << 24, 1024, 64

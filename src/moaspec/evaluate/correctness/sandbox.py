@@ -24,8 +24,7 @@ from typing import Any
 
 from moaspec.errors import InputError
 
-START_S = 5
-"""Seconds of wall-clock time beyond the processor time."""
+START_S = 5  # seconds of wall-clock time beyond the processor time
 TMP_BYTES = 1 << 24
 
 

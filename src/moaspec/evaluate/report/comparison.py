@@ -34,8 +34,7 @@ METHOD_KEYS = {
 """Required keys of a report."""
 
 Array = npt.NDArray[np.float64]
-Facts = Mapping[str, Any]
-"""A report, the entry of a method in it, or of a prompt."""
+Facts = Mapping[str, Any]  # a report, the entry of a method in it, or of a prompt
 
 
 @dataclass(frozen=True)

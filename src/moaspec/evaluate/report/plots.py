@@ -10,8 +10,7 @@ from typing import Any
 
 from moaspec.support.extras import require
 
-WIDTH = 5.0
-"""Width of a plot in inches; narrow, so that its text is legible on a phone."""
+WIDTH = 5.0  # width of a plot in inches; narrow, so that its text is legible on a phone
 
 TEXT = {
     "font.size": 9,

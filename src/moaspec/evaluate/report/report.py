@@ -20,8 +20,7 @@ from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.results_store import PromptTurn, Sample
 
-GREEDILY = "greedy"
-"""The default sampling, which reports of earlier versions do not name."""
+GREEDILY = "greedy"  # the default sampling, which reports of earlier versions do not name
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 

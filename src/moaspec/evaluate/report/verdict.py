@@ -13,8 +13,7 @@ from moaspec.evaluate.report.comparison import (
     speed_ratio,
 )
 
-TRANSFORMERS = "hf"
-"""Prefix of transformers' own methods, which are references, not candidates."""
+TRANSFORMERS = "hf"  # prefix of transformers' own methods, which are references, not candidates
 
 FLAGS = (
     *("suite", "limit", "turns", "max_new_tokens", "repeats", "batch", "temperature", "seed"),

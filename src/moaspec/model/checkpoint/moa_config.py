@@ -27,8 +27,7 @@ from moaspec.model.drafter_config import (
 )
 
 FORMAT_VERSION = 1
-SECTION = "moaspec"
-"""Of `config.json`, where a checkpoint of ours says what it is."""
+SECTION = "moaspec"  # of `config.json`, where a checkpoint of ours says what it is
 
 
 def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:

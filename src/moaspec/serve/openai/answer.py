@@ -48,8 +48,7 @@ class Answer(Generic[Body]):
         InputError, BusyError: see `TextSource.submit`.
     """
 
-    endpoint: ClassVar[str]
-    """Name in the metrics."""
+    endpoint: ClassVar[str]  # name in the metrics
     id_prefix: ClassVar[str]
     named_events: ClassVar[bool] = False
 
@@ -171,8 +170,7 @@ class ChoicesAnswer(Answer[ChoicesBody]):
     """Base of the answers with `choices`: chats and completions."""
 
     whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-    """Field `object` of complete answers and of chunks."""
+    chunk_object: ClassVar[str]  # field `object` of complete answers and of chunks
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from moaspec.serve.openai.redaction import RequestRedactor
     from moaspec.serve.server_context import ServerContext
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-"""The schema of `json_object`."""
+ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the schema of `json_object`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import Job, SourceFacts, Update
 from moaspec.serve.sources.text_writer import Piece, TextWriter
 
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; as in OpenAI's answers."""
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as in OpenAI's answers
 
 
 @dataclass(frozen=True, kw_only=True)

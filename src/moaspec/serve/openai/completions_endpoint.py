@@ -20,8 +20,7 @@ from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import SourceFacts
 from moaspec.serve.sources.text_writer import Piece
 
-DEFAULT_TOKENS = 16
-"""OpenAI's default of `max_tokens`."""
+DEFAULT_TOKENS = 16  # OpenAI's default of `max_tokens`
 
 
 def router(context: ServerContext) -> APIRouter:

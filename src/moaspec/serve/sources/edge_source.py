@@ -42,8 +42,7 @@ from moaspec.serve.sources.source import (
 )
 from moaspec.target.generation_defaults import GenerationDefaults
 
-CUT_POLL_S = 0.05
-"""Interval at which a text checks whether its cut emulated link is restored."""
+CUT_POLL_S = 0.05  # interval at which a text checks whether its cut emulated link is restored
 
 
 @dataclass(frozen=True, kw_only=True)

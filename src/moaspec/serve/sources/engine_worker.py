@@ -33,8 +33,7 @@ from moaspec.serve.sources.source import (
 MAX_NEW_PROMPT_TOKENS = 2048
 """Maximum prompt tokens that join in one step. All other rows wait while they are encoded."""
 
-MIN_REUSED_TOKENS = 16
-"""Shortest common prefix for which a kept row is reused."""
+MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
 
 @dataclass(frozen=True, kw_only=True)

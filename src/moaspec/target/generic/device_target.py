@@ -32,8 +32,7 @@ from moaspec.target.partial import (
 from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 
-FACTOR = "factor"
-"""Name of the number that a model's embedding multiplies its rows with."""
+FACTOR = "factor"  # name of the number that a model's embedding multiplies its rows with
 
 
 def device_tensors(

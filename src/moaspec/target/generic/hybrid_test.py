@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from moaspec.target.generic.hybrid_layers import HybridLayers
 
 PROMPT = 2
-TREE, CHAIN = (-1, 0, 0), (-1, 0, 1)
-"""Parents of the tokens behind the prompt."""
+TREE, CHAIN = (-1, 0, 0), (-1, 0, 1)  # parents of the tokens behind the prompt
 
 
 class _Text:

@@ -24,13 +24,11 @@ BUSY = frozenset({408, 425, 429, 502, 503, 504})
 KEY_REFUSED = frozenset({401, 402, 403})
 FOR_ALL = KEY_REFUSED | {404, 405}
 """Status codes that concern every request: the key, the model or the path."""
-PATIENCE_S = 300.0
-"""A request is tried again for this long after it first failed."""
+PATIENCE_S = 300.0  # a request is tried again for this long after it first failed
 MAX_DELAY_S = 30.0
 MAX_FAULTS = 3
 """Attempts at a request that fails inside the server (500): some servers report refusals so."""
-MAX_REFUSED = 20
-"""Successive refused requests after which the run stops."""
+MAX_REFUSED = 20  # successive refused requests after which the run stops
 CONTINUE = "Rows that are written stay; run the same command again to continue."
 
 

@@ -34,8 +34,7 @@ from moaspec.train.dataset.response_writer import (
 WITH_IDS = {"return_token_ids": True, "moaspec": {"sources": True}}
 """Fields by which servers are asked for token ids: vLLM's and moaspec's. Others ignore them."""
 PROBE_TOKENS = 4
-CHECK_S = 0.2
-"""The progress is reported this often, also where no answer comes."""
+CHECK_S = 0.2  # the progress is reported this often, also where no answer comes
 
 
 class EndpointWriter:

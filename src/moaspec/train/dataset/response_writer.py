@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
 
-OutputRow = dict[str, Any]
-"""One line of the output file."""
+OutputRow = dict[str, Any]  # one line of the output file
 
 
 @dataclass(frozen=True)

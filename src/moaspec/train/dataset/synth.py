@@ -58,8 +58,7 @@ def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
     return UserTurn(before, tuple(prefix_ids), rest[0], tuple(suffix_ids))
 
 
-MAX_FRUITLESS_GROUPS = 20
-"""Consecutive groups without a new prompt after which generation fails."""
+MAX_FRUITLESS_GROUPS = 20  # consecutive groups without a new prompt after which generation fails
 
 
 class PromptGenerator:

@@ -24,10 +24,8 @@ from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
 from moaspec.train.students.students import StudentOutput
 
-BLOCK_LENGTH = 8
-"""Drafts of a simulated chain."""
-NUM_RANKS = 8
-"""Number of most likely drafts whose acceptance is measured."""
+BLOCK_LENGTH = 8  # drafts of a simulated chain
+NUM_RANKS = 8  # number of most likely drafts whose acceptance is measured
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ LogitsFunction = Callable[[Tensor], Tensor]
 Divergence = Literal[
     "forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance", "hybrid"
 ]
-MAX_CHUNK = 512
-"""Largest number of queries whose logits are in memory at once."""
-MIN_LOG_PROBABILITY = -80.0
-"""Lower bound of log-probabilities: e^-80 adds nothing to a float32 sum."""
+MAX_CHUNK = 512  # largest number of queries whose logits are in memory at once
+MIN_LOG_PROBABILITY = -80.0  # lower bound of log-probabilities: e^-80 adds nothing to a float32 sum
 MIN_ACCEPTANCE = 1e-6
 """Lower bound of an acceptance probability whose logarithm is taken, or that divides."""
 HYBRID_DECAY = 3.0

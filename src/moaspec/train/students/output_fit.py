@@ -29,10 +29,8 @@ from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Batch
 from moaspec.train.students.regression import fit_linear, ridge
 
-BLOCK = 10
-"""Length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults."""
-GATE = 2.0
-"""Mean of the gates. Activations are nearly linear from there on."""
+BLOCK = 10  # length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults
+GATE = 2.0  # mean of the gates. Activations are nearly linear from there on.
 STRENGTH = 0.1
 """Penalty of the regression. Smaller ones fit the sample better, by large weights: the optimiser's
 first steps, which move all weights alike, then raise the loss."""

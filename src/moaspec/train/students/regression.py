@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-RIDGE = 1e-3
-"""Relative to the mean square of the inputs."""
+RIDGE = 1e-3  # relative to the mean square of the inputs
 
 
 def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:

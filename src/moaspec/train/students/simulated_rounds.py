@@ -15,8 +15,7 @@ from torch import Tensor
 from moaspec.train.data_order import Blocks, TrainBatch, blocks_at
 from moaspec.train.students.losses import MAX_CHUNK, ExitStates
 
-ROUND_DEPTH = 6
-"""Drafts of a simulated round in a row, as in the paper's tree `Tree(6, 8, 62)`."""
+ROUND_DEPTH = 6  # drafts of a simulated round in a row, as in the paper's tree `Tree(6, 8, 62)`
 MIN_ROUND_LOG_PROBABILITY = -5.0
 """Drafts whose probabilities have a product below e to this are not in the tree. With it, simulated
 rounds order drafters as decoding with the paper's tree does."""

@@ -43,14 +43,12 @@ from moaspec.train.students.regression import RIDGE, fit_linear, ridge
 
 log = logging.getLogger(__name__)
 
-FOLD_EXAMPLES = 16
-"""Examples that show what the norms of the first layer do, and what it returns."""
+FOLD_EXAMPLES = 16  # examples that show what the norms of the first layer do, and what it returns
 MASSIVE_DIMENSION = 100.0
 """SA stays random where a dimension of the first layer's output, by its root mean square, is above
 this multiple of the median one (Gemma 3 270M: 659). In the target later layers and the last norm
 remove it. CA's norms would see little else, and any step of training would change much there."""
-LAYER_SLOPES = (1.0, 0.5, 0.25)
-"""Increase of the score per layer, for LSA's heads in turn."""
+LAYER_SLOPES = (1.0, 0.5, 0.25)  # increase of the score per layer, for LSA's heads in turn
 LSA_GAIN = 4.0
 """Scale of LSA's attention output relative to the residual it is added to, so that the regression's
 signal dominates."""
