@@ -20,7 +20,6 @@ MAX_PAD_RATIO = 1.5
 split."""
 
 MIN_SPLIT_TOKENS = 16  # fewest tokens of the parts of a prompt
-
 MAX_HEAD_NODES = 256  # most nodes whose logits exist at a time (but at least one request's)
 
 CPU_CLIENT_ROWS = 4

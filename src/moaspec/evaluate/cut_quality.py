@@ -29,7 +29,6 @@ Grader = Callable[[Prompt, Sequence[int]], bool | None]
 """(prompt, token ids of the answer) -> whether the answer is right; None if unknown."""
 
 DRAFTS_PER_CALL = 64  # tokens drafted by one call; the text does not depend on it
-
 TARGET_NAME = "target"  # the name of the target's own continuation among the methods
 
 

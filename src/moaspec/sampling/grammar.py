@@ -46,7 +46,6 @@ KEPT_CHARACTERS = limits.MAX_GRAMMAR
 """Of these together: an expression takes 300 bytes a character once it is compiled."""
 
 TRIED = 4096  # digests of grammars that are known to compile
-
 TRIALS = 2  # grammars that are tried at the same time
 
 WAIT_S = 60.0

@@ -21,7 +21,6 @@ from moaspec.support import limits
 from moaspec.support.refusal_delay import RefusalDelay
 
 PROTECTED_PATHS = ("/v1", "/metrics")  # paths that require a key, with all paths below them
-
 COMPOUND_VALUES = 4  # values that an object, a list or a member of an object counts for
 
 

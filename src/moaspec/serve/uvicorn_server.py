@@ -23,11 +23,8 @@ from moaspec.support import limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
-
 HEAD_TIMEOUT_S = 30.0  # maximum time to receive a request's first line and headers
-
 GRACE_S = 5.0  # time that running answers have to finish when the server shuts down
-
 ERROR_S = 5.0  # additional time to send an error to the clients of unfinished answers
 
 
