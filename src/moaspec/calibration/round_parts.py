@@ -133,11 +133,7 @@ class RoundParts:
 
 
 class TimedRounds:
-    """Whole rounds after an arbitrary prompt.
-
-    Args:
-        shape: of the drafts; None drafts nothing.
-    """
+    """Whole rounds after an arbitrary prompt. `shape`: of the drafts; None drafts nothing."""
 
     def __init__(self, parts: RoundParts, shape: Chain | None) -> None:
         target, self._parts, self._shape = parts.target, parts, shape

@@ -100,11 +100,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
-    """A whole file as text.
-
-    Raises:
-        DataError: it cannot be read, is not UTF-8, or too large.
-    """
+    """A whole file as text; DataError where it cannot be read, is not UTF-8, or is too large."""
     with _opened(path) as file:
         text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
     if len(text) > max_bytes:
@@ -130,11 +126,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def decoded(where: str, line: bytes) -> str:
-    """A line as text.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
+    """A line as text; DataError where it is not UTF-8."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:

@@ -34,11 +34,7 @@ Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Settings of a measurement.
-
-    Raises:
-        InputError: a number out of range.
-    """
+    """Settings of a measurement; InputError for a number out of range."""
 
     max_new_tokens: int = 128
     repeats: int = 1  # decodings of each prompt by each method

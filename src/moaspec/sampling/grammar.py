@@ -101,11 +101,7 @@ class Grammars:
             raise InputError(f"The JSON schema cannot be used: {error}") from error
 
     def lark(self, text: str) -> str:
-        """A grammar in llguidance's own form of Lark.
-
-        Raises:
-            InputError: it cannot be compiled.
-        """
+        """A grammar in llguidance's own form of Lark; InputError where it cannot be compiled."""
         return self._checked(LLMatcher.grammar_from_lark(text))
 
     def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:

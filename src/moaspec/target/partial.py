@@ -119,11 +119,7 @@ class PartialTarget(Target):
         return next(iter((*self.model.parameters(), *self.model.buffers()))).device
 
     def run(self, *_: Any, **__: Any) -> NoReturn:
-        """It has no whole pass.
-
-        Raises:
-            InputError: always.
-        """
+        """Refused by an InputError: it has no whole pass."""
         raise InputError(
             f"{self.name} holds a few of the target's layers and cannot verify; connect to a "
             "server, or load the target itself."

@@ -185,11 +185,7 @@ def require_dtype(dtype: str, *others: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Refuse a device that cannot be used here.
-
-    Raises:
-        InputError: says why.
-    """
+    """Refuse a device that cannot be used here: InputError says why."""
     try:
         if torch.empty(0, device=device).is_meta:
             raise InputError("Device 'meta' holds no numbers; try 'cpu'.")

@@ -82,11 +82,7 @@ class GPUs:
 
     @classmethod
     def parse(cls, text: str) -> GPUs:
-        """Read `h100` or `8xh100`.
-
-        Raises:
-            InputError: an unknown name.
-        """
+        """Read `h100` or `8xh100`; InputError for an unknown name."""
         found = re.fullmatch(r"(?:(\d+)x)?(\w+)", text.lower())
         if found is None or found[2] not in GPUS or found[1] == "0":
             raise InputError(f"Unknown GPU {text!r}: give one of {', '.join(GPUS)}, or 8xh100.")

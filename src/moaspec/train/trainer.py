@@ -319,11 +319,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _finite_state(self) -> dict[str, Tensor]:
-        """Gather the state.
-
-        Raises:
-            TrainingError: a weight is not finite.
-        """
+        """Gather the state; TrainingError where a weight is not finite."""
         tensors = self.strategy.state()
         wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if wrong:

@@ -75,11 +75,7 @@ class StateFiles:
                 shutil.rmtree(path, ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read the newest state, or return None.
-
-        Raises:
-            TrainingError: it is damaged.
-        """
+        """Read the newest state; None where there is none, TrainingError where it is damaged."""
         path = self.latest()
         if path is None:
             return None

@@ -58,11 +58,7 @@ def installed_version() -> str:
 
 
 def require_version() -> None:
-    """Refuse an unsupported version of vLLM.
-
-    Raises:
-        ServingError: names both versions.
-    """
+    """Refuse an unsupported vLLM by a ServingError that names both versions."""
     found = installed_version()
     if found == "not installed":
         raise ServingError(

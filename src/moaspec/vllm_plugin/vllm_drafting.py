@@ -35,11 +35,7 @@ class DrafterParts:
 
 
 class PagedDrafter:
-    """A drafter that uses vLLM's caches.
-
-    Args:
-        runner: vLLM's model runner, its caches allocated.
-    """
+    """A drafter that uses vLLM's caches. `runner`: vLLM's model runner, its caches allocated."""
 
     def __init__(self, parts: DrafterParts, runner: Any) -> None:
         self._parts, self._runner = parts, runner

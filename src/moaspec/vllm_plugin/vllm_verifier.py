@@ -254,11 +254,7 @@ class VLLMVerifier:
 
 
 def _start(options: VLLMVerifierSettings) -> Any:
-    """Start vLLM's engine.
-
-    Raises:
-        ServingError: it does not start; names the cause and a remedy.
-    """
+    """Start vLLM's engine, or raise a ServingError with cause and remedy."""
     # Keys and values are captured in the process that writes them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # On CPUs this variable overrides `kv_cache_memory_bytes`.

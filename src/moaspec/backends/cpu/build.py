@@ -115,11 +115,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _checked(path: Path) -> ctypes.CDLL:
-    """Load the library.
-
-    Raises:
-        OSError: it is not the one of these sources.
-    """
+    """Load the library; OSError where it is not the one of these sources."""
     library = ctypes.CDLL(str(path))
     try:
         check_layouts(library)
@@ -210,11 +206,7 @@ def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
 
 
 def _compiler() -> str:
-    """Where a C++ compiler is: `$CXX`, or a usual one.
-
-    Raises:
-        _NoCompilerError: nowhere.
-    """
+    """Where a C++ compiler is: `$CXX`, or a usual one; _NoCompilerError where there is none."""
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else COMPILERS:
         found = shutil.which(name)

@@ -58,11 +58,7 @@ class HttpOptions:
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False
 
     def settings(self) -> ServeSettings:
-        """Settings of the endpoints.
-
-        Raises:
-            InputError: a key file that cannot be read.
-        """
+        """Settings of the endpoints; InputError for a key file that cannot be read."""
         from moaspec.serve.guard import GuardSettings
         from moaspec.serve.server_context import ServeSettings
 

@@ -73,11 +73,7 @@ def legend(screen: Console) -> Text:
 def frame(
     prompt: str, panes: Sequence[Pane], screen: Console, *, text_rows: int | None = None
 ) -> RenderableType:
-    """Prompt and panes.
-
-    Args:
-        text_rows: the last rows of each text; None shows the whole texts.
-    """
+    """Prompt and panes. `text_rows`: the last rows of each text; None shows the whole texts."""
     width = _width(screen)
     texts = [_rows(one.pieces, _pane_width(screen) - 4, screen) for one in panes]
     rows = max(map(len, texts)) if text_rows is None else text_rows

@@ -19,11 +19,7 @@ PLACES = {
 
 
 def plan_table(plan: Plan, config: TrainConfig, gpus: GPUs | None) -> Table:
-    """The plan as a table of two columns.
-
-    Args:
-        gpus: that it will train on; None for a CPU.
-    """
+    """The plan as a table of two columns. `gpus`: that it will train on; None for a CPU."""
     rows = [
         ("drafter", f"{_count(plan.num_parameters)} parameters: {_counts(plan.parameters)}"),
         ("target", f"{config.target}, {_count(plan.target_parameters)} parameters"),

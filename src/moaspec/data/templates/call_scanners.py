@@ -65,11 +65,7 @@ class JsonScanner(BracketScanner):
         super().__init__('"')
 
     def value(self, text: str) -> Any:
-        """The JSON up to the end.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """The JSON up to the end; ValueError where it is none."""
         return json.loads(text, strict=False)
 
     def _step(self, character: str) -> None:
@@ -120,11 +116,7 @@ class TaggedScanner:
             self.end = self._last_end(text)
 
     def value(self, text: str) -> dict[str, Any]:
-        """The call's name and arguments.
-
-        Raises:
-            ValueError: it is not complete.
-        """
+        """The call's name and arguments; ValueError where it is not complete."""
         return _parsed(text, self._tags, self._functions)
 
     def _last_end(self, text: str) -> int | None:

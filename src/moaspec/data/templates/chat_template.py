@@ -350,11 +350,7 @@ def _results_as_text(messages: Sequence[Message], *, alternate: bool) -> list[Me
 
 
 def require_characters(text: str) -> None:
-    """Refuse a text that no tokenizer takes.
-
-    Raises:
-        InputError: it holds a lone surrogate.
-    """
+    """Refuse a text with a lone surrogate, which no tokenizer takes, by an InputError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -81,11 +81,7 @@ def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
 
 
 def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
-    """Check that the suites can be graded on this system.
-
-    Raises:
-        InputError: see `is_correct`.
-    """
+    """Check that the suites can be graded on this system; errors as of `is_correct`."""
     if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
         humaneval_tasks()
         isolation(unsafe=unsafe)

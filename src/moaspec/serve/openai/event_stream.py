@@ -21,11 +21,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`.
-
-    Raises:
-        RequestError: the client disconnected first.
-    """
+    """The result of `work`; RequestError where the client disconnects first."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_until_disconnect(receive))
     try:

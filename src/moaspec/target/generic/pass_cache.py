@@ -108,27 +108,15 @@ class PassCache(Cache):
         raise _unknown("the number of tokens before these, instead of their positions")
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, see the class.
-
-        Raises:
-            UnsupportedTargetError: always.
-        """
+        """Refused by an UnsupportedTargetError, see the class."""
         raise _unknown("a recurrent state")
 
     def update_conv_state(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, see the class.
-
-        Raises:
-            UnsupportedTargetError: always.
-        """
+        """Refused by an UnsupportedTargetError, see the class."""
         raise _unknown("a convolution state")
 
     def update_indexer(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, see the class.
-
-        Raises:
-            UnsupportedTargetError: always.
-        """
+        """Refused by an UnsupportedTargetError, see the class."""
         raise _unknown("the keys of a sparse attention's indexer")
 
 

@@ -122,11 +122,7 @@ class StepRow:
 
 
 class StepPass:
-    """One pass over several rows, layer by layer.
-
-    Args:
-        rows: in the batch order of the pass.
-    """
+    """One pass over several rows, layer by layer. `rows`: in the batch order of the pass."""
 
     def __init__(self, rows: Sequence[StepRow]) -> None:
         self._rows = rows

@@ -77,11 +77,7 @@ def require_generic(model: PreTrainedModel, name: str) -> None:
 
 
 def require_generic_config(config: Any, name: str) -> None:
-    """Refuse a model by its config alone.
-
-    Raises:
-        UnsupportedTargetError: says why.
-    """
+    """Refuse a model by its config alone: UnsupportedTargetError says why."""
     # A multimodal wrapper may say more of its text part than the part itself.
     parts = {id(part): part for part in (config, text_config(config))}.values()
     for applies, reason in _REASONS:

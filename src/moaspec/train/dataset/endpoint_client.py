@@ -103,11 +103,7 @@ class UnusableAnswerError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a server is.
-
-    Raises:
-        InputError: no http or https URL, or a key that cannot be sent.
-    """
+    """Where a server is; InputError for no http or https URL, or a key that cannot be sent."""
 
     url: str  # base URL, with or without /v1
     model: str | None = None  # the server's name of the model; None: it has only one

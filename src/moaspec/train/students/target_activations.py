@@ -108,11 +108,7 @@ def activation_widths(
 
 
 def mean_widths(identity: TargetIdentity, before: Collection[int] = ()) -> dict[str, int]:
-    """Values per token that `LayerMeanCache` keeps on disk.
-
-    Args:
-        before: each N > 0.
-    """
+    """Values per token that `LayerMeanCache` keeps on disk. `before`: each N > 0."""
     widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
     if before:
         widths["last"] = max(before) * identity.kv_size
