@@ -146,6 +146,6 @@ def _replace(linear: nn.Linear, weight_OI: Tensor) -> None:
 
 
 def _torchao() -> Any:
-    """torchao's module of functions; InputError where it is not installed."""
+    """Torchao's module of functions; InputError where it is not installed."""
     require("--quantize", "quantize")
     return importlib.import_module("torchao.quantization")
