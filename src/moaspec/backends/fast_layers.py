@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,9 @@ from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
 from moaspec.model.layers import fold_mask, merge_heads
 from moaspec.target import families
-from moaspec.target.decoder_layers import cache_argument
+from moaspec.target.decoder_layers import KVCapture, cache_argument
 
 Norm = Callable[[Tensor], Tensor]
-
-
-class CacheUpdate(Protocol):
-    """Transformers' cache interface, as far as a layer uses it."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int
-    ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, each (B, J, T, D); give back those to read, (B, J, S, D)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +151,7 @@ class FastLayer:
             head_dim=self._head_dim,
         )
 
-    def _forward(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
+    def _forward(self, x_BTE: Tensor, inputs: AttentionInputs, cache: KVCapture) -> Tensor:
         if self.fused is not None and not x_BTE.requires_grad:
             heads_BTXD = self.fused.project(x_BTE, inputs.cos_BTR, inputs.sin_BTR)
             parts = heads_BTXD.split(self._splits, dim=2)
@@ -170,7 +160,7 @@ class FastLayer:
         x_BTE = x_BTE + after_read(self._attention(before_read(x_BTE), inputs, cache))
         return x_BTE + after_mlp(self._mlp(before_mlp(x_BTE)))
 
-    def _attention(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
+    def _attention(self, x_BTE: Tensor, inputs: AttentionInputs, cache: KVCapture) -> Tensor:
         H, J, D = self._num_heads, self._num_kv_heads, self._head_dim
         joined = self._qkv(x_BTE)
         if self._q_norm is not None:
@@ -180,9 +170,7 @@ class FastLayer:
         parts = (rotated[:, :, :H], rotated[:, :, H:], heads[:, :, H + J :])
         return self._output(self._attend(parts, inputs, cache))
 
-    def _attend(
-        self, parts: Sequence[Tensor], inputs: AttentionInputs, cache: CacheUpdate
-    ) -> Tensor:
+    def _attend(self, parts: Sequence[Tensor], inputs: AttentionInputs, cache: KVCapture) -> Tensor:
         """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
         query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
         key_BJSD, value_BJSD = cache.update(key_BJTD, value_BJTD, self._index)

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.kv_cache import tree_mask
+from moaspec.drafting.kv_cache import KVCache, tree_mask
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.protocols import RequestText
@@ -64,23 +65,9 @@ class RoundParts:
 
     def target_pass(self, num_tokens: int, context: int) -> TimedPart:
         """A pass over `num_tokens` tokens after `context` others, without the head."""
-        target, device, cache = self.target, self.target.device, self._cache
-        sizes = PassSizes.of([0], [context], num_tokens, recorded=target.layers.records)
-        tokens, visible = sizes.tokens, sizes.visible
-        cache.reserve(1, visible)
-        positions_1T = torch.arange(context, context + tokens, device=device)[None]
-        chain_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()
-
-        def run() -> None:
-            target.run(
-                torch.zeros_like(positions_1T),
-                positions_1T,
-                mask_B1TS=tree_mask([context], chain_1TT, visible),
-                write=cache.writer([0], [context], tokens, visible, kind=sizes.kind),
-            )
-
+        run = pass_over(self.target, self._cache, num_tokens, context)
         # After the same pass, as in decoding: weights, keys and values are in the CPU's caches.
-        return TimedPart(run, device, run)
+        return TimedPart(run, self.target.device, run)
 
     def head(self, num_tokens: int, *, logits: bool = False) -> TimedPart:
         """The head and its best token, or its logits; after a pass, as in a round."""
@@ -169,6 +156,24 @@ class TimedRounds:
                 parts_s += float(costs.accept_s(1 + len(event.accepted)))
             rests.append(elapsed - parts_s)
         return max(0.0, statistics.median(rests))
+
+
+def pass_over(
+    target: Target, cache: KVCache, num_tokens: int, context: int, num_rows: int = 1
+) -> Callable[[], Tensor]:
+    """A pass over new tokens of each row, after `context` others: final states (B, T, E)."""
+    rows, starts = list(range(num_rows)), [context] * num_rows
+    sizes = PassSizes.of(rows, starts, num_tokens, recorded=target.layers.records)
+    tokens, visible = sizes.tokens, sizes.visible
+    cache.reserve(num_rows, visible)
+    positions_BT = torch.arange(context, context + tokens, device=target.device).repeat(num_rows, 1)
+    chain_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=target.device).tril()
+    return lambda: target.run(
+        torch.zeros_like(positions_BT),
+        positions_BT,
+        mask_B1TS=tree_mask(starts, chain_TT.expand(num_rows, -1, -1), visible),
+        write=cache.writer(rows, starts, tokens, visible, kind=sizes.kind),
+    )
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

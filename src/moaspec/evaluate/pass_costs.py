@@ -20,11 +20,10 @@ from torch import nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.backends.pack import FusedPart, PackedLinear
-from moaspec.calibration.round_parts import TimedPart
+from moaspec.calibration.round_parts import TimedPart, pass_over
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.kv_cache import KVCache, tree_mask
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Proposer, RequestText
-from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.evaluate.methods import Method
 from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
@@ -164,26 +163,8 @@ def _drafted(methods: Sequence[Method]) -> list[Method]:
 @torch.inference_mode()
 def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     """Median seconds of a pass over `tokens` in each of `batch` rows, after `context` others."""
-    device, rows, starts = target.device, range(batch), [context] * batch
-    sizes = PassSizes.of(rows, starts, tokens, recorded=target.layers.records)
-    tokens, visible = sizes.tokens, sizes.visible
-    cache = KVCache.of(target)
-    cache.reserve(batch, visible)
-    ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
-    positions_BT = ids_BT + torch.arange(context, context + tokens, device=device)
-    causal_BTT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    causal_BTT = causal_BTT.expand(batch, -1, -1)
-
-    def once() -> None:
-        hidden_BTE = target.run(
-            ids_BT,
-            positions_BT,
-            mask_B1TS=tree_mask(starts, causal_BTT, visible),
-            write=cache.writer(rows, starts, tokens, visible, kind=sizes.kind),
-        )
-        target.best(hidden_BTE.flatten(0, 1)).tolist()
-
-    return _median_s(once, device)
+    run = pass_over(target, KVCache.of(target), tokens, context, batch)
+    return _median_s(lambda: target.best(run().flatten(0, 1)).tolist(), target.device)
 
 
 def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> RoundCost:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import InputError
 from moaspec.train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec.train.run_config import TrainConfig, staircase_probability
 
@@ -108,11 +107,7 @@ class DataOrder:
     """
 
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
-        if len(examples) <= config.held_out:
-            raise InputError(
-                f"{len(examples)} examples are too few for held_out={config.held_out}, which sets "
-                f"as many aside: give more data, or set held_out below {len(examples)}."
-            )
+        config.require_enough(len(examples))
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
         self.examples = [examples[i] for i in order.tolist()]
         self.held_out_ids = list(range(config.held_out))

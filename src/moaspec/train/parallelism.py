@@ -209,11 +209,7 @@ def new_strategy(
     Raises:
         InputError: sharding with one process, or DeepSpeed is not installed.
     """
-    if config.sharding != "none" and accelerator.num_processes == 1:
-        raise InputError(
-            f"sharding={config.sharding} needs several processes: start with torchrun "
-            "--nproc-per-node 2 -m moaspec train ..., or leave it out."
-        )
+    config.require_processes(accelerator.num_processes)
     if config.sharding == "deepspeed":
         # DeepSpeed is optional and slow to import.
         from moaspec.train.zero import ZeroStrategy

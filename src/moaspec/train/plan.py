@@ -192,16 +192,9 @@ def _check(
             f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
             f"{target.vocab_size} tokens; 0 keeps them all."
         )
-    if examples and len(examples) <= config.held_out:
-        raise InputError(
-            f"{len(examples)} examples are too few for held_out={config.held_out}, which sets "
-            f"as many aside: give more data, or set held_out below {len(examples)}."
-        )
-    if config.sharding != "none" and processes == 1:
-        raise InputError(
-            f"sharding={config.sharding} needs several processes: start with torchrun "
-            "--nproc-per-node 2 -m moaspec train ..., or leave it out."
-        )
+    if examples:
+        config.require_enough(len(examples))
+    config.require_processes(processes)
 
 
 def _drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:

@@ -259,6 +259,22 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
+    def require_enough(self, num_examples: int) -> None:
+        """Raise InputError where no example is left to train on."""
+        if num_examples <= self.held_out:
+            raise InputError(
+                f"{num_examples} examples are too few for held_out={self.held_out}, which sets "
+                f"as many aside: give more data, or set held_out below {num_examples}."
+            )
+
+    def require_processes(self, processes: int) -> None:
+        """Raise InputError where one process cannot train as `sharding` says."""
+        if self.sharding != "none" and processes == 1:
+            raise InputError(
+                f"sharding={self.sharding} needs several processes: start with torchrun "
+                "--nproc-per-node 2 -m moaspec train ..., or leave it out."
+            )
+
     @property
     def shard_bytes(self) -> int:
         """Largest file of a checkpoint; 0 for no limit."""

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from moaspec.evaluate.methods import Method
     from moaspec.evaluate.pass_costs import PassCosts
     from moaspec.evaluate.prompt_suites import Prompt
-    from moaspec.evaluate.report.report import Report
-    from moaspec.evaluate.results_store import ResultsStore
-    from moaspec.evaluate.runner import EvalSettings
-    from moaspec.target.target import Target
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -130,6 +126,7 @@ def evaluate(
         from moaspec.backends.load import chosen_dtype
         from moaspec.cli.method_loading import (
             MethodSources,
+            chat_encoder,
             load_methods,
             load_reference_target,
             read_checkpoints,
@@ -140,7 +137,7 @@ def evaluate(
         from moaspec.evaluate.method_names import require_known_noise
         from moaspec.evaluate.report.report import surroundings
         from moaspec.evaluate.results_store import ResultsStore, make_results_directory
-        from moaspec.evaluate.runner import EvalSettings
+        from moaspec.evaluate.runner import EvalSettings, measure
 
         if cut is not None:
             check_cut(cut, max_new_tokens)
@@ -173,7 +170,7 @@ def evaluate(
     print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
     if cost:
         costs = _measured_costs(loaded)
-        facts = costs.as_json() | {"settings": around}
+        facts = {**costs.as_json(), "settings": around}
         _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
         return
     if cut is not None:
@@ -185,19 +182,25 @@ def evaluate(
             accuracy=accuracy,
             unsafe=unsafe,
         )
-        around = {**around, **read, "max_new_tokens": max_new_tokens}
-        facts = {**found.as_json(), "settings": around}
-        _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
+        around_cut = {**around, **read, "max_new_tokens": max_new_tokens}
+        _put_out_apart(
+            {**found.as_json(), "settings": around_cut},
+            lambda: show_cut(found),
+            out and out / CUT,
+            as_json=as_json,
+        )
         return
-    report = _measured(
-        loaded[: len(timed)],
-        prompts,
-        settings,
-        tau_only=loaded[len(timed) :],
-        trusted=trusted,
-        store=store,
-        system=system,
-    )
+    with ProgressBar("measuring", len(loaded) * sum(len(one.turns) for one in prompts)) as bar:
+        report = measure(
+            loaded[: len(timed)],
+            prompts,
+            chat_encoder(loaded[0].target, system),
+            settings,
+            tau_only=loaded[len(timed) :],
+            trusted=trusted,
+            store=store,
+            advance=bar.advance,
+        )
     if report.interrupted:
         _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
         kept = f"They are kept in {out}; the same command goes on." if out else None
@@ -370,30 +373,3 @@ def _measured_cut(
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _measured(
-    methods: Sequence[Method],
-    prompts: Sequence[Prompt],
-    settings: EvalSettings,
-    *,
-    trusted: Target | None,
-    tau_only: Sequence[Method] = (),
-    store: ResultsStore | None = None,
-    system: str = "default",
-) -> Report:
-    from moaspec.cli.method_loading import chat_encoder
-    from moaspec.evaluate.runner import measure
-
-    total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with ProgressBar("measuring", total) as bar:
-        return measure(
-            methods,
-            prompts,
-            chat_encoder(methods[0].target, system),
-            settings,
-            tau_only=tau_only,
-            trusted=trusted,
-            store=store,
-            advance=bar.advance,
-        )

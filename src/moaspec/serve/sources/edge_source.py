@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import BusyError, InputError
@@ -21,6 +21,7 @@ from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.emulation import Faults
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -51,12 +52,6 @@ class EdgeLimits(SourceLimits):
 
     active: int = 8
     waiting: int = 64
-
-
-class Cuttable(Protocol):
-    """An emulated link. While `cut` is True no message passes."""
-
-    cut: bool
 
 
 @dataclass(eq=False)
@@ -137,7 +132,7 @@ class EdgeSource(TextSource):
         name: str,
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
-        faults: Cuttable | None = None,
+        faults: Faults | None = None,
         server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
     ) -> None:

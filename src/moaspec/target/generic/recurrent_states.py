@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moaspec.target.generic.hybrid_layers import SteppedMixer
 
 LayerState = Mapping[tuple[str, int], Tensor]
 """Tensors of a layer, (1, ...) each, by kind ("conv", "recurrent") and number of that kind."""
@@ -90,26 +93,6 @@ class MixerCache:
         return recurrent_states
 
 
-class Mixer(Protocol):
-    """A layer's part with a state."""
-
-    def read(self, hidden_BTE: Tensor, cache: MixerCache) -> Tensor:
-        """Outputs for one or several tokens of each text, (B, T, E)."""
-        ...
-
-    def enter(self, hidden_N1E: Tensor) -> Tensor:
-        """What does not depend on the state, for the tokens of all steps, (N, 1, F)."""
-        ...
-
-    def step(self, entered_N1F: Tensor, cache: MixerCache) -> Tensor:
-        """What depends on the state, for one token of each of N texts, (N, 1, G)."""
-        ...
-
-    def leave(self, stepped_N1G: Tensor) -> Tensor:
-        """The rest, for the tokens of all steps: outputs, (N, 1, E)."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepRow:
     """One row of a pass."""
@@ -128,7 +111,7 @@ class StepPass:
         self._rows = rows
         self._states: dict[int, dict[tuple[int, int], LayerState]] = {}
 
-    def run(self, layer: int, mixer: Mixer, hidden_BTE: Tensor) -> Tensor:
+    def run(self, layer: int, mixer: SteppedMixer, hidden_BTE: Tensor) -> Tensor:
         """Outputs of a layer, (B, T, E); those of pads are 0."""
         states = {(i, -1): row.before.get(layer, {}) for i, row in enumerate(self._rows)}
         self._states[layer] = states
@@ -152,7 +135,7 @@ class StepPass:
         return output_BTE
 
     def _stepped(
-        self, mixer: Mixer, hidden_N1E: Tensor, states: dict[tuple[int, int], LayerState]
+        self, mixer: SteppedMixer, hidden_N1E: Tensor, states: dict[tuple[int, int], LayerState]
     ) -> Tensor:
         """Step through all levels: outputs, (N, 1, E); add each token's state to `states`."""
         if len(self._levels) == 1:  # nothing can be made together
