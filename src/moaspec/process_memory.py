@@ -1,7 +1,5 @@
 """A server's process: bounded caches, open files, and freed memory given back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

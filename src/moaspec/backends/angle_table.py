@@ -3,8 +3,6 @@
 Legend: S positions, D rotated dims.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ Legend: B batch, T tokens, H query heads, J KV heads, C CA's KV heads, D head di
 target layers, K one layer's key and value, M tokens of a batch, X heads.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Collection, Sequence

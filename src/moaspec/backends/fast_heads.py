@@ -4,8 +4,6 @@ A head in bf16 becomes a packed copy. Its weight, which a tied embedding still l
 moves to a file. The rows of a draft vocabulary are copied and packed.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable
 from functools import partial

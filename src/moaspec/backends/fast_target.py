@@ -3,8 +3,6 @@
 Legend: B batch, T new tokens, S visible keys or positions of a table, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Loading a target that is as fast as this machine allows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

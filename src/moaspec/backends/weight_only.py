@@ -12,8 +12,6 @@ head stay as they are. What becomes of the weights depends on who multiplies the
 Legend: I inputs and O outputs of a matrix, N = I / 32 groups, X groups of some rows.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import Any

@@ -5,8 +5,6 @@ two counts more depends on the machine. `calibrate` stores the costs, and the ch
 acceptance rates, so the same drafter takes the same exit every time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

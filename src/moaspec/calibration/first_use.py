@@ -1,7 +1,5 @@
 """Measuring a machine when it first drafts by cost, where that takes seconds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A measurement holds for one machine, target, drafter, dtype, quantisation, devic
 threads. Its file is named by a fingerprint of them. Only `calibrate` measures.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -3,8 +3,6 @@
 Legend: B rows (one here), T tokens, L layers, K one layer's key and value.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The `moaspec` command: parse, call, print."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any
 

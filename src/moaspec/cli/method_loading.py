@@ -1,7 +1,5 @@
 """Loading the methods of `eval` and `demo`, and turning prompts into token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Reads conversations from data sets whose rows have different shapes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The loss mask of a conversation: the tokens that the assistant generated."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

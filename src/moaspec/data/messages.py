@@ -1,7 +1,5 @@
 """The normal form of messages and tools, which is OpenAI's, and conversion of other forms to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of rows: OpenAI, ShareGPT, LLaMA-Factory, Alpaca, TRL, and this package's own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

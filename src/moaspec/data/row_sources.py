@@ -1,7 +1,5 @@
 """Rows of JSON and Parquet files, plain or compressed, directories of them, and the hub."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import importlib

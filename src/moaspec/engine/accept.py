@@ -5,8 +5,6 @@
 Legend: N nodes of all trees, each tree's root first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

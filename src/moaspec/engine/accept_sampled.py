@@ -3,8 +3,6 @@
 Legend: N nodes of all trees, each tree's root first; V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

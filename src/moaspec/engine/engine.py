@@ -5,8 +5,6 @@ One round drafts, verifies the drafts in one pass of the target, accepts the dra
 itself chooses, and emits them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Coroutine, Generator, Sequence
 from typing import Any, TypeVar, cast

@@ -3,8 +3,6 @@
 Legend: T tokens, E hidden size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Legend: B rows of one pass, T tokens, S visible slots, L layers, E hidden size, 
 tree nodes of all requests, K one layer's key and value.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ dynamic NTK the keys depend on the length of the prompt once it exceeds the trai
 but this module knows either.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 

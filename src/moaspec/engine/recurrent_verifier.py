@@ -1,7 +1,5 @@
 """Verification with a hybrid: some of its layers keep states, see `recurrent_states`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

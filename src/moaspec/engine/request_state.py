@@ -1,7 +1,5 @@
 """The state of one request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The requests of an engine: how they join, end and leave."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence

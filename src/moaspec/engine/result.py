@@ -1,7 +1,5 @@
 """What a generation returns, and what streaming yields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal

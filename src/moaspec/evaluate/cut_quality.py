@@ -6,8 +6,6 @@ received. Afterwards the target scores that text.
 Legend: T tokens of prompt and text, V vocabulary.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

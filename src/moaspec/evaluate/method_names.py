@@ -1,7 +1,5 @@
 """Names of methods, `KIND[:SETTING][@SHAPE][+copy]`, and the requirements of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Decoding methods that can be measured: this package's and those of transformers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ other values.
 Legend: B rows, T tokens, L target layers, K one layer's key and value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile

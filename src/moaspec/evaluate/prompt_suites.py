@@ -1,7 +1,5 @@
 """Evaluation prompts: bundled, published suites, files, or data sets of the hub."""
 
-from __future__ import annotations
-
 import importlib.resources
 import os
 from collections import Counter

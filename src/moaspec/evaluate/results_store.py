@@ -1,7 +1,5 @@
 """Results on disk, one line per prompt and method; a killed run resumes with them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Measure methods in one process, alternating on the same prompt ids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """`generate` and `stream`: thin callers of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload

@@ -1,7 +1,5 @@
 """Drafters that ship inside the package."""
 
-from __future__ import annotations
-
 import importlib.resources
 from pathlib import Path
 

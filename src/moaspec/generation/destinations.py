@@ -1,7 +1,5 @@
 """Where else a drafter can be used: the published forms, vLLM, a device."""
 
-from __future__ import annotations
-
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline
 from moaspec.model.checkpoint.published import Form, published_problem
 from moaspec.model.independent import IndependentDrafter

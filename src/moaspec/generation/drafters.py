@@ -1,7 +1,5 @@
 """Loading drafters by name."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine with target and drafter in this process."""
 
-from __future__ import annotations
-
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import PROPOSER_METHODS, Proposer

@@ -1,7 +1,5 @@
 """A conversation whose turns reuse the caches of target and drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from typing import Unpack
 

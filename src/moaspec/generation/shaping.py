@@ -1,7 +1,5 @@
 """The draft settings of a target and a drafter on this machine."""
 
-from __future__ import annotations
-
 from moaspec.calibration.choose_exit import chosen_exit
 from moaspec.calibration.first_use import measure_once
 from moaspec.drafting.draft_tree import Tree

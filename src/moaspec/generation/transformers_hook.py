@@ -6,8 +6,6 @@
 Legend: B rows, T tokens of the padded prompts, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

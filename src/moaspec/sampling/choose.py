@@ -6,8 +6,6 @@ nothing else. Plain decoding and verification both call it, hence their texts ar
 Legend: N nodes, S surviving (node, token) pairs, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

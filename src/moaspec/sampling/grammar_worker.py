@@ -5,8 +5,6 @@ on standard input. Exit status 0: compiling ended, with a matcher or with an err
 can tell. Anything else: the grammar is too much.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

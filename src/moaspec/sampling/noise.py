@@ -5,8 +5,6 @@ id), so its bits do not depend on the order of computation, nor on other tokens.
 on integers (`philox.py`), so it is the same on every device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

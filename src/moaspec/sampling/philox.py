@@ -7,8 +7,6 @@ complement. A word that is the same for all elements may be a Python integer.
 Legend: K token ids.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ node is treated as the same prefix would be in plain decoding.
 Legend: N nodes, V vocabulary, K candidates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

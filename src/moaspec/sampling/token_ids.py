@@ -1,7 +1,5 @@
 """Token ids and other integers as callers give them, checked."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any

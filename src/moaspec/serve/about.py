@@ -1,7 +1,5 @@
 """Endpoints that describe the server: models, health, metrics, state and link."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter, Response

@@ -1,7 +1,5 @@
 """The HTTP application: endpoints, page, guard and headers."""
 
-from __future__ import annotations
-
 import importlib.resources
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A client of the endpoints, for `moaspec chat --url`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 This is plain ASGI: a refused request does not reach the parser, and streams pass unchanged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

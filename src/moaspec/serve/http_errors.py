@@ -1,7 +1,5 @@
 """Errors as HTTP responses in OpenAI's format."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics for Prometheus. They contain no user's text, and clients choose no labels."""
 
-from __future__ import annotations
-
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

@@ -3,8 +3,6 @@
 Each client has at most one request in preparation, and none after it has disconnected.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

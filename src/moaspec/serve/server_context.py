@@ -1,7 +1,5 @@
 """State that all endpoints share, and the conversion of a request into jobs."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs the application with uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Optional dependencies: which modules each extra of the package installs."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Models and data sets of the hub."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packages whose names load when they are first used, because PyTorch takes seconds to import."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

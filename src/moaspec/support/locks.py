@@ -1,7 +1,5 @@
 """One process at a time writes to a file or directory."""
 
-from __future__ import annotations
-
 import os
 
 from moaspec.errors import InputError

@@ -1,7 +1,5 @@
 """Where files are kept that can be made again, and whether a place can be written."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

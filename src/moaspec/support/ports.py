@@ -1,7 +1,5 @@
 """Addresses of servers, and binding them before a model is loaded."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator

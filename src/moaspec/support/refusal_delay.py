@@ -1,7 +1,5 @@
 """The delay before a wrong token or key is refused, which slows down guessing."""
 
-from __future__ import annotations
-
 import asyncio
 
 from moaspec.support import limits

@@ -3,8 +3,6 @@
 An adapted target is another target: its text is its own. Kernels and packing see ordinary weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

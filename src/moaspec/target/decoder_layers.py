@@ -4,8 +4,6 @@ Legend: B batch, T new tokens, N states, S visible keys, J KV heads, D head dim,
 vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast

@@ -6,8 +6,6 @@ have a sliding window, how positions become rotary embeddings, and how weights a
 Legend: B batch, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from threading import Lock

@@ -1,7 +1,5 @@
 """Convert GGUF files to directories that transformers loads in seconds."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """Names of targets and of model families, which can be listed without PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

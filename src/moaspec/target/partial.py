@@ -3,8 +3,6 @@
 Legend: V vocabulary, E hidden size, L target layers, N reused ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn

@@ -4,8 +4,6 @@ Their text is then that of the rounded weights in the target's dtype. Activation
 as some engines do for these checkpoints.
 """
 
-from __future__ import annotations
-
 import inspect
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of targets, and how to find their weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 transformers warns of most faults and then fails somewhere else, or computes with them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

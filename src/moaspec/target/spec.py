@@ -1,7 +1,5 @@
 """Facts of a target from its config and tokenizer, without its weights."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from functools import cached_property

@@ -8,8 +8,6 @@ Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim,
 K = 2 * H * D, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, L layers, H KV heads, D head dim, E hidden size, K = 2 * H * D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast

@@ -1,7 +1,5 @@
 """Sizes of a target, which may lie on the meta device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moaspec.target.target import Target

@@ -1,7 +1,5 @@
 """What held-out measurements of a run tell: the best step, and overfitting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -9,8 +9,6 @@ A saved state is unsharded and the same for all, so a run may resume with anothe
 processes or another sharding.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Training configurations that the package contains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from moaspec.errors import InputError

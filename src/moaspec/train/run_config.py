@@ -1,7 +1,5 @@
 """Configuration of a training run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

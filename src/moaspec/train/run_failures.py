@@ -1,7 +1,5 @@
 """Errors of device, disk and other processes, with advice on how to continue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

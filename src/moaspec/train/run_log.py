@@ -1,7 +1,5 @@
 """The log of a training run: one JSON object of metrics per step. A resumed run appends to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What a run will lead to, told before its first step."""
 
-from __future__ import annotations
-
 from moaspec.generation.destinations import destinations
 from moaspec.train.data_order import DataOrder
 from moaspec.train.dataset.examples import coverage

@@ -1,7 +1,5 @@
 """Stop a run on Ctrl-C, on SIGTERM or after a time limit."""
 
-from __future__ import annotations
-
 import re
 import signal
 import threading

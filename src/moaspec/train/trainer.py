@@ -1,7 +1,5 @@
 """The training loop: distil the frozen target into a drafter, on one process or many."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -4,8 +4,6 @@ A state is written to a scratch directory, which is renamed to `step-NUMBER` whe
 Older states are removed after that, so a complete state exists whenever the run is killed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ DeepSpeed's engine is used directly; accelerate supports it on GPUs only. For sh
 3) use `fsdp`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

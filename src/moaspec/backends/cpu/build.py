@@ -1,7 +1,5 @@
 """Compiling `kernels.cpp`, once for each version of the sources and each compiler."""
 
-from __future__ import annotations
-
 import _ctypes
 import ctypes
 import hashlib

@@ -3,8 +3,6 @@
 Legend: B rows, T tokens, S slots, H query heads, J KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import c_int32
 

@@ -4,8 +4,6 @@ Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV hea
 the rotated dims, O outputs of the head, V vocabulary, E hidden size.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p

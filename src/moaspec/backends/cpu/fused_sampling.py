@@ -3,8 +3,6 @@
 Legend: N nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import NamedTuple

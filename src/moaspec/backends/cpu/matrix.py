@@ -3,8 +3,6 @@
 Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Mirrors of the C++ structures in `cpp/`, field by field; `check_layouts` compares them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_double, c_float, c_int64, c_void_p

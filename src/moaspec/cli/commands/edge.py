@@ -1,7 +1,5 @@
 """`moaspec edge`: the device as an OpenAI endpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 

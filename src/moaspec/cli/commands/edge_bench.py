@@ -1,7 +1,5 @@
 """Adds `moaspec edge-bench` in a checkout: its code is in tools/, not in the package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

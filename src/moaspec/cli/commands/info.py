@@ -1,7 +1,5 @@
 """`moaspec info CHECKPOINT`: shows what a checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`moaspec models`: lists targets and drafters."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`moaspec vllm-config`: prints a `vllm serve` command."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Ctrl-C during output, recorded so that the output is complete; SIGTERM as an exception."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """A progress bar with the remaining time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

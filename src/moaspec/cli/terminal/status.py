@@ -1,7 +1,5 @@
 """Status lines while something loads, and what libraries may print meanwhile."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Consecutive slow steps: one line each, with the time that it took."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

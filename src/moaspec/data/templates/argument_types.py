@@ -1,7 +1,5 @@
 """Types of arguments that a model writes as plain text, by the JSON schema of its function."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ tags, Llama 4 writes a Python list.
 If a template knows no tools, the system message describes them, in the form of Hermes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

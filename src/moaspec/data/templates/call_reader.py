@@ -4,8 +4,6 @@ A call ends where its JSON or Python ends. Marks that stand within its strings a
 Where a call ends between tags, see `TaggedScanner`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Messages of the normal form (`moaspec.data.messages`) are first adapted to the t
 `TemplateTraits` finds out which roles, call ids and fields the template takes.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

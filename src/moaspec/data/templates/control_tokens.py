@@ -7,8 +7,6 @@ the template is encoded without control tokens if it holds guarded ones. All oth
 as before, so a conversation without guarded tokens has the same ids as in transformers.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

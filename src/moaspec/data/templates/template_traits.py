@@ -1,7 +1,5 @@
 """What a chat template takes and writes, found by rendering short conversations with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

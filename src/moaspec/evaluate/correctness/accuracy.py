@@ -1,7 +1,5 @@
 """Grade answers: GSM8K by the number, HumanEval by its tests."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Every decoded text is checked against one trusted pass (see `equality`) and comp
 of plain decoding, to show where rounding makes them differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property

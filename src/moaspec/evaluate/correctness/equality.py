@@ -14,8 +14,6 @@ smaller than that rounding are visible in float32 only.
 Legend: T text, V vocabulary, R rivals of a choice.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -9,8 +9,6 @@ each call of the function under test is sent to the candidate, whose result retu
 So the candidate holds neither the tests nor the verdict, which is the judge's exit code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import numbers

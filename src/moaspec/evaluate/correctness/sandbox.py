@@ -4,8 +4,6 @@ The answer and its tests run in two processes, each in its own sandbox (`jail.py
 works, else Linux namespaces. Without either, nothing runs unless the caller sets `unsafe`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

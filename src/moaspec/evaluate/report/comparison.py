@@ -3,8 +3,6 @@
 Legend: P prompts, T conversations, C columns, R resamples.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """A report as one self-contained HTML page, and as Markdown with plots in files."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

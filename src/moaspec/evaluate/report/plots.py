@@ -1,7 +1,5 @@
 """Plots of a report as inline SVG, drawn without a display and without global state."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence

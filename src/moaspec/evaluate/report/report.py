@@ -1,7 +1,5 @@
 """Reports of `measure`: outcomes by method, and their summary as JSON."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """The verdict of a report with its confidence interval, and the command that repeats it."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Answers are plain objects of OpenAI's format. Tests check them against the types of its client.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar

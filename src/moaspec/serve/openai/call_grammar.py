@@ -1,7 +1,5 @@
 """Grammars of tool calls."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

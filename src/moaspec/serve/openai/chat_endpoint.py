@@ -1,7 +1,5 @@
 """The chat endpoint, /v1/chat/completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

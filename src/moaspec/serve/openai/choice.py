@@ -1,7 +1,5 @@
 """One choice of an answer: turns updates into text, calls and the extension."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The completions endpoint, /v1/completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Server-sent events, and work that ends when the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

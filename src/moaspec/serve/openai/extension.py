@@ -1,7 +1,5 @@
 """The extension field `moaspec` of answers. See docs/serve.md."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

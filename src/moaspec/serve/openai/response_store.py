@@ -1,7 +1,5 @@
 """The latest responses of each tenant, so that later requests can continue them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The endpoints below /v1/responses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Request body of /v1/responses."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field

@@ -4,8 +4,6 @@ Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadat
 ...), are ignored. `unsupported_fields` lists the refused ones.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

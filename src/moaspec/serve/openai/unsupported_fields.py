@@ -3,8 +3,6 @@
 They are refused, unless their value is neutral. Other unknown fields are ignored.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Any
 

@@ -4,8 +4,6 @@ A session decodes one text at a time and keeps its caches between turns. `EdgeSo
 sessions and continues a conversation in the session that holds its beginning.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence

@@ -4,8 +4,6 @@ Only this thread touches the engine. Other threads send commands through a queue
 through the `report` callback of their job, which must neither block nor raise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

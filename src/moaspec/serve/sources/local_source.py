@@ -1,7 +1,5 @@
 """Decoding with an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -3,8 +3,6 @@
 `LocalSource` decodes with an engine in this process, `EdgeSource` with sessions of a remote target.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

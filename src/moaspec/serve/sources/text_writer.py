@@ -1,7 +1,5 @@
 """Conversion of tokens to text pieces, held back while a stop string may have begun."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: V vocabulary, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

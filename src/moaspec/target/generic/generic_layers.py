@@ -3,8 +3,6 @@
 Legend: B batch, T new tokens, S visible keys, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

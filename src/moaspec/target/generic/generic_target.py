@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, S visible keys, E hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Legend: B batch, T new tokens, E hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

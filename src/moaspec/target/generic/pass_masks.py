@@ -11,8 +11,6 @@ or "eager": the same model stays what it was for other callers.
 Legend: B batch, T new tokens, S visible keys, G query heads of a key head.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

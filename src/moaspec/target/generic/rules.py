@@ -3,8 +3,6 @@
 None of this names a model type. The last word has `self_test`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

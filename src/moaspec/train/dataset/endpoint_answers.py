@@ -1,7 +1,5 @@
 """The token ids of a server's answer: its own, or those of its text if these can be told."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

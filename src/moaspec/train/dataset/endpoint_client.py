@@ -4,8 +4,6 @@ Busy servers and broken connections are waited for; other refusals are told apar
 concern one request or all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping

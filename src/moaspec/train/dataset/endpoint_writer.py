@@ -1,7 +1,5 @@
 """Let a server write responses for many conversations at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Find training rows that share long word sequences with evaluation prompts."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Read training examples from data in any supported format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`moaspec data regenerate`: replace responses by the target's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

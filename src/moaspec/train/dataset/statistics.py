@@ -1,7 +1,5 @@
 """Statistics of training data."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

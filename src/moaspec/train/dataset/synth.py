@@ -4,8 +4,6 @@ Given the start of a user turn only, a chat model continues with a user's questi
 for a drafter need no data set. Source: Magpie, arXiv 2406.08464.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ of sampled tokens is replaced by its mean, a factor that is multiplied into the 
 Legend: C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

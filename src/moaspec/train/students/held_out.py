@@ -9,8 +9,6 @@ chain reads its own predictions.
 Legend: M queries with loss, R ranks, X blocks, E hidden size, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Legend: M queries with loss, T tokens of all texts, E hidden size, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ So the drafter starts near the mean of the target's states, given what CA has re
 Legend: T tokens, N sampled queries, E hidden size, I width of CA's MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

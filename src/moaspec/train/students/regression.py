@@ -3,8 +3,6 @@
 Legend: N sampled tokens, K inputs, E outputs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

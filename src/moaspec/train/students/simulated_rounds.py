@@ -7,8 +7,6 @@ the probabilities of one pass with other blocks, because a draft depends little 
 Legend: B batch, T tokens, M queries with loss, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from abc import ABC, abstractmethod

@@ -6,8 +6,6 @@ the same means. Reading them from flat files of bf16 costs a fraction of computi
 Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

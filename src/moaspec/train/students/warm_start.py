@@ -19,8 +19,6 @@ Legend: N sampled tokens, T tokens, L target layers, E hidden size, K one layer'
 H query heads, C KV heads, D head dim, X distances.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
