@@ -86,10 +86,7 @@ class CudaGraph:
         with (
             torch.cuda.device(self._device),
             torch.cuda.graph(
-                self._graph,
-                pool=self._pool,
-                stream=self._stream,
-                capture_error_mode="thread_local",
+                self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ),
         ):
             return run()

@@ -23,12 +23,7 @@ from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack,
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import (
-    is_silu,
-    join_linears,
-    joint_matrix,
-    pack_linears,
-)
+from moaspec.backends.pack import is_silu, join_linears, joint_matrix, pack_linears
 from moaspec.model.layers import (
     AttentionBlock,
     CosSin,

@@ -57,12 +57,7 @@ def measure_once(
 
     try:
         measure_costs.calibrate(
-            target,
-            drafter,
-            num_target_layers=layers,
-            quick=True,
-            advance=advance,
-            stopped=stopped,
+            target, drafter, num_target_layers=layers, quick=True, advance=advance, stopped=stopped
         )
     except _GivenUpError:
         return exits, BUSY

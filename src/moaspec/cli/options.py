@@ -45,8 +45,7 @@ FreeBranches = Annotated[
     typer.Option(help="Also draft continuations that occur earlier in the text."),
 ]
 Temperature = Annotated[
-    float | None,
-    typer.Option(help="0: greedy; default: the model's where it samples, else 0."),
+    float | None, typer.Option(help="0: greedy; default: the model's where it samples, else 0.")
 ]
 TopK = Annotated[
     int | None, typer.Option(help="Sample among this many tokens; 0: all; default: the model's.")

@@ -60,8 +60,7 @@ class WritingOptions:
     device: Device = "cpu"
     threads: Threads = None
     for_: Annotated[
-        str | None,
-        typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h."),
+        str | None, typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h.")
     ] = None
 
     def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:

@@ -217,9 +217,7 @@ class LocalVerifier:
         return text
 
     def _features(
-        self,
-        requests: Sequence[VerifyRequest],
-        num_accepted: Sequence[int],
+        self, requests: Sequence[VerifyRequest], num_accepted: Sequence[int]
     ) -> list[object]:
         """The drafter's encoding of all verified tokens that it has not encoded yet."""
         features: list[object] = [None] * len(requests)

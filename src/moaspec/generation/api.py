@@ -8,12 +8,7 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import InputError
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import (
-    Options,
-    check_options,
-    row_settings,
-    token_ids,
-)
+from moaspec.generation.options import Options, check_options, row_settings, token_ids
 from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 

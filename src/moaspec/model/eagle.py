@@ -72,9 +72,6 @@ class EagleDrafter(nn.Module):
         mask = text_mask(attention_mask_BT)
         next_BTE = F.pad(embeddings_BTE[:, 1:], (0, 0, 0, 1))
         states_BTE = self.read(
-            next_BTE,
-            hidden_BTE,
-            position_ids_BT,
-            lambda q, k, v: masked_attention(q, k, v, mask),
+            next_BTE, hidden_BTE, position_ids_BT, lambda q, k, v: masked_attention(q, k, v, mask)
         )
         return F.pad(states_BTE[:, :-1], (0, 0, 1, 0))

@@ -4,11 +4,4 @@ from moaspec.target.registry import target_facts
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
-__all__ = [
-    "ALIASES",
-    "SUPPORTED_FAMILIES",
-    "Target",
-    "TargetSpec",
-    "WriteKV",
-    "target_facts",
-]
+__all__ = ["ALIASES", "SUPPORTED_FAMILIES", "Target", "TargetSpec", "WriteKV", "target_facts"]

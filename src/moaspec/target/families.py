@@ -186,10 +186,7 @@ class RotaryEmbeddings:
         self._config = config
 
     def __call__(
-        self,
-        states_BTE: Tensor,
-        position_ids_BT: Tensor,
-        lengths_B: Tensor,
+        self, states_BTE: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
     ) -> dict[str, CosSin]:
         """(B, T, D) each, by layer type.
 

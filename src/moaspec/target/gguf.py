@@ -171,10 +171,7 @@ def _damage_named(
 
 def _read(name: str, gguf: Path) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer."""
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": gguf.parent,
-        "gguf_file": gguf.name,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     config = AutoConfig.from_pretrained(**source)
     require_supported(config, name)
     _check_sizes(config, gguf)

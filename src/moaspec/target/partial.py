@@ -9,12 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.model.checkpoint.weight_files import require_enough

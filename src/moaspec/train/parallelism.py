@@ -244,10 +244,7 @@ def new_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.O
 def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with the settings of a run."""
     return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
+        parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
     )
 
 

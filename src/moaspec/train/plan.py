@@ -121,11 +121,7 @@ class Plan:
 
 
 def make_plan(
-    target: Target,
-    config: TrainConfig,
-    examples: Sequence[Example] = (),
-    *,
-    processes: int = 1,
+    target: Target, config: TrainConfig, examples: Sequence[Example] = (), *, processes: int = 1
 ) -> Plan:
     """Compute the plan of a run.
 
@@ -319,13 +315,7 @@ def _kept_by_reused_layers(module: Any, config: TrainConfig) -> int:
 
 
 def _operations(
-    target: Target,
-    module: Any,
-    config: TrainConfig,
-    *,
-    read: int,
-    share: float,
-    data: int,
+    target: Target, module: Any, config: TrainConfig, *, read: int, share: float, data: int
 ) -> float:
     """Operations of a run.
 

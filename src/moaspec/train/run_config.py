@@ -374,9 +374,7 @@ def stack_config(target: TargetBase, config: TrainConfig) -> StackConfig:
     """Config of a new baseline drafter: the target's layers with the widths of `sizes.sa_*`."""
     kind = KINDS[config.drafter]
     return _stack(
-        target,
-        config,
-        _widest(config.sizes, lambda sizes: kind(_stack(target, config, sizes))),
+        target, config, _widest(config.sizes, lambda sizes: kind(_stack(target, config, sizes)))
     )
 
 

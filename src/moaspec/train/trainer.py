@@ -91,11 +91,7 @@ class Trainer:
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
         self.activations = TargetActivations(
-            target,
-            self.data.examples,
-            directory,
-            before,
-            finals_only=config.drafter != "moa",
+            target, self.data.examples, directory, before, finals_only=config.drafter != "moa"
         )
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         saved = self.states.load()

@@ -119,11 +119,7 @@ class VLLMMoAProposer(CustomProposer):
             )
 
     def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        *_: Any,
-        **__: Any,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, *_: Any, **__: Any
     ) -> list[list[int]]:
         """Draft for each request of the batch, in order; an unfinished prompt gets no draft.
 

@@ -59,11 +59,7 @@ def can_attend(
 
 
 def attend(
-    query_BHTD: Tensor,
-    key_BJSD: Tensor,
-    value_BJSD: Tensor,
-    mask: Tensor | None,
-    scale: float,
+    query_BHTD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Grouped-query attention of few tokens, as a (B, H, T, D) view of (B, T, H, D).
 

@@ -91,12 +91,7 @@ class EncoderFacts(ctypes.Structure):
 class ExitFacts(ctypes.Structure):
     """What a drafter's states go through before what it reuses of the target."""
 
-    _fields_ = (
-        ("norm", c_void_p),
-        ("linear", c_void_p),
-        ("eps", c_float),
-        ("scale", c_float),
-    )
+    _fields_ = (("norm", c_void_p), ("linear", c_void_p), ("eps", c_float), ("scale", c_float))
 
 
 class DrafterFacts(ctypes.Structure):

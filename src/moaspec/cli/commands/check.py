@@ -111,10 +111,7 @@ def _right(checked: Mapping[str, Sequence[CheckedText]]) -> bool:
 def _run(plan: Check) -> list[CheckedText]:
     """All findings, or those before a Ctrl-C."""
     findings: list[CheckedText] = []
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        ProgressBar("checking", plan.num_texts) as bar,
-    ):
+    with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_texts) as bar:
         for finding in plan.run():
             findings.append(finding)
             bar.advance()

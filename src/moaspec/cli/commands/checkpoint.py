@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from moaspec.remote.device_onnx.onnx_ops import Weights
 
 app = typer.Typer(
-    name="checkpoint",
-    help="Convert, export and upload drafters.",
-    no_args_is_help=True,
+    name="checkpoint", help="Convert, export and upload drafters.", no_args_is_help=True
 )
 PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
 

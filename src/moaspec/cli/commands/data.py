@@ -13,23 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.options import (
-    MODEL,
-    Json,
-    Model,
-    with_groups,
-)
+from moaspec.cli.options import MODEL, Json, Model, with_groups
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress
-from moaspec.cli.writing_options import (
-    EndpointOptions,
-    WritingOptions,
-    endpoint_writer,
-    load_spec,
-)
+from moaspec.cli.writing_options import EndpointOptions, WritingOptions, endpoint_writer, load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records, refuse
 from moaspec.errors import DataError, InputError
@@ -42,11 +32,7 @@ if TYPE_CHECKING:
     from moaspec.train.dataset.response_writer import Writer
     from moaspec.train.dataset.statistics import Statistics
 
-app = typer.Typer(
-    name="data",
-    help="Write and inspect training data.",
-    no_args_is_help=True,
-)
+app = typer.Typer(name="data", help="Write and inspect training data.", no_args_is_help=True)
 SHOWN_FINDINGS = 20
 SAMPLES_PER_PROMPT = 20  # of `data synth`, on average, before it gives up
 

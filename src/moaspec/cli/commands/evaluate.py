@@ -52,8 +52,7 @@ def evaluate(
         str, typer.Option(help="Methods to time, commas between; see docs/evaluation.md.")
     ] = DEFAULT_METHODS,
     tau_only: Annotated[
-        str,
-        typer.Option(help="Methods measured for tau only: decoded in batches, not timed."),
+        str, typer.Option(help="Methods measured for tau only: decoded in batches, not timed.")
     ] = "",
     limit: Annotated[
         int | None, typer.Option(help="Prompts per suite, spread over its categories.")
@@ -175,12 +174,7 @@ def evaluate(
         return
     if cut is not None:
         found = _measured_cut(
-            loaded,
-            prompts,
-            (cut, max_new_tokens),
-            system=system,
-            accuracy=accuracy,
-            unsafe=unsafe,
+            loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy, unsafe=unsafe
         )
         around_cut = {**around, **read, "max_new_tokens": max_new_tokens}
         _put_out_apart(

@@ -10,9 +10,7 @@ from moaspec.generation.bundled import bundled_drafters
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
 
-def models(
-    as_json: Json = False,
-) -> None:
+def models(as_json: Json = False) -> None:
     """List target aliases and bundled drafters.
 
     Example: moaspec models

@@ -46,8 +46,7 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Show memory, disk, time and expected tau; load no weights.",
+            "--dry-run", help="Show memory, disk, time and expected tau; load no weights."
         ),
     ] = False,
     gpu: Annotated[

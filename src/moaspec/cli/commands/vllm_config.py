@@ -17,8 +17,7 @@ def vllm_config(
         str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
     ] = MODEL,
     model: Annotated[
-        str | None,
-        typer.Option(help="Target as vLLM loads it; default: what the drafter records."),
+        str | None, typer.Option(help="Target as vLLM loads it; default: what the drafter records.")
     ] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of one draft.")] = 3,
     as_json: Annotated[

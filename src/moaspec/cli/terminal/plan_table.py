@@ -11,11 +11,7 @@ if TYPE_CHECKING:
     from moaspec.train.plan import GPUs, Plan
     from moaspec.train.run_config import TrainConfig
 
-PLACES = {
-    "publish": "published forms",
-    "vllm": "vLLM",
-    "device": "device bundle",
-}
+PLACES = {"publish": "published forms", "vllm": "vLLM", "device": "device bundle"}
 
 
 def plan_table(plan: Plan, config: TrainConfig, gpus: GPUs | None) -> Table:

@@ -11,12 +11,7 @@ from typing import Any
 
 from moaspec.data.templates.argument_types import Schema
 from moaspec.data.templates.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
-from moaspec.data.templates.call_scanners import (
-    OPENINGS,
-    JsonScanner,
-    PythonScanner,
-    TaggedScanner,
-)
+from moaspec.data.templates.call_scanners import OPENINGS, JsonScanner, PythonScanner, TaggedScanner
 
 BETWEEN = " \t\r\n;,"  # what may stand between calls that follow one another
 

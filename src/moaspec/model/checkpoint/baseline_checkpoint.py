@@ -61,8 +61,7 @@ def save_baseline(
     write_weights(directory, tensors, shard_bytes)
     section = {"kind": drafter.kind, **dataclasses.asdict(drafter.config)}
     write_config(
-        directory,
-        {"model_type": SECTION, SECTION: section, "training": dict(training or {})},
+        directory, {"model_type": SECTION, SECTION: section, "training": dict(training or {})}
     )
 
 

@@ -49,10 +49,7 @@ def _rates(lists: Sequence[Sequence[float]]) -> Rates:
 
 
 def read_drafter_config(
-    config_json: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: TargetIdentity,
-    context: Any,
+    config_json: dict[str, Any], tensors: Mapping[str, Tensor], target: TargetIdentity, context: Any
 ) -> DrafterConfig:
     """Sizes as a checkpoint of ours records them, or as a published one's tensors have them."""
     if SECTION in config_json:

@@ -23,12 +23,7 @@ _NOT_SIZES = {"num_target_layers", "target", "acceptance", "further_acceptance"}
 
 
 def save_published(
-    drafter: MoADrafter,
-    directory: str | Path,
-    form: Form,
-    *,
-    target: TargetIdentity,
-    context: Any,
+    drafter: MoADrafter, directory: str | Path, form: Form, *, target: TargetIdentity, context: Any
 ) -> None:
     """Write a checkpoint as the authors publish them.
 

@@ -94,11 +94,7 @@ def _argument_rules(
             f"{rule}: {opening} {body} {_marked(form.tags.close + form.after, special)}",
             *rules,
         ]
-    return [
-        f'{rule}: {_quoted(call)} {rule}_first_0 ")"',
-        *_commas(rule, parts),
-        *rules,
-    ]
+    return [f'{rule}: {_quoted(call)} {rule}_first_0 ")"', *_commas(rule, parts), *rules]
 
 
 def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:

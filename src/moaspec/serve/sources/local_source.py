@@ -14,15 +14,7 @@ from moaspec.engine.large_batches import client_rows
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
-from moaspec.serve.sources.source import (
-    Cancel,
-    Job,
-    Load,
-    Report,
-    SourceFacts,
-    TextSource,
-    Update,
-)
+from moaspec.serve.sources.source import Cancel, Job, Load, Report, SourceFacts, TextSource, Update
 from moaspec.target.target import Target
 
 

@@ -16,12 +16,7 @@ from moaspec.engine.result import GenerationResult
 from moaspec.errors import DataError
 from moaspec.target.spec import TargetSpec
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.response_writer import (
-    ConversationTask,
-    OutputRow,
-    Writer,
-    WriteRequest,
-)
+from moaspec.train.dataset.response_writer import ConversationTask, OutputRow, Writer, WriteRequest
 
 REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
 

@@ -90,9 +90,7 @@ def warm_start(
     fit_linear(encoder.projection, mean_NK, final_NE)
     norm = encoder.memory_norm
     init_cross_attention(
-        drafter,
-        queries_NE=norm(torch.cat(texts)),
-        keys_NE=norm(encoder.projection(mean_NK)),
+        drafter, queries_NE=norm(torch.cat(texts)), keys_NE=norm(encoder.projection(mean_NK))
     )
 
 
