@@ -32,21 +32,15 @@ _ESCAPE = re.compile(
     r"|\\[nrt]|\\(?=[!-/:-@\[-`{-~])|[*`]+|~~|__",
     re.IGNORECASE,
 )
-_DECODINGS = 4
-"""Passes that decode escapes within escapes."""
+_DECODINGS = 4  # passes that decode escapes within escapes
 
 
 @dataclass(frozen=True)
 class FoldedText:
-    """A normalised copy of a text.
+    """A normalised copy of a text."""
 
-    Attributes:
-        text: the copy.
-        starts, stops: range in the source of each character of the copy; both ascend.
-        source: the original text.
-    """
-
-    text: str
+    text: str  # the copy
+    # starts, stops: range in the source of each character of the copy; both ascend.
     starts: Sequence[int]
     stops: Sequence[int]
     source: str

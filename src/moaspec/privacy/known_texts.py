@@ -14,29 +14,21 @@ from moaspec.privacy.spans import Span
 _MAX_WHOLE_WORD = 3
 """Private text of at most this length is found as a whole word only; many words contain it."""
 
-_MIN_INFIX = 8
-"""Private text of at least this length is found within words too, with any spacing."""
+_MIN_INFIX = 8  # private text of at least this length is found within words too, with any spacing
 
-_MAX_WORK = 64
-"""Limit of nested private texts that are checked per character, on average."""
+_MAX_WORK = 64  # limit of nested private texts that are checked per character, on average
 
 
 @dataclass(frozen=True)
 class LetterSequence:
-    """The letters, digits and symbols of a folded text, without separators.
+    """The letters, digits and symbols of a folded text, without separators."""
 
-    Attributes:
-        text: these characters.
-        places: index of each in the folded text.
-        breaks: number of separators before each. Those between digits do not count, because digits
-            may be grouped in any way.
-        edges: whether a word may begin at each; one more for the end.
-    """
-
-    text: str
-    places: list[int]
+    text: str  # these characters
+    places: list[int]  # index of each in the folded text
+    # Number of separators before each. Those between digits do not count, because digits may be
+    # grouped in any way.
     breaks: list[int]
-    edges: list[bool]
+    edges: list[bool]  # whether a word may begin at each; one more for the end
 
 
 def letters(folded: FoldedText | str) -> LetterSequence:
@@ -65,18 +57,13 @@ def _is_word(*chars: str) -> bool:
 
 @dataclass
 class _Node:
-    """One state of the automaton.
+    """One state of the automaton."""
 
-    Attributes:
-        after: next state by character.
-        shorter: failure link: the state of the longest proper suffix.
-        ends: length, breaks and kind of the private text that ends here.
-        next_end: output link: the state of the next shorter private text that ends here.
-    """
-
-    after: dict[str, _Node] = field(default_factory=dict)
-    shorter: _Node | None = None
+    after: dict[str, _Node] = field(default_factory=dict)  # next state by character
+    shorter: _Node | None = None  # failure link: the state of the longest proper suffix
+    # Length, breaks and kind of the private text that ends here.
     ends: tuple[int, frozenset[int], str] | None = None
+    # Output link: the state of the next shorter private text that ends here.
     next_end: _Node | None = None
 
 

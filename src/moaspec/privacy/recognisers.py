@@ -17,8 +17,7 @@ from moaspec.privacy.folding import folded_copies, unfolded
 from moaspec.privacy.spans import Span
 from moaspec.support.extras import require
 
-Recogniser = Callable[[str], Iterable[Span]]
-"""A function that finds private spans in a text."""
+Recogniser = Callable[[str], Iterable[Span]]  # A function that finds private spans in a text
 
 _AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?")
 _DOT = r"(?:[.\u3002]| ?[\[({<] ?(?:dot|\.) ?[\])}>] ?)"
@@ -27,13 +26,10 @@ _DOMAIN = re.compile(
 )
 _QUOTED = re.compile(r'"[^"@]{1,64}"\Z')
 _IN_LOCAL = frozenset("_.!#$%&'*+/=?^`{|}~-")
-_MAX_LOCAL = 256
-"""Most characters of an address before the at-sign."""
+_MAX_LOCAL = 256  # most characters of an address before the at-sign
 
-_NEAR = "[ ./:_|\u00b7\u2022-]{0,3}"
-"""Separators between groups of digits."""
-_FAR = r"[\W_]{0,4}"
-"""Separators between the groups of a card or the letters of an account."""
+_NEAR = "[ ./:_|\u00b7\u2022-]{0,3}"  # separators between groups of digits
+_FAR = r"[\W_]{0,4}"  # separators between the groups of a card or the letters of an account
 _DIGITS = re.compile(rf"\d(?:{_NEAR}\d)*")
 _CARD_LENGTHS = range(12, 20)
 _CARD_GROUPS = re.compile(
@@ -155,13 +151,10 @@ def _international_numbers(text: str) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Phones:
-    """Finds valid telephone numbers.
+    """Finds valid telephone numbers."""
 
-    Attributes:
-        regions: two-letter codes of countries whose national forms are found; numbers that begin
-            with a plus are found for all countries.
-    """
-
+    # Two-letter codes of countries whose national forms are found; numbers that begin with a plus
+    # are found for all countries.
     regions: tuple[str, ...] = ("US",)
 
     def __call__(self, text: str) -> Iterator[Span]:

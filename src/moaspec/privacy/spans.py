@@ -37,16 +37,13 @@ _KIND = re.compile(r"[A-Z]{2,16}")
 class Span:
     """Characters `start` to `stop - 1` of a text.
 
-    Attributes:
-        kind: two to sixteen capitals; the server sees them.
-
     Raises:
         InputError: an empty span, or an invalid kind.
     """
 
     start: int
     stop: int
-    kind: str = MARKED
+    kind: str = MARKED  # two to sixteen capitals; the server sees them
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:

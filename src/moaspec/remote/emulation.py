@@ -14,11 +14,9 @@ from typing import Any, Literal, get_args
 from moaspec.errors import InputError, LinkError
 from moaspec.remote.protocol.transport import Connection, Transport
 
-COHERENT_S = 0.1
-"""Time for which a coherent delay is constant."""
+COHERENT_S = 0.1  # time for which a coherent delay is constant
 
-APART_S = 1e-6
-"""Least time between packets that arrive in order."""
+APART_S = 1e-6  # least time between packets that arrive in order
 
 Jitter = Literal["in_order", "reorder", "coherent"]
 """How delays vary. `in_order`: each packet draws its own, and none overtakes the one before it.
@@ -31,25 +29,17 @@ one another, each burst is as slow as its slowest packet."""
 class LinkProfile:
     """One link, the same in both directions.
 
-    Attributes:
-        name: what tables call it.
-        delay_s: mean one-way delay.
-        jitter_s: standard deviation of the one-way delay; no delay is negative.
-        jitter: how delays vary, see `Jitter`.
-        bits_per_s: rate; 0 is without limit.
-        loss: probability that a packet is lost.
-        queue_s: what waits longer than this for the rate is dropped, as a router's buffer does.
-
     Raises:
         InputError: a number outside its range.
     """
 
-    name: str
-    delay_s: float = 0.0
-    jitter_s: float = 0.0
-    jitter: Jitter = "in_order"
-    bits_per_s: float = 0.0
-    loss: float = 0.0
+    name: str  # what tables call it
+    delay_s: float = 0.0  # mean one-way delay
+    jitter_s: float = 0.0  # standard deviation of the one-way delay; no delay is negative
+    jitter: Jitter = "in_order"  # how delays vary, see `Jitter`
+    bits_per_s: float = 0.0  # rate; 0 is without limit
+    loss: float = 0.0  # probability that a packet is lost
+    # What waits longer than this for the rate is dropped, as a router's buffer does.
     queue_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -109,7 +99,6 @@ class Pacer:
     """One direction of a link.
 
     Args:
-        link: parameters of the link.
         seed: of losses and delays.
     """
 
@@ -170,7 +159,6 @@ class ShapedTransport:
     """Wraps a transport.
 
     Args:
-        inner: makes the connections.
         link: delay, jitter, rate and loss of both directions.
         faults: cut and mended by the caller.
     """

@@ -24,8 +24,7 @@ PASSES = {
 with AVX2. CUDA: not measured; weights are read once, whatever the number of tokens."""
 OVERHEAD = 0.05
 """Of a drafted level and of an encoding, beside their arithmetic: calls, and cold caches."""
-SURE = 1.1
-"""Speed-up that the best chain must promise before anything is drafted by assumed costs."""
+SURE = 1.1  # speed-up that the best chain must promise before anything is drafted by assumed costs
 
 
 def sure_costs(
@@ -37,9 +36,6 @@ def sure_costs(
     """`assumed_costs` where drafts surely pay by them, else None.
 
     Args:
-        target: see `assumed_costs`.
-        drafter: see `assumed_costs`.
-        num_target_layers: N.
         prior: see `cost_model.PRIOR`.
     """
     costs = assumed_costs(target, drafter, num_target_layers)
@@ -48,13 +44,7 @@ def sure_costs(
 
 
 def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -> CostTable:
-    """A cost table by counting multiplications.
-
-    Args:
-        target: runs the passes.
-        drafter: drafts.
-        num_target_layers: N.
-    """
+    """A cost table by counting multiplications."""
     layer = _layer_weights(target)
     num_drafted = (
         target.vocab_size if drafter.draft_token_ids is None else len(drafter.draft_token_ids)

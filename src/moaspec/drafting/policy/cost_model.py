@@ -22,8 +22,7 @@ from moaspec.errors import InputError
 Floats = npt.NDArray[np.float64]
 
 MAX_DEPTH, MAX_BREADTH = 8, 8
-MAX_DRAFTS = 62
-"""Drafts of a round at most, as many as the paper's tree has."""
+MAX_DRAFTS = 62  # drafts of a round at most, as many as the paper's tree has
 
 GAIN = 1.15
 """Assumed speed-up over plain decoding; converts seconds into tokens. Simulated on 40 answers,
@@ -38,8 +37,7 @@ PRIOR = ((0.28,),)
 drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct reached
 on the package's prompts. Lines may go on with the rates of its second choice, third and so on."""
 
-PRIOR_ROUNDS = 4.0
-"""Rounds that the prior counts for."""
+PRIOR_ROUNDS = 4.0  # rounds that the prior counts for
 
 MEMORY = 0.98
 """What an observation is worth one round later: texts change, so old rounds fade (half in 34)."""
@@ -49,38 +47,27 @@ MEMORY = 0.98
 class CostTable:
     """Seconds of each part of a round, as `calibrate` measured them.
 
-    Attributes:
-        contexts: lengths of text at which passes were measured, ascending.
-        tokens: widths of passes, ascending from 1.
-        pass_s: of a target pass: one line per context, one number per width.
-        head_s: of the LM head and the choice, by width.
-        root_s: of drafting a first level.
-        widths: of further levels, ascending from 1.
-        step_s: of one further level, by width; empty where nothing is drafted by a model.
-        encode_s: of encoding verified tokens, by number of `tokens`.
-        plain_rest_s: of a round without drafts, beyond its pass and head.
-        draft_rest_s: of a round with drafts, beyond all of these parts.
-        logits_s: of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
-        row_s: that each further row adds to drafting a first level.
-        busy: whether other processes used the CPU meanwhile, so that all of this is too long.
-
     Raises:
         InputError: lists that do not fit one another or do not ascend, or a number that is not a
             positive time.
     """
 
-    contexts: tuple[int, ...]
-    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]  # lengths of text at which passes were measured, ascending
+    tokens: tuple[int, ...]  # widths of passes, ascending from 1
+    # Of a target pass: one line per context, one number per width.
     pass_s: tuple[tuple[float, ...], ...]
-    head_s: tuple[float, ...]
-    root_s: float
-    widths: tuple[int, ...]
+    head_s: tuple[float, ...]  # of the LM head and the choice, by width
+    root_s: float  # of drafting a first level
+    widths: tuple[int, ...]  # of further levels, ascending from 1
+    # Of one further level, by width; empty where nothing is drafted by a model.
     step_s: tuple[float, ...]
-    encode_s: tuple[float, ...]
-    plain_rest_s: float = 0.0
-    draft_rest_s: float = 0.0
+    encode_s: tuple[float, ...]  # of encoding verified tokens, by number of `tokens`
+    plain_rest_s: float = 0.0  # of a round without drafts, beyond its pass and head
+    draft_rest_s: float = 0.0  # of a round with drafts, beyond all of these parts
+    # Of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
     logits_s: tuple[float, ...] = ()
-    row_s: float = 0.0
+    row_s: float = 0.0  # that each further row adds to drafting a first level
+    # Whether other processes used the CPU meanwhile, so that all of this is too long.
     busy: bool = False
 
     def __post_init__(self) -> None:
@@ -129,9 +116,7 @@ class CostTable:
         """What 1, 2, ... `most` drafts of all rows cost a pass, in tokens written in that time.
 
         Args:
-            most: drafts.
             context: tokens of the texts.
-            num_rows: rows of the pass.
             num_tokens: of the pass without drafts; None is one for each row.
         """
         tokens = (num_tokens or num_rows) + np.arange(most + 1.0)
@@ -216,7 +201,6 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
     A drafter that knows when it is sure does better with trees, so this is a lower bound.
 
     Args:
-        costs: of this machine.
         rates_D: see `AcceptanceRates`.
         context: tokens of the text.
         num_rows: rows that are decoded together, all with such chains.
@@ -231,12 +215,7 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
 
 
 def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int, float]:
-    """Length of the chain that pays most in a short text, and its speed-up over plain decoding.
-
-    Args:
-        costs: of this machine.
-        prior: see `PRIOR`.
-    """
+    """Length of the chain that pays most in a short text, and its speed-up over plain decoding."""
     speedups = chain_speedups(costs, AcceptanceRates(prior).rates, costs.contexts[0])
     length = int(speedups.argmax())
     return length + 1, float(speedups[length])
@@ -246,10 +225,8 @@ class RoundCosts:
     """One row's share of the costs of a round, in tables instead of interpolated.
 
     Args:
-        costs: of this machine.
         rates_D: see `AcceptanceRates`.
         context: tokens of the text.
-        num_rows: rows that run together.
 
     Attributes:
         plain_s: a round without drafts.
@@ -294,7 +271,6 @@ class RoundCosts:
         Args:
             levels: that were drafted.
             num_expanded: nodes that were drafted on.
-            num_drafts: drafts that are verified.
         """
         further = levels - 1
         width = min(max(1, -(-num_expanded // further)), MAX_BREADTH) if further else 1
@@ -325,11 +301,9 @@ class KnownCosts:
     """`RoundCosts` for each length of text and number of rows, computed once.
 
     Args:
-        table: of this machine.
         prior: see `PRIOR`.
 
     Attributes:
-        table: the argument.
         rates_D: see `AcceptanceRates`.
     """
 

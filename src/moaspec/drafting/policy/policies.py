@@ -33,20 +33,17 @@ CREDIT_TOKENS = 48
 """Tokens whose share of that a row may lose, beyond what encoding its prompt takes, before it has
 written any."""
 
-FIRST_ROUNDS = 4.0
-"""Weight of the prior speed-up `GAIN`, in rounds."""
+FIRST_ROUNDS = 4.0  # weight of the prior speed-up `GAIN`, in rounds
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
 
-LATE_TOKENS = 32
-"""Tokens that are typically encoded together after a pause."""
+LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
 NEVER = 2**30
 """Rounds until drafting is affordable where encoding alone costs more than is tolerated."""
 
-COPY_SHAPES = (Chain(3), Tree(5, 2, 8), Tree(8, 2, 14))
-"""Free branches to choose from."""
+COPY_SHAPES = (Chain(3), Tree(5, 2, 8), Tree(8, 2, 14))  # free branches to choose from
 
 COPIES = Tree(5, 2, 8)
 """Free branches where nothing is known of their cost: with the newest token and a small tree of
@@ -91,29 +88,22 @@ class DraftPolicy(Protocol):
 class DraftSettings:
     """How the rows of one call decide what to draft; makes a policy for each.
 
-    Attributes:
-        tree: a shape, "auto", or None for no drafts.
-        free_branches: see `generate`.
-        costs: by which "auto" decides. None, for a drafter without known costs, makes "auto"
-            `DEFAULT_TREE`, without free branches; see `shaping_for` (`generation/shaping.py`).
-        prior: acceptance rates that "auto" starts from.
-        lags: whether the drafter can draft while the newest tokens are not encoded; see
-            `AdaptivePolicy`.
-        num_target_layers: N of the drafter that all of this is for; None takes its default.
-        beside: see `AdaptivePolicy`.
-
     Raises:
         ShapeError: a text that is no shape.
         InputError: something else than the types say.
     """
 
-    tree: Tree | str | None = "auto"
-    free_branches: FreeBranches = "auto"
+    tree: Tree | str | None = "auto"  # a shape, "auto", or None for no drafts
+    free_branches: FreeBranches = "auto"  # see `generate`
+    # By which "auto" decides. None, for a drafter without known costs, makes "auto" `DEFAULT_TREE`,
+    # without free branches; see `shaping_for` (`generation/shaping.py`).
     costs: CostTable | None = None
-    prior: Sequence[Sequence[float]] = PRIOR
+    prior: Sequence[Sequence[float]] = PRIOR  # acceptance rates that "auto" starts from
+    # Whether the drafter can draft while the newest tokens are not encoded; see `AdaptivePolicy`.
     lags: bool = False
+    # N of the drafter that all of this is for; None takes its default.
     num_target_layers: int | None = None
-    beside: Callable[[], int] = lambda: 1
+    beside: Callable[[], int] = lambda: 1  # see `AdaptivePolicy`
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str | None):

@@ -54,8 +54,7 @@ from moaspec.target.target import Target
 
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
-TARGET_CONFIG = "target"
-"""Directory inside the bundle for the target's config and tokenizer."""
+TARGET_CONFIG = "target"  # directory inside the bundle for the target's config and tokenizer
 
 _ON_DEVICE = ("decoder.", "exits.")
 M = TypeVar("M", bound=nn.Module)
@@ -63,40 +62,24 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class BundleInfo:
-    """Metadata of a bundle.
+    """Metadata of a bundle."""
 
-    Attributes:
-        kind: "moa" or "independent".
-        target: identity of the target that the server must have.
-        fingerprint: of the drafter whose encoder the server must have, or None.
-        weights: "bfloat16" or "int8".
-        num_target_layers: number of the target's last layers in the bundle.
-        stop_token_ids: ids that end a turn.
-        drafter: the drafter's config, as in its checkpoint.
-    """
-
-    kind: str
+    kind: str  # "moa" or "independent"
     target: TargetIdentity
-    fingerprint: str | None
-    weights: str
-    num_target_layers: int
-    stop_token_ids: tuple[int, ...]
+    fingerprint: str | None  # of the drafter whose encoder the server must have, or None
+    weights: str  # "bfloat16" or "int8"
+    num_target_layers: int  # number of the target's last layers in the bundle
+    stop_token_ids: tuple[int, ...]  # ids that end a turn
     drafter: dict[str, Any]
 
 
 @dataclass(eq=False)
 class DeviceBundle(Device):
-    """A loaded bundle.
+    """A loaded bundle."""
 
-    Attributes:
-        info: metadata.
-        target: embedding, head, last layers and tokenizer; it cannot verify.
-        module: the part of the drafter that runs on the device.
-    """
-
-    info: BundleInfo
-    target: PartialTarget
-    module: MoADrafter | IndependentDrafter
+    info: BundleInfo  # metadata
+    target: PartialTarget  # embedding, head, last layers and tokenizer; it cannot verify
+    module: MoADrafter | IndependentDrafter  # the part of the drafter that runs on the device
 
     def __post_init__(self) -> None:
         self.fingerprint = self.info.fingerprint

@@ -13,8 +13,7 @@ from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.support.paths import close_to_others
 
-SECTION = "moaspec_device"
-"""The section of a config that marks a bundle, also for `moaspec info`."""
+SECTION = "moaspec_device"  # the section of a config that marks a bundle, also for `moaspec info`
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
 """Errors of a rename onto an existing directory; the last one occurs on Windows."""
 _ATTEMPTS = 8

@@ -51,14 +51,10 @@ class DeviceProposer(Proposer):
 
 
 class Device(ABC):
-    """What a session needs of a device.
+    """What a session needs of a device."""
 
-    Attributes:
-        target: a whole target, or the parts of it in a device bundle.
-        fingerprint: of the drafter whose encoder the server must have; None where none is needed.
-    """
-
-    target: DeviceTarget
+    target: DeviceTarget  # a whole target, or the parts of it in a device bundle
+    # Of the drafter whose encoder the server must have; None where none is needed.
     fingerprint: str | None
 
     @abstractmethod

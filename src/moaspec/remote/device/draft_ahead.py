@@ -24,9 +24,7 @@ class AheadDrafter:
     chooses the expected tokens, drafts are ready before they are needed.
 
     Args:
-        inner: the drafter.
         needs_memory: whether it needs features of some token before it can draft.
-        clock: measures the time of a draft.
 
     Attributes:
         expected: the verified text and the tokens drafted after it.
@@ -35,8 +33,7 @@ class AheadDrafter:
     """
 
     needs: frozenset[Need] = frozenset()
-    ROW = 0
-    """The only row."""
+    ROW = 0  # the only row
 
     def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner

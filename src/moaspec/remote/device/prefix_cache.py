@@ -28,8 +28,7 @@ from moaspec.support.paths import make_private, why_not_trusted
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-CHECKSUM_BYTES = 16
-"""Bytes of SHA-256 at the beginning of a file, over the rest of it."""
+CHECKSUM_BYTES = 16  # bytes of SHA-256 at the beginning of a file, over the rest of it
 
 
 class PrefixStore:

@@ -20,7 +20,6 @@ class RemoteText:
     """Text from a server that decodes by itself.
 
     Args:
-        transport: leads to the server.
         stop_token_ids: ids that end a turn, unless `stream` is given others.
         defaults: the target's defaults of sampling, unless `stream` is given others.
     """
@@ -43,7 +42,6 @@ class RemoteText:
         """Yield verified tokens as they arrive.
 
         Args:
-            prompt_ids: token ids.
             speculate: let the server's own drafter draft.
             **options: see `GenerateOptions`. The server decides what to draft; functions and
                 log-probabilities are not transmitted.

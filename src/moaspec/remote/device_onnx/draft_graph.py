@@ -34,28 +34,20 @@ from moaspec.model.rope import LongRope
 from moaspec.remote.device_onnx.onnx_ops import CONTRIB, GraphBuilder, Matrix, Weights, to_numpy
 
 OPSET, IR_VERSION = 21, 10
-TOP = 64
-"""K, unless the draft vocabulary is smaller; a sampled draft is chosen among them."""
-HIDDEN = -1e30
-"""Added to the scores of hidden slots; with infinity an empty row would become NaN."""
+TOP = 64  # K, unless the draft vocabulary is smaller; a sampled draft is chosen among them
+HIDDEN = -1e30  # added to the scores of hidden slots; with infinity an empty row would become NaN
 
 
 class TargetParts(NamedTuple):
-    """What a graph needs of the target.
+    """What a graph needs of the target."""
 
-    Attributes:
-        embedding_VE: its embedding.
-        factor: what the model multiplies embeddings with.
-        head: weight of the head's rows that can be drafted; None where they are the embedding's,
-            which the graph then holds once.
-        bias: of these rows, or None.
-        scale, cap: of the logits (`LMHead`).
-    """
-
-    embedding_VE: Tensor
-    factor: float = 1.0
+    embedding_VE: Tensor  # its embedding
+    factor: float = 1.0  # what the model multiplies embeddings with
+    # Weight of the head's rows that can be drafted; None where they are the embedding's, which the
+    # graph then holds once.
     head: Tensor | None = None
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # of these rows, or None
+    # scale, cap: of the logits (`LMHead`).
     scale: float = 1.0
     cap: float | None = None
 
@@ -65,8 +57,6 @@ def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> o
 
     Args:
         drafter: its decoder is used, and its adapter for N = 0 where it has adapters.
-        target: see `TargetParts`.
-        weights: of all matrices.
 
     Raises:
         InputError: the drafter lacks a part (an ablation), or its target has LongRoPE or an

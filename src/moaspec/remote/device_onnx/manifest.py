@@ -17,45 +17,30 @@ MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "drafter.onnx"
 FORMAT = "moaspec-device-onnx"
 FORMAT_VERSION = 1
-MOST = 2**24
-"""Largest number of positions, heads or dimensions that is believed."""
+MOST = 2**24  # largest number of positions, heads or dimensions that is believed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Facts of an ONNX bundle.
+    """Facts of an ONNX bundle."""
 
-    Attributes:
-        protocol, law: versions of messages and of seeded sampling, for `Open`.
-        target: fields of the `TargetIdentity` that the server must have.
-        fingerprint: of the drafter whose encoder the server must have.
-        weights: see `onnx_ops.Weights`.
-        opset: version of ONNX's operators.
-        self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
-        num_target_layers: N.
-        draft_vocabulary: number of tokens that can be drafted.
-        top: how many tokens a run returns.
-        max_positions: tokens of the longest text.
-        rope_growth: see `TargetSpec.rope_growth`.
-        stop_token_ids: ids that end a turn.
-        files: `bytes` and `sha256` of each other file, by name.
-    """
-
+    # protocol, law: versions of messages and of seeded sampling, for `Open`.
     protocol: int
     law: int
-    target: dict[str, Any]
-    fingerprint: str
-    weights: str
-    opset: int
+    target: dict[str, Any]  # fields of the `TargetIdentity` that the server must have
+    fingerprint: str  # of the drafter whose encoder the server must have
+    weights: str  # see `onnx_ops.Weights`
+    opset: int  # version of ONNX's operators
+    # self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
     self_attention: dict[str, int]
     cross_attention: dict[str, int]
-    num_target_layers: int
-    draft_vocabulary: int
-    top: int
-    max_positions: int
-    rope_growth: int | None
-    stop_token_ids: list[int]
-    files: dict[str, dict[str, Any]]
+    num_target_layers: int  # N
+    draft_vocabulary: int  # number of tokens that can be drafted
+    top: int  # how many tokens a run returns
+    max_positions: int  # tokens of the longest text
+    rope_growth: int | None  # see `TargetSpec.rope_growth`
+    stop_token_ids: list[int]  # ids that end a turn
+    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of each other file, by name
 
     def write(self, directory: Path) -> None:
         """Write it as JSON."""

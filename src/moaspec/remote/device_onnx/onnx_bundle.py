@@ -34,7 +34,6 @@ def export_onnx(
         drafter: a Mixture-of-Attentions drafter that was trained for N = 0: alias, directory or hub
             id.
         directory: created if missing; a bundle in it is replaced.
-        weights: of all matrices.
 
     Raises:
         InputError: the graph cannot hold this drafter, the target has no tokenizer, or the

@@ -23,10 +23,6 @@ GENERATION_CONFIG = "generation_config.json"
 class BundledTarget:
     """What a bundle says of its target; see `DeviceTarget`.
 
-    Args:
-        manifest: of the bundle.
-        directory: the bundle's.
-
     Raises:
         CorruptCheckpointError: the bundle records no target, or its tokenizer cannot be read.
     """

@@ -20,33 +20,24 @@ Weights = Literal["float32", "int8", "int8-web", "int4"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
 standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel."""
 CONTRIB = "com.microsoft"
-BLOCK = 32
-"""Inputs that share a scale in `MatMulNBits`."""
-REST_STEPS = 14
-"""Steps of a rest in four bits, -7 ... 7, within a step of eight bits."""
+BLOCK = 32  # inputs that share a scale in `MatMulNBits`
+REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits.
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
-SMALLEST = 2.0**-24
-"""Smallest scale, the smallest positive number of fp16."""
+SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16
 ACTIVATIONS = {"gelu": {"approximate": "none"}, "gelu_pytorch_tanh": {"approximate": "tanh"}}
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored matrix: a product's weight, an embedding, or both.
+    """A stored matrix: a product's weight, an embedding, or both."""
 
-    Attributes:
-        name: of its numbers.
-        scale: of its blocks or rows.
-        rest: what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty.
-    """
-
-    name: str
-    scale: str
+    name: str  # of its numbers
+    scale: str  # of its blocks or rows
     num_inputs: int
     num_rows: int
-    rest: str = ""
+    rest: str = ""  # what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty
 
 
 class GraphBuilder:

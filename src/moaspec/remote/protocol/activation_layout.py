@@ -17,16 +17,12 @@ from moaspec.remote.protocol.codec import Bytes, Codec, CodecName, Floats
 
 
 class Activations(NamedTuple):
-    """Decoded activations of T tokens, float32.
+    """Decoded activations of T tokens, float32."""
 
-    Attributes:
-        key_CTD, value_CTD: CA's.
-        layers_2NHTD: keys and values of the last layers; None where N is 0.
-    """
-
+    # key_CTD, value_CTD: CA's.
     key_CTD: Floats
     value_CTD: Floats
-    layers_2NHTD: Floats | None
+    layers_2NHTD: Floats | None  # keys and values of the last layers; None where N is 0
 
     @property
     def num_tokens(self) -> int:

@@ -27,10 +27,8 @@ from moaspec.errors import InputError, WireError
 
 CodecName = Literal["fp16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("fp16", "int8", "int4")
-GROUP = 64
-"""Numbers that share a scale in int4."""
-MAX_FP16 = 65504.0
-"""Largest finite fp16 number."""
+GROUP = 64  # numbers that share a scale in int4
+MAX_FP16 = 65504.0  # largest finite fp16 number
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

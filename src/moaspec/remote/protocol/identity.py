@@ -7,8 +7,7 @@ from dataclasses import asdict, fields
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.protocol import target_pb2 as pb
 
-PROTOCOL = 1
-"""Version of the messages in target.proto."""
+PROTOCOL = 1  # version of the messages in target.proto
 
 SAMPLING_VERSION = 2
 """Version of seeded sampling in `sampling/choose.py`: equal versions choose equal tokens.

@@ -34,11 +34,9 @@ from moaspec.target.token_rules import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)
 
-SESSION_BYTES = 16
-"""Length of a session's random name."""
+SESSION_BYTES = 16  # length of a session's random name
 
-MAX_MESSAGE = 500
-"""Characters of a server's message that are shown to the user."""
+MAX_MESSAGE = 500  # characters of a server's message that are shown to the user
 
 CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "fp16": pb.CODEC_FP16,
@@ -64,15 +62,10 @@ RULE_OPTIONS = ("forced_bos_token_id",)
 
 @dataclass(frozen=True)
 class WireLimits:
-    """Limits of a message.
+    """Limits of a message."""
 
-    Attributes:
-        vocab_size: token ids are below it.
-        max_tokens: longest text.
-    """
-
-    vocab_size: int
-    max_tokens: int
+    vocab_size: int  # token ids are below it
+    max_tokens: int  # longest text
 
     @property
     def max_bytes(self) -> int:

@@ -23,7 +23,6 @@ class Admission:
 
     Args:
         guard: decides which clients are accepted.
-        observer: counts refusals.
         max_calls: number of calls with valid credentials at the same time; one client may have half
             of them. Clients without credentials are identified by address.
         call_s: longest duration of a call.

@@ -29,24 +29,18 @@ MAX_LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """Properties of the inference engine, which devices are told.
-
-    Attributes:
-        name: of the engine.
-        max_drafted: drafted tokens that it verifies in one round; more are cut.
-        chains_only: it verifies only the chain of first children of a tree.
-    """
+    """Properties of the inference engine, which devices are told."""
 
     name: str = "torch"
+    # Drafted tokens that it verifies in one round; more are cut.
     max_drafted: int = limits.MAX_DRAFTED
-    chains_only: bool = False
+    chains_only: bool = False  # it verifies only the chain of first children of a tree
 
 
 class Capabilities:
     """Checks requests against a target and a drafter.
 
     Args:
-        target: the model that verifies.
         drafter: its encoder runs on the server; None for no drafter.
         max_tokens: length of the longest text.
         engine: properties of the engine that runs the target.

@@ -23,7 +23,6 @@ class ResponseStream:
     """Sends answers first, and activations when no answer waits.
 
     Args:
-        connection: to the device.
         send_timeout_s: how long the device may take to read one message.
         on_sent: called with the size of each message after it is sent.
 
