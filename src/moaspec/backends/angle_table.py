@@ -16,11 +16,7 @@ _GROWTH = threading.Lock()
 
 
 class AngleTable:
-    """Cosines and sines by position, looked up on a CPU; it grows as it must, never shrinks.
-
-    Args:
-        compute: gives those of positions (S,), each (S, D).
-    """
+    """Cosines and sines, (S, D) each, looked up by position on a CPU; never shrinks."""
 
     def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
         self._compute = compute

@@ -113,11 +113,7 @@ class _Recorded:
 
 
 class PassGraphs:
-    """Recordings of a target's passes, by shape.
-
-    Attributes:
-        failure: why nothing is recorded any more, or None.
-    """
+    """Recordings of a target's passes, by shape. `failure`: why nothing is recorded, or None."""
 
     def __init__(self, make: Callable[[], Graph]) -> None:
         self._make, self._lock = make, Lock()

@@ -113,11 +113,7 @@ class FastLMHead(LMHead):
 def fast_draft_head(
     target: Target, token_ids: Tensor | None, moment_EE: Tensor | None = None
 ) -> nn.Module:
-    """`Target.draft_head`, packed where that helps.
-
-    Args:
-        moment_EE: how drafted states vary together; with it the head may be rounded.
-    """
+    """`Target.draft_head`, packed where that helps, and rounded where `moment_EE` is given."""
     head = target.draft_head(token_ids)
     if head is target.draft_head(None) or not isinstance(head, nn.Linear):
         return head

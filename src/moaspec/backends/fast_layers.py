@@ -201,11 +201,7 @@ class FastLayer:
 
 
 def make_fast(layers: Sequence[Any]) -> FusedStack | None:
-    """Let decoder layers compute as `FastLayer` does, where they are asked to.
-
-    Returns:
-        All of them in one call, where kernels can compute them.
-    """
+    """Let decoder layers compute as `FastLayer` does; all in one call, if kernels can."""
     fast = [FastLayer(layer) for layer in layers]
     fused = [one.fused for one in fast if one.fused is not None]
     for layer, one in zip(layers, fast, strict=True):
@@ -260,11 +256,7 @@ def _plain(norms: Sequence[Norm]) -> list[_RMSNorm] | None:
 
 
 class _RMSNorm:
-    """RMSNorm in few calls, rounded exactly where transformers' module rounds.
-
-    Args:
-        rounds_late: whether the product with the weight is rounded, instead of its factor.
-    """
+    """RMSNorm in few calls. `rounds_late`: the product with the weight is rounded."""
 
     def __init__(self, weight: Tensor, eps: float, *, rounds_late: bool) -> None:
         self.weight, self.eps, self.rounds_late = weight, eps, rounds_late

@@ -58,11 +58,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fastest_dtype(device: torch.device, *, packed: bool = True) -> torch.dtype:
-    """bf16 where this device multiplies it faster than float32, else float32.
-
-    Args:
-        packed: whether weights are packed; our kernels need that.
-    """
+    """bf16 where it is faster than float32 here (our kernels need packed weights)."""
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

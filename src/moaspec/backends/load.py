@@ -71,11 +71,7 @@ def load_target(
 
 
 def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
-    """Resolve "auto" to the dtype that is faster here; other names stay.
-
-    Raises:
-        InputError: an unknown dtype, or a device that cannot be used here.
-    """
+    """Resolve "auto" to the faster dtype here; InputError for an unknown dtype or device."""
     require_device(device)
     if dtype == AUTO_DTYPE:
         return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")

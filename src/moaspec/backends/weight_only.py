@@ -113,11 +113,7 @@ def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
 
 
 def by_torchao(layers: nn.Module, quantize: str) -> None:
-    """Let torchao's tensors take the place of all linear weights.
-
-    Raises:
-        InputError: it has no kernels for this device.
-    """
+    """Replace all linear weights by torchao's tensors; InputError for a device without kernels."""
     ao = _torchao()
     # Settings of inductor, which it would change, are the whole process's.
     if quantize == "int8":

@@ -37,11 +37,7 @@ class Exit:
 def known_exits(
     target: Target, drafter: MoADrafter, *, num_target_layers: int | None = None
 ) -> list[Exit]:
-    """The exits to choose from, the drafter's default first.
-
-    Args:
-        num_target_layers: the only one to choose from; None takes all that the drafter has.
-    """
+    """The exits to choose from, the default first, or that of `num_target_layers` alone."""
     config = drafter.config
     numbers = config.num_target_layers if num_target_layers is None else (num_target_layers,)
     return [
@@ -56,11 +52,7 @@ def known_exits(
 
 
 def chosen_exit(exits: Sequence[Exit]) -> Exit:
-    """The exit that promises most tokens per second; the first where nothing is known of it.
-
-    Args:
-        exits: see `known_exits`. One without costs or rates of its own is not taken.
-    """
+    """The exit that promises most tokens per second; without costs and rates, the first."""
     speedups = [one.speedup for one in exits]
     if speedups[0] is None:
         return exits[0]

@@ -51,11 +51,7 @@ class TimedPart:
 
 
 class RoundParts:
-    """Makes the parts of a round with arbitrary tokens, which costs do not depend on.
-
-    Args:
-        proposer: the proposer to time; None times the target alone.
-    """
+    """Makes the parts of a round with any tokens; without proposer, the target's alone."""
 
     def __init__(self, target: Target, proposer: MoAProposer | None) -> None:
         self.target, self.proposer = target, proposer

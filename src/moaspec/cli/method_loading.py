@@ -107,11 +107,7 @@ def _require_trained(method: Method) -> None:
 
 
 def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
-    """`KIND=DIR` of each option.
-
-    Raises:
-        InputError: another form, or a kind of method that takes none.
-    """
+    """`KIND=DIR` of each option; InputError for another form, or a kind that takes none."""
     pairs = [option.partition("=") for option in options]
     wrong = [option for option, pair in zip(options, pairs, strict=True) if not pair[2]]
     if wrong:

@@ -135,11 +135,7 @@ class DecodingOptions:
     speculation: Speculation = True
 
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
-        """The options of `moaspec.generate`.
-
-        Raises:
-            ShapeError, InputError: a bad value; no model is loaded before.
-        """
+        """The options of `moaspec.generate`; ShapeError or InputError for a bad value."""
         from moaspec.drafting.tree_shapes import parse_shape
         from moaspec.sampling.stop_strings import stop_strings
         from moaspec.sampling.token_ids import as_integer
@@ -197,11 +193,7 @@ def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | No
 
 
 def read_lines(option: str, path: Path) -> list[str]:
-    """The lines of a text file that are not blank.
-
-    Raises:
-        InputError: it cannot be read, or has none; names the option.
-    """
+    """The lines of a text file that are not blank; InputError where there are none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

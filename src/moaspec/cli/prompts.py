@@ -67,11 +67,7 @@ def message_ids(
 
 
 def conversation_ids(target: DeviceTarget, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a whole conversation, up to where the next answer begins.
-
-    Raises:
-        InputError: no chat template, or the template refuses these messages.
-    """
+    """Token ids of a conversation, up to the next answer; InputError if its template refuses."""
     from moaspec.data.templates.chat_template import ChatTemplate
 
     template = ChatTemplate(target.tokenizer, target.name)

@@ -64,11 +64,7 @@ class WritingOptions:
     ] = None
 
     def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
-        """How to write, and for how many seconds; refuses a file that cannot be written.
-
-        Args:
-            **sampling: the other fields of `WriterOptions`.
-        """
+        """How to write, and for how many seconds; `sampling`: other fields of `WriterOptions`."""
         from moaspec.train.dataset.response_writer import WriterOptions
 
         require_writable_file("--out", self.out)
@@ -169,11 +165,7 @@ def endpoint_writer(
     prompt_ids: Sequence[int],
     advance: OnProgress,
 ) -> Iterator[EndpointWriter]:
-    """A connected writer; the exit prints the numbers of dropped answers.
-
-    Args:
-        prompt_ids: of any prompt, by which the server is tried.
-    """
+    """A connected writer; the exit prints how many answers were dropped."""
     from moaspec.train.dataset.endpoint_writer import EndpointWriter
 
     with EndpointWriter(target, endpoint, options, advance=advance, tell=console.warn) as writer:

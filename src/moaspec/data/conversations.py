@@ -94,11 +94,7 @@ def read_conversations(
 
 
 def parse(record: Record) -> Conversation:
-    """Read one row; see docs/data.md for the shapes.
-
-    Raises:
-        DataError: no known shape, or something of the wrong type in it.
-    """
+    """Read one row, of a shape of docs/data.md; DataError for another, or wrong types in it."""
     row = DataRow(record.value)
     try:
         fields = read_row(row)

@@ -23,11 +23,7 @@ class MaskedTokens:
 
 
 def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
-    """What the target is given to write the next assistant turn.
-
-    Raises:
-        DataError: no chat template for more than a plain text, or a template that refuses it.
-    """
+    """What the target is given to write the next turn; DataError if its template refuses."""
     tokenizer = _tokenizer(template, conversation)
     if not template.exists and conversation.plain:
         return list(tokenizer(conversation.messages[0]["content"])["input_ids"])

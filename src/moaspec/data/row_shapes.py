@@ -71,11 +71,7 @@ class DataRow:
 
 
 def read_row(row: DataRow) -> Fields:
-    """Fields of the conversation in a row.
-
-    Raises:
-        MalformedError: no known shape, or something of the wrong type in it.
-    """
+    """Fields of the conversation in a row; MalformedError for no known shape, or wrong types."""
     media = row.first(MEDIA)
     if media is not None:
         raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")

@@ -57,11 +57,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet file, a batch at a time.
-
-    Raises:
-        DataError: pyarrow is missing, or the file is damaged.
-    """
+    """Rows of a Parquet file in batches; DataError without pyarrow, or for a damaged file."""
     parquet = _optional("pyarrow.parquet", f"{path} is Parquet, which needs the package `pyarrow`")
     try:
         for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):

@@ -61,11 +61,7 @@ class KVCache:
 
     @classmethod
     def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
-        """A cache in the target's dtype and on its device.
-
-        Args:
-            layer: shape of a drafter's layer; None is a cache for the target's own layers.
-        """
+        """A cache in the target's dtype, on its device, for its own or a drafter's layers."""
         return cls(
             num_layers=target.num_layers if layer is None else num_layers,
             num_heads=target.num_kv_heads if layer is None else layer.num_kv_heads,
@@ -227,11 +223,7 @@ class KVWriter:
 
 
 class StoredAttention:
-    """Self-attention of a drafter's layer over a cache, a `SelfAttend`.
-
-    Args:
-        mask_B1TS: bool, which slots each token sees.
-    """
+    """Self-attention of a drafter's layer over a cache, a `SelfAttend`; the mask is bool."""
 
     def __init__(
         self, write: KVWriter, mask_B1TS: Tensor, layer: int, attend: Attend = masked_attention
@@ -246,11 +238,7 @@ class StoredAttention:
 
 
 class StoredMemory:
-    """Cross-attention over a cache with one layer, a `CrossAttend`.
-
-    Args:
-        mask: over (B, 1, T or 1, S) bool, which slots each token sees.
-    """
+    """Cross-attention over a cache with one layer, a `CrossAttend`; mask (B, 1, T or 1, S) bool."""
 
     def __init__(self, cache: KVCache, rows: Sequence[int], mask: Tensor) -> None:
         self.mask, self.slots = mask, Slots(cache.data, rows, [0] * len(rows), mask.shape[-1])

@@ -15,11 +15,7 @@ from moaspec.errors import InputError
 
 
 class NgramIndex:
-    """Where every short stretch of one text occurs, kept up to date as the text grows.
-
-    Args:
-        sizes: lengths of the stretches, those to look up first before the others.
-    """
+    """Where stretches of these sizes, looked up in this order, occur in a text that grows."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)

@@ -35,11 +35,7 @@ class Engine(RequestTable):
         return run_now(self.astep(only))
 
     async def astep(self, only: Collection[int] | None = None) -> list[Event]:
-        """Process new prompts and advance every other request by one round.
-
-        Args:
-            only: handles of the requests that take part; the others wait. None: all.
-        """
+        """Process new prompts; advance other requests (`only`: of these handles) by one round."""
         ended = self._end_empty()
         # In the order of cache rows: adjacent rows are read without a copy.
         requests = sorted(self._active.values(), key=lambda one: one.cache_row)

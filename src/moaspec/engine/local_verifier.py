@@ -67,11 +67,7 @@ class PassRow:
 
 
 class LocalVerifier:
-    """Verifies drafts with a target in this process.
-
-    Args:
-        proposer: encodes the activations of verified tokens; None when nothing is drafted.
-    """
+    """Verifies drafts with a target in this process; the proposer, if any, encodes activations."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target

@@ -103,11 +103,7 @@ class RequestState:
     def append_verified(
         self, request: VerifyRequest, verified: VerifyResult, max_positions: int
     ) -> Event:
-        """Append the tokens of a verification, up to the end of the request.
-
-        Returns:
-            The event of these tokens, with a stop reason when the request ends.
-        """
+        """Append verified tokens up to the request's end, which the event says."""
         tree = request.tree if verified.tree is None else verified.tree
         accepted = [tree.tokens[node] for node in verified.accepted]
         tokens, reason = self._until_end([*accepted, verified.next_token], max_positions)

@@ -137,21 +137,13 @@ class RequestTable:
         del self._kept[old.handle]
 
     def forget(self, handle: int) -> None:
-        """Drop the result of an ended request, and free its cache row if that was kept.
-
-        Raises:
-            InputError: nothing is held of it.
-        """
+        """Drop an ended request's result and kept cache row; InputError if it has none."""
         if self._ended.pop(handle, None) is None or handle in self._kept:
             self._close(self._get_kept(handle))
             del self._kept[handle]
 
     def abort(self, handle: int) -> GenerationResult:
-        """End a request at once and return what was generated so far.
-
-        Raises:
-            InputError: it has ended, or no request has this handle.
-        """
+        """End a request and return what was generated; InputError where none is active."""
         request = self._get_active(handle)
         self._finish(request, "aborted")
         return request.result

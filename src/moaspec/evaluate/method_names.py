@@ -122,11 +122,7 @@ def needed_checkpoints(names: Sequence[str]) -> set[str]:
 
 
 def require_known_noise(names: Sequence[str], temperature: float) -> None:
-    """Refuse methods that sample with noise of their own, because no text can be expected of them.
-
-    Raises:
-        InputError: such a method is named.
-    """
+    """InputError for methods that sample with noise of their own: no text can be expected."""
     for name in names if temperature else ():
         kind = KINDS.get(_kind_name(name))
         if kind is not None and kind.stock:

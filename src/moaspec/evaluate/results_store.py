@@ -103,11 +103,7 @@ class ResultsStore:
 
 
 def make_results_directory(directory: Path) -> None:
-    """Create a directory for results.
-
-    Raises:
-        InputError: the directory cannot be created or written.
-    """
+    """Create a directory for results; InputError where it cannot be written."""
     probe = directory / f".{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -129,11 +129,7 @@ class _Session:
         self._collect(self.tau_only, items, TAU_BATCH)
 
     def drop_unfinished(self) -> bool:
-        """Keep the prompts that all timed methods finished, and untimed methods that finished them.
-
-        Raises:
-            KeyboardInterrupt: no prompt is finished.
-        """
+        """Keep prompts that all timed methods finished; KeyboardInterrupt if there is none."""
         whole = min(len(self.outcomes[method.name].samples) for method in self.methods)
         if not whole:
             raise KeyboardInterrupt

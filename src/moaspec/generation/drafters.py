@@ -55,11 +55,7 @@ def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Propos
 
 
 def find_drafter(name: str | Path) -> Path:
-    """Directory of a checkpoint: a bundled alias, a directory, or a hub id, which is fetched.
-
-    Raises:
-        UnknownModelError: nothing of that name.
-    """
+    """Directory of a bundled alias, a directory or a hub id; UnknownModelError where it is none."""
     directory = bundled_drafters().get(str(name), Path(name))
     return directory if is_directory(directory) else _from_hub(str(name))
 

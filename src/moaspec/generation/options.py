@@ -110,11 +110,7 @@ def row_settings(target: Any, options: GenerateOptions) -> dict[str, Any]:
 
 
 def defaults_of(target: Any, options: GenerateOptions) -> GenerationDefaults:
-    """The model's defaults, where `options` want them.
-
-    Raises:
-        InputError: `generation_config` is neither "auto" nor None.
-    """
+    """The model's defaults, or none, as `generation_config` says; InputError for a wrong one."""
     wanted = options.get("generation_config", "auto")
     if wanted not in ("auto", None):
         raise InputError(f'generation_config must be "auto" or None, got {wanted!r}.')
@@ -146,11 +142,7 @@ def sampling_params(
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """One prompt as plain integers.
-
-    Raises:
-        PromptError: something else than a list, array or tensor of integers.
-    """
+    """One prompt as integers; PromptError where it is no list, array or tensor of these."""
     if isinstance(prompt, Mapping):
         raise PromptError(
             "A prompt must be a list of integer token ids, got a mapping; of what a tokenizer "

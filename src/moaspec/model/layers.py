@@ -257,11 +257,7 @@ class AttentionBlock(nn.Module):
         raise NotImplementedError
 
     def finish(self, x_BTE: Tensor, attention_BTX: Tensor) -> Tensor:
-        """Output projection and residual connection, then the residual MLP.
-
-        Args:
-            attention_BTX: see `attention`.
-        """
+        """Output projection of what `attention` returned and residual, then the residual MLP."""
         x_BTE = x_BTE + self.self_attn.o_proj(attention_BTX)
         inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
         return x_BTE + self.mlp.down_proj(inner_BTI)

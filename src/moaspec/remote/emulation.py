@@ -27,11 +27,7 @@ one another, each burst is as slow as its slowest packet."""
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """One link, the same in both directions.
-
-    Raises:
-        InputError: a number outside its range.
-    """
+    """One link, the same in both directions; InputError for a number outside its range."""
 
     name: str  # what tables call it
     delay_s: float = 0.0  # mean one-way delay
@@ -80,11 +76,7 @@ not say how delays vary: the default here is `coherent`, as radio cells change o
 
 
 def link_named(name: str) -> LinkProfile:
-    """A preset, or one with another jitter model: `4g`, `4g:reorder`.
-
-    Raises:
-        InputError: no such preset or model.
-    """
+    """A preset, also with another jitter model: `4g`, `4g:reorder`; InputError for others."""
     preset, _, jitter = name.partition(":")
     if preset not in PRESETS or jitter not in ("", *get_args(Jitter)):
         raise InputError(
@@ -96,11 +88,7 @@ def link_named(name: str) -> LinkProfile:
 
 
 class Pacer:
-    """One direction of a link.
-
-    Args:
-        seed: of losses and delays.
-    """
+    """One direction of a link, with a seed of losses and delays."""
 
     def __init__(self, link: LinkProfile, seed: int = 0) -> None:
         self.link = link
@@ -169,11 +157,7 @@ class ShapedTransport:
         self._made = 0
 
     async def connect(self) -> Connection:
-        """Open a connection; while the link is cut, it fails after a pause.
-
-        Raises:
-            LinkError: the link is cut, or the inner transport's own.
-        """
+        """Open a connection; LinkError, after a pause, while the link is cut."""
         if self.faults.cut:
             # A session must not rely on a quick refusal.
             await asyncio.sleep(0.05)

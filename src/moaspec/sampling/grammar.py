@@ -129,11 +129,7 @@ class Grammars:
         return matcher
 
     def _try(self, grammar: str) -> None:
-        """Refuse a grammar that could end this process.
-
-        Raises:
-            InputError: it is too large, or compiling it elsewhere failed.
-        """
+        """Refuse a grammar that could end this process, by an InputError."""
         digest = sha256(grammar.encode(errors="replace")).digest()
         with self._lock:
             if digest in self._tried:
@@ -148,11 +144,7 @@ class Grammars:
 
 
 def check_size(grammar: str) -> None:
-    """Refuse a grammar that is larger than any that is needed.
-
-    Raises:
-        InputError: too many characters, rules or references.
-    """
+    """InputError for a grammar with too many characters, rules or references."""
     if len(grammar) > limits.MAX_GRAMMAR:
         raise InputError(
             f"The JSON schema or grammar has {len(grammar)} characters; at most "
@@ -167,11 +159,7 @@ def check_size(grammar: str) -> None:
 
 
 def _compile_elsewhere(grammar: str, vocab_size: int) -> None:
-    """Compile in a process of its own, which has less of everything than this one.
-
-    Raises:
-        InputError: it did not end well.
-    """
+    """Compile in a process that has less of everything than this one; InputError if it fails."""
     given = {
         "grammar": grammar,
         "vocab_size": vocab_size,

@@ -11,11 +11,7 @@ from moaspec.sampling.incremental_text import TextStream
 
 
 def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One or several stop strings as a tuple; None is none.
-
-    Raises:
-        InputError: an empty one, or something that is no string.
-    """
+    """Stop strings as a tuple, of None none; InputError for no string, or an empty one."""
     if stop is None:
         return ()
     if not isinstance(stop, Iterable):

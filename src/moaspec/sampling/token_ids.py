@@ -31,11 +31,7 @@ def as_integer(name: str, value: Any, *, high: int | None = None, hint: str = ""
 
 
 def as_token_ids(name: str, values: Iterable[Any]) -> frozenset[int]:
-    """Several token ids as a set.
-
-    Raises:
-        InputError: no list, or something in it that is no token id.
-    """
+    """Several token ids as a set; InputError for anything else."""
     if not isinstance(values, Iterable):
         raise InputError(f"{name} must be a list of token ids, got {values!r}.")
     return frozenset(as_integer(f"Every one of {name}", value) for value in values)

@@ -39,12 +39,7 @@ class ServeSettings:
 
 
 class ServerContext:
-    """State that all endpoints share.
-
-    Attributes:
-        created: start time, seconds since 1970.
-        preparation: threads that tokenise prompts and compile grammars.
-    """
+    """State that all endpoints share. `created`: seconds since 1970."""
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
         self.source, self.settings = source, settings
@@ -75,11 +70,7 @@ class ServerContext:
     def variables(
         self, given: Mapping[str, Any] | None, reasoning_effort: str | None
     ) -> dict[str, Any]:
-        """Variables of the chat template: those of the client, and the effort if it is read.
-
-        Raises:
-            RequestError: this template reads no effort.
-        """
+        """Variables of the chat template, and the effort; RequestError if it reads none."""
         if reasoning_effort is None:
             return dict(given or {})
         if "reasoning_effort" not in self.template.source:
@@ -120,11 +111,7 @@ class ServerContext:
         return self.tokens(text, template.tokenize)
 
     def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a prompt, unless its length shows that it cannot fit.
-
-        Raises:
-            ContextError: the prompt is too long.
-        """
+        """Tokenise a prompt; ContextError where its length shows that it cannot fit."""
         if len(text) > self.max_characters:
             positions = self.facts.target.max_positions
             raise ContextError(

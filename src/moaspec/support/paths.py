@@ -152,20 +152,12 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Refuse a directory, which need not exist yet, before hours of work end in it.
-
-    Raises:
-        InputError: names the option and the reason.
-    """
+    """InputError, before hours of work, for a directory that can neither be written nor made."""
     _refuse(option, path, why_not_writable(path))
 
 
 def require_writable_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written or made, before hours of work end in it.
-
-    Raises:
-        InputError: names the option and the reason.
-    """
+    """InputError, before hours of work, for a file that can neither be written nor made."""
     reason = why_not_writable(path.parent)
     if path.is_dir():
         reason = "it is a directory"
@@ -230,11 +222,7 @@ def _temporary(default: Path | None) -> Path:
 
 
 def _own(reason: str | None = "the one that is set cannot be trusted") -> Path:
-    """A directory for temporary files that only this user can write.
-
-    Raises:
-        InputError: there is none; also says why it was needed.
-    """
+    """A directory for temporary files that only this user can write; else InputError."""
     path = Path(tempfile.gettempdir()) / f"moaspec-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

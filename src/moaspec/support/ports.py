@@ -11,11 +11,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
 def split_address(address: str, *, option: str) -> tuple[str, int]:
-    """Split HOST:PORT; IPv6 addresses lose their brackets.
-
-    Raises:
-        InputError: it is not HOST:PORT.
-    """
+    """Split HOST:PORT, IPv6 addresses lose their brackets; InputError for another form."""
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) >= 2**16:
         raise InputError(

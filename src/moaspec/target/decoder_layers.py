@@ -113,11 +113,7 @@ class DecoderLayers:
         num: int,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        """The last `num` layers and the final norm.
-
-        Args:
-            shared: arguments of all layers of a type, by type.
-        """
+        """The last `num` layers and the norm; `shared`: arguments by layer type."""
         cache = {self._cache_argument: KVCapture(write)}
         for index in range(len(self.types) - num, len(self.types)):
             if watch is not None:
@@ -131,12 +127,7 @@ class DecoderLayers:
 
 
 class LMHead:
-    """Logits in float32, soft-capped where the model's are.
-
-    Args:
-        cap: of the logits, or None.
-        scale: of the logits, before the cap.
-    """
+    """Logits in float32, scaled, then soft-capped where the model's are (`cap`)."""
 
     def __init__(self, linear: nn.Module, cap: float | None, scale: float = 1.0) -> None:
         self.linear, self.cap, self.scale = linear, cap, scale

@@ -163,12 +163,7 @@ def scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
 def layer_masks(
     kinds: Collection[str], window: int | None, mask_B1TS: Tensor | None, position_ids_BT: Tensor
 ) -> dict[str, Tensor | None]:
-    """The mask of each layer type; None is plain causal attention.
-
-    Args:
-        kinds: FULL or SLIDING, of all layers.
-        mask_B1TS: of FULL layers.
-    """
+    """The mask of each layer type, FULL layers' given; None is plain causal attention."""
     masks = {FULL: mask_B1TS}
     if SLIDING in kinds:
         assert window is not None

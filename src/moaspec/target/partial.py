@@ -120,22 +120,14 @@ class PartialTarget(Target):
 
 
 class PartialLMHead(LMHead):
-    """Some rows of an LM head, or all of them in eight bits.
-
-    Args:
-        token_ids: of the rows that there are; None for all.
-    """
+    """Some rows of an LM head, those of `token_ids`, or all of them in eight bits."""
 
     def __init__(self, head: LMHead, token_ids: Tensor | None, name: str) -> None:
         super().__init__(head.linear, head.cap, head.scale)
         self._token_ids, self._name = token_ids, name
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
-        """The head for the tokens that can be drafted; see `LMHead.select`.
-
-        Raises:
-            MismatchError: it has other rows than these.
-        """
+        """The head for the tokens that can be drafted; MismatchError where it has other rows."""
         kept = self._token_ids
         if token_ids is None or (kept is not None and torch.equal(kept, token_ids)):
             return self.linear

@@ -100,11 +100,7 @@ class TrainBatch:
 
 
 class DataOrder:
-    """The examples of a run, shuffled once: held-out examples first, then training examples.
-
-    Raises:
-        InputError: no example is left to train on.
-    """
+    """The examples of a run, shuffled once, held-out ones first; InputError if these are all."""
 
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
         config.require_enough(len(examples))

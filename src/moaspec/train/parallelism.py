@@ -31,11 +31,7 @@ from moaspec.train.run_config import TrainConfig
 
 
 def new_accelerator(config: TrainConfig) -> Accelerator:
-    """Join the other processes of this run, if there are any.
-
-    Raises:
-        InputError: a tracker is unknown or not installed, or the launcher set a sharding plugin.
-    """
+    """Join the run's processes; InputError for an unknown tracker, or a launcher's plugin."""
     _refuse_plugins()
     if config.sharding == "deepspeed":
         require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
@@ -169,11 +165,7 @@ class ParallelStrategy:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load this process's shard of a state that `state` returned.
-
-        Raises:
-            TrainingError: the state is of a drafter with other sizes.
-        """
+        """Load this process's shard of a saved state; TrainingError if it is of other sizes."""
         weights, moments = split_state(tensors)
         try:
             current = self.module.state_dict()
@@ -202,11 +194,7 @@ class ParallelStrategy:
 def new_strategy(
     accelerator: Accelerator, module: nn.Module, config: TrainConfig
 ) -> ParallelStrategy:
-    """Distribute a module over the processes with the config's strategy.
-
-    Raises:
-        InputError: sharding with one process, or DeepSpeed is not installed.
-    """
+    """Distribute a module by the config; InputError for one process, or without DeepSpeed."""
     config.require_processes(accelerator.num_processes)
     if config.sharding == "deepspeed":
         # DeepSpeed is optional and slow to import.

@@ -16,11 +16,7 @@ def recipes() -> dict[str, str]:
 
 
 def write_recipe(name: str, directory: Path) -> Path:
-    """Copy a configuration to `directory/name.yaml`.
-
-    Raises:
-        InputError: an unknown name, or the file exists.
-    """
+    """Copy a configuration to `directory/name.yaml`; InputError if it is unknown, or there."""
     if name not in recipes():
         raise InputError(f"Unknown configuration {name!r}; choose one of {', '.join(recipes())}.")
     path = directory / f"{name}.yaml"

@@ -394,11 +394,7 @@ def _stack(target: TargetBase, config: TrainConfig, sizes: DrafterSizes) -> Stac
 def drafter_config(
     target: TargetBase, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
 ) -> DrafterConfig:
-    """Config of a new drafter for this target, with the biases of published drafters.
-
-    Raises:
-        InputError: sizes that do not fit the target, or more reused layers than it has.
-    """
+    """Config of a new drafter; InputError for sizes or reused layers that do not fit the target."""
     sizes = _widest(sizes, lambda one: MoADrafter(drafter_config(target, one, num_target_layers)))
     config, identity = target.config, target.identity
     head_dim = target.head_dim

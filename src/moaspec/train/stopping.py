@@ -73,11 +73,7 @@ class StopCondition:
 
 
 def parse_duration(text: str) -> float:
-    """Convert "8m", "90s", "1.5h" or "45" (seconds) to seconds.
-
-    Raises:
-        InputError: anything else.
-    """
+    """Convert "8m", "90s", "1.5h" or "45" (seconds) to seconds; InputError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or not float(match[1]):
         raise InputError(f"Expected a duration such as 8m, 90s or 1.5h, got {text!r}.")

@@ -46,11 +46,7 @@ class StateFiles:
         return [path for path in self.directory.glob("step-*") if path.name[5:].isdigit()]
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write a state, then remove older ones.
-
-        Raises:
-            TrainingError: the state cannot be written; the last one is intact.
-        """
+        """Write a state, then remove older ones; TrainingError where it cannot be written."""
         scratch, final = self.directory / "partial", self.directory / f"step-{step}"
         try:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -99,11 +99,7 @@ def _by_token(x_1HND: Tensor) -> Tensor:
 
 
 class CacheGroup:
-    """The KV cache group of one of the drafter's layers.
-
-    Args:
-        runner: vLLM's model runner, its caches allocated.
-    """
+    """The KV cache group of one of the drafter's layers, in a runner with allocated caches."""
 
     def __init__(self, runner: Any, layer: PagedLayer) -> None:
         self.group = next(
@@ -137,11 +133,7 @@ class CacheGroup:
         return np.multiply(block_SR, size, dtype=np.int64) + offset_SR
 
     def queries(self, rows_R: Integers, num_reqs: int) -> CommonAttentionMetadata:
-        """The common metadata of a draft: one query for each of the given requests.
-
-        Args:
-            rows_R: batch indices of the requests, in order.
-        """
+        """The common metadata of a draft: one query for each request of these batch indices."""
         count, table_RM = len(rows_R), self.table.get_device_tensor(num_reqs)
         if count < num_reqs:
             table_RM = table_RM[torch.from_numpy(rows_R).to(table_RM.device)]

@@ -141,11 +141,7 @@ class VLLMCapture:
 
 
 def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
-    """Refuse a target with layers that do not write their own keys and values.
-
-    Raises:
-        ServingError: names the layer.
-    """
+    """ServingError for a target with a layer that does not write keys and values of its own."""
     if len(layers) != num_layers:
         raise ServingError(
             f"vLLM runs {len(layers)} attention layers for a target of {num_layers} layers; a "

@@ -32,11 +32,7 @@ class CustomProposer:
         self.runner: Any = None
 
     def start(self, runner: Any) -> None:
-        """Keep the model runner, whose caches are allocated.
-
-        Raises:
-            ServingError: the runner lacks one of `runner_hooks`.
-        """
+        """Keep the runner with its caches; ServingError if it lacks `runner_hooks`."""
         for path in self.runner_hooks:
             hooks.require(runner, path)
         self.runner = runner
@@ -49,11 +45,7 @@ class CustomProposer:
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
     def capture(self, target: Any, *, may_hold: bool = False) -> VLLMCapture:
-        """Capture the target's keys and values. Call it before the drafter adds its own layers.
-
-        Raises:
-            ServingError: they cannot be captured in this vLLM.
-        """
+        """Capture the target's keys and values, before the drafter adds its layers."""
         config = self.vllm_config
         found = get_layers_from_vllm_config(config, Attention)
         layers = [found[name] for name in sorted(found, key=extract_layer_index)]

@@ -73,11 +73,7 @@ def require_version() -> None:
 
 
 def require_modules() -> None:
-    """Check that everything that is imported from vLLM exists.
-
-    Raises:
-        ServingError: names what is missing.
-    """
+    """Check that all that is imported from vLLM exists; ServingError names what is missing."""
     for module, name in MODULE_HOOKS:
         try:
             owner: Any = importlib.import_module(module)

@@ -176,12 +176,7 @@ class VLLMMoAProposer(CustomProposer):
                 self._encode(None)
 
     def _to_draft(self, newest: dict[int, int], depth: int) -> list[int]:
-        """Requests with cache room for a draft that vLLM would verify.
-
-        Args:
-            newest: position of each request's newest token.
-            depth: length of a draft.
-        """
+        """Requests whose newest tokens at these positions leave room for a draft of `depth`."""
         assert self._drafter is not None
         batch = self.runner.input_batch
         if self._vllm_sample is not None and not batch.all_greedy:

@@ -79,11 +79,7 @@ def check_settings(vllm_config: Any) -> None:
 
 
 def check_drafter(drafter: MoADrafter) -> None:
-    """Refuse drafters with parts that are not implemented inside vLLM.
-
-    Raises:
-        MismatchError: names the part.
-    """
+    """MismatchError for a drafter with parts that are not implemented inside vLLM."""
     problem = vllm_problem(drafter)
     if problem is not None:
         raise MismatchError(problem)

@@ -114,11 +114,7 @@ def _arguments(
 
 
 def drafter_name(additional_config: Any) -> str:
-    """Name of the drafter in vLLM's `additional_config`.
-
-    Raises:
-        ServingError: it names no drafter.
-    """
+    """Name of the drafter in vLLM's `additional_config`; ServingError where it names none."""
     section = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
     name = section.get("drafter") if isinstance(section, Mapping) else None
     if not isinstance(name, str):

@@ -84,11 +84,7 @@ class VLLMVerifier:
         return int(self._scheduler.cache_config.num_gpu_blocks) * BLOCK_TOKENS
 
     def _require_room(self) -> None:
-        """Refuse a cache that is too small for all rows at once.
-
-        Raises:
-            ServingError: names the available and the needed size.
-        """
+        """ServingError for a cache that is too small for all rows at once."""
         got, needed = self._cache_tokens, self._options.cache_tokens
         if got < needed:
             raise ServingError(

@@ -33,11 +33,7 @@ def can_choose(logits_NV: Tensor) -> bool:
 
 
 def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
-    """The token of the largest logit / temperature + noise, among those that the filters leave.
-
-    Args:
-        logits_NV: float32, on the CPU.
-    """
+    """The token of the largest logit (float32, CPU) / temperature + noise, of those left."""
     assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
     tokens = (c_int64 * len(samplers))()
@@ -60,11 +56,7 @@ def can_draw(*arguments: Tensor) -> bool:
 
 
 def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
-    """The bits that `moaspec.sampling.noise` makes its numbers of, int64.
-
-    Args:
-        seed: int64; the arguments broadcast.
-    """
+    """The bits that `moaspec.sampling.noise` makes its numbers of; all int64, broadcast."""
     facts = (seed, choice, position)
     if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside
         facts = torch.broadcast_tensors(*facts)

@@ -155,11 +155,7 @@ SHARED = (
 
 
 def check_layouts(library: ctypes.CDLL) -> None:
-    """Compare sizes and offsets with those that the C++ compiler chose.
-
-    Raises:
-        OSError: they differ, so that calls would read the wrong memory, or it has none.
-    """
+    """Compare sizes and offsets with the C++ compiler's; OSError where they differ."""
     if not hasattr(library, "moaspec_layouts"):
         raise OSError("the library has no kernels of moaspec")
     count = c_int64()

@@ -186,11 +186,7 @@ def _pair_s(setting: Setting) -> float:
 
 
 def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
-    """How many prompts, and tokens of each, a demo has time for.
-
-    Args:
-        pair_s: seconds of both decodings for a token each.
-    """
+    """How many prompts and tokens fit; both decodings take `pair_s` seconds a token each."""
     tokens = max_new_tokens or min(
         MAX_TOKENS, max(MIN_TOKENS, int(DECODING_S / (MIN_PROMPTS * pair_s)))
     )

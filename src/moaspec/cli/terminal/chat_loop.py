@@ -42,11 +42,7 @@ class ChatLoop(ABC):
 
     @abstractmethod
     def stats(self) -> str:
-        """Lines about the last answer and all of them.
-
-        Raises:
-            InputError: there is no answer yet.
-        """
+        """Lines about the last answer and all of them; InputError before the first."""
 
     @abstractmethod
     def forget(self) -> None:

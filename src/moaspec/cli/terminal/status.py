@@ -146,11 +146,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of CPU threads of PyTorch.
-
-    Raises:
-        InputError: fewer than one, or more than any machine has.
-    """
+    """Set PyTorch's number of CPU threads; InputError for one that no machine has."""
     require_threads(threads)
     if threads is not None:
         import torch

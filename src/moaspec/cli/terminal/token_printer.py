@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class TokenPrinter:
-    """Prints verified tokens; accepted drafts have another style than the target's own tokens.
-
-    Args:
-        after: the tokens before the text, where it continues them.
-    """
+    """Prints verified tokens; accepted drafts have another style. `after`: ids before the text."""
 
     def __init__(self, target: Target, after: Sequence[int] = ()) -> None:
         from moaspec.sampling.incremental_text import TextStream
@@ -45,11 +41,7 @@ class TokenPrinter:
 def show_events(
     events: Generator[Event], printer: TokenPrinter | None, interrupts: Interrupts
 ) -> bool:
-    """Decode to the end, printing tokens as they are verified.
-
-    Returns:
-        True if the user stopped it with Ctrl-C; the tokens verified by then are kept.
-    """
+    """Decode to the end, printing verified tokens; True if Ctrl-C stopped it, which keeps them."""
     try:
         for event in events:
             if printer is not None:

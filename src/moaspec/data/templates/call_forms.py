@@ -139,11 +139,7 @@ _FORMS = (MISTRAL_IDENTIFIED, MISTRAL_NAMED, MISTRAL, PHI, FUNCTOOLS, QWEN_XML, 
 
 
 def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
-    """The form that a chat template asks for.
-
-    Args:
-        vocabulary: tokens that were added to the tokenizer's, for a template that writes no calls.
-    """
+    """The form that a template asks for, else the one of which the tokenizer has tokens."""
     for form in _FORMS:
         if all(mark in template for mark in form.marks):
             return form

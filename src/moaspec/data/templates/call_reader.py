@@ -57,11 +57,7 @@ class CallReader:
         self.calls: list[Call] = []
 
     def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """Add text; return content that is certain now, and calls that are complete now.
-
-        Args:
-            last: nothing comes after it.
-        """
+        """Add text (the `last`, where nothing follows); return certain content and whole calls."""
         self._buffer += text
         known, said = len(self.calls), ""
         while (part := self._read(last)) is not None:

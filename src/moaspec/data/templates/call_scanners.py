@@ -212,11 +212,7 @@ class PythonScanner(BracketScanner):
         self._names = names
 
     def value(self, text: str) -> list[dict[str, Any]]:
-        """Names and arguments of the calls.
-
-        Raises:
-            ValueError: something in the list is no call of constants by name.
-        """
+        """Names and arguments; ValueError for what is no call of constants by name."""
         return _Parser(text).calls()
 
     def _may_begin(self, text: str) -> bool:

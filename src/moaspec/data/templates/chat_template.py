@@ -47,11 +47,7 @@ class PreparedMessages:
 
 
 class ChatTemplate:
-    """Renders conversations in a tokenizer's chat template.
-
-    Args:
-        tokenizer: of transformers, whose methods are not typed; or None.
-    """
+    """Renders conversations in the chat template of transformers' tokenizer, if there is one."""
 
     def __init__(self, tokenizer: Any, name: str = "the target") -> None:
         self.tokenizer: Any = tokenizer

@@ -18,11 +18,7 @@ GUARD = "\ufdd0"
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer.
-
-    Args:
-        tokenizer: of transformers. One without the `tokenizers` library guards nothing.
-    """
+    """The special tokens of transformers' tokenizer; nothing is guarded without `tokenizers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

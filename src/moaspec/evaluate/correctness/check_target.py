@@ -221,11 +221,7 @@ class Check:
 
 
 class StopTokenProposer(TextProposer):
-    """Proposes tokens that a faulty verification could accept: pads, stop tokens, repetitions.
-
-    Args:
-        tokens: to propose; 0 is the pad of fixed-size trees.
-    """
+    """Proposes tokens that a faulty verification could accept: pads (0), stops, repetitions."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens

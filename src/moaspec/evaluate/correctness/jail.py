@@ -254,11 +254,7 @@ def judge(job: dict[str, Any], stream: BinaryIO) -> NoReturn:
 
 
 def marked(value: Any) -> Any:
-    """A value as JSON that keeps its type; numbers and containers become the plain ones.
-
-    Raises:
-        TypeError: a value that is no plain data.
-    """
+    """A value as JSON that keeps its type; TypeError for what is no plain data."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -73,11 +73,7 @@ class Comparison:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a `report.json`, given its path or directory.
-
-    Raises:
-        DataError: the file does not exist or is not a report.
-    """
+    """Read a `report.json`, given its path or directory; DataError where it is none."""
     path = path / REPORT if path.is_dir() else path
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -96,11 +92,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
-    """Compare every method that both reports have, prompt by prompt.
-
-    Raises:
-        DataError: the reports have no method or no prompt in common.
-    """
+    """Compare methods that both reports have, prompt by prompt; DataError if they share none."""
     names = [name for name in before["methods"] if name in after["methods"]]
     if not names:
         raise DataError(

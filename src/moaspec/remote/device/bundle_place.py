@@ -26,11 +26,7 @@ def is_bundle(directory: str | Path) -> bool:
 
 
 def require_free(directory: Path) -> None:
-    """Refuse a directory that holds other files.
-
-    Raises:
-        InputError: it does, or it is a file.
-    """
+    """InputError for a file, or a directory that holds other files."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; name a directory for the bundle.")
     known = is_bundle(directory) or is_onnx_bundle(directory)

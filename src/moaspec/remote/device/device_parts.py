@@ -39,11 +39,7 @@ class DeviceProposer(Proposer):
 
     @abstractmethod
     def layout(self, codec: CodecName) -> ActivationLayout:
-        """The layout of a token's activations.
-
-        Raises:
-            InputError: an unknown codec.
-        """
+        """The layout of a token's activations; InputError for an unknown codec."""
 
     @abstractmethod
     def place_activations(self, row: int, start: int, activations: Activations) -> None:

@@ -100,11 +100,7 @@ class DeviceTokenizer:
         return [token for token in dict.fromkeys(found) if token is not None]
 
     def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str:
-        """The template's text; where there are several, the one for conversations with tools.
-
-        Raises:
-            ValueError: none of these.
-        """
+        """The template, the one with tools of several; ValueError where none is."""
         template = self.chat_template
         if isinstance(template, dict):
             for name in ("tool_use", "default") if tools is not None else ("default",):

@@ -92,11 +92,7 @@ class OnnxDevice(Device):
         self.fingerprint = manifest.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> OnnxProposer:
-        """Make a drafter for one session; see `Device`.
-
-        Raises:
-            InputError: N > 0.
-        """
+        """Make a drafter for one session, see `Device`; InputError for N > 0."""
         if num_target_layers:
             raise InputError(
                 f"num_target_layers={num_target_layers}: an ONNX bundle holds none of the target's "

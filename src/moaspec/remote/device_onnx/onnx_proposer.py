@@ -17,11 +17,7 @@ READ_TOKENS = 256  # most tokens of a text in one run; bounds the memory of acti
 
 
 class OnnxProposer(DeviceProposer):
-    """Drafts chains for one text, the only row, with N = 0.
-
-    Args:
-        drafter: with caches of this text alone.
-    """
+    """Drafts chains for one text, the only row, with N = 0 and a drafter of its own."""
 
     num_target_layers = 0
     chains_only = True

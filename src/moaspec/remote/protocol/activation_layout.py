@@ -79,11 +79,7 @@ class ActivationLayout:
         return np.concatenate((records, self.layers.encode(layers_TVD)), axis=1)
 
     def decode(self, data: bytes, count: int) -> Activations:
-        """Decode records.
-
-        Raises:
-            WireError: `data` has not the size of `count` records.
-        """
+        """Decode records; WireError where `data` has not the size of `count` records."""
         if len(data) != count * self.token_bytes:
             raise WireError(
                 f"{count} tokens are {count * self.token_bytes} bytes here, got {len(data)}."

@@ -81,11 +81,7 @@ class WireLimits:
 
 
 def parse_client(frame: bytes) -> pb.ClientMessage:
-    """Parse a device's message.
-
-    Raises:
-        WireError: an invalid message.
-    """
+    """Parse a device's message; WireError for an invalid one."""
     message = parse(frame, pb.ClientMessage())
     if len(message.session) != SESSION_BYTES or message.WhichOneof("kind") is None:
         raise WireError(
@@ -96,20 +92,12 @@ def parse_client(frame: bytes) -> pb.ClientMessage:
 
 
 def parse_server(frame: bytes) -> pb.ServerMessage:
-    """Parse a server's message.
-
-    Raises:
-        WireError: an invalid message.
-    """
+    """Parse a server's message; WireError for an invalid one."""
     return parse(frame, pb.ServerMessage())
 
 
 def parse_generate(frame: bytes) -> pb.GenerateRequest:
-    """Parse a request for a text.
-
-    Raises:
-        WireError: an invalid message, or a limit is exceeded.
-    """
+    """Parse a request for a text; WireError for an invalid one, or beyond a limit."""
     request = parse(frame, pb.GenerateRequest())
     _at_most(len(request.stop), MAX_STOP_STRINGS, "stop strings")
     _at_most(len(request.stop_token_ids), MAX_STOP_TOKENS, "stop tokens")
@@ -124,11 +112,7 @@ def _at_most(number: int, most: int, what: str) -> None:
 
 
 def parse(frame: bytes, message: M) -> M:
-    """Parse a message of target.proto into an empty one.
-
-    Raises:
-        WireError: it is too long, or not such a message.
-    """
+    """Parse a message of target.proto into an empty one; WireError for another or too long one."""
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"A message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}.")
     try:
@@ -141,11 +125,7 @@ def parse(frame: bytes, message: M) -> M:
 def tokens_of(
     ids: Sequence[int], limits: WireLimits, *, least: int = 0, most: int
 ) -> tuple[int, ...]:
-    """Check the token ids of a message.
-
-    Raises:
-        WireError: fewer or more than allowed, or ids outside the vocabulary.
-    """
+    """Check token ids; WireError for too few or many, or ids outside the vocabulary."""
     if not least <= len(ids) <= most:
         raise WireError(f"Expected {least} to {most} token ids, got {len(ids)}.")
     outside = next((one for one in ids if one >= limits.vocab_size), None)
@@ -157,11 +137,7 @@ def tokens_of(
 
 
 def tree_of(draft: pb.Draft, limits: WireLimits) -> DraftTree:
-    """Check the drafts of a message.
-
-    Raises:
-        WireError: too many, ids outside the vocabulary, or parents that form no tree.
-    """
+    """Check drafts; WireError for too many, wrong ids, or parents that form no tree."""
     tokens = tokens_of(draft.tokens, limits, most=MAX_DRAFTED)
     if not draft.parents:
         return chain(tokens)
@@ -185,11 +161,7 @@ def draft_message(base: int, tree: DraftTree) -> pb.Draft:
 
 
 def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[PositionRange]:
-    """Check the ranges of positions of a message.
-
-    Raises:
-        WireError: too many, not ascending, or beyond the longest text.
-    """
+    """Check ranges of positions; WireError for too many, not ascending, or too large ones."""
     if len(ranges) > MAX_RUNS:
         raise WireError(f"At most {MAX_RUNS} runs of positions, got {len(ranges)}.")
     runs = [(one.start, one.stop) for one in ranges]
@@ -205,11 +177,7 @@ def range_messages(runs: Iterable[PositionRange]) -> list[pb.Range]:
 
 
 def sampling_message(sampling: SamplingParams) -> pb.Sampling:
-    """Convert sampling parameters to a message.
-
-    Raises:
-        InputError: custom logits processors, which are code and cannot be sent; grammars can.
-    """
+    """Sampling parameters as a message; InputError for custom processors, which cannot be sent."""
     grammars = [getattr(one, "grammar", "") for one in sampling.processors]
     if len(grammars) > 1 or "" in grammars:
         raise InputError(
@@ -235,11 +203,7 @@ def _rules_message(rules: TokenRules) -> pb.TokenRules:
 
 
 def _rules_of(message: pb.TokenRules, limits: WireLimits) -> TokenRules:
-    """Check the token rules of a message.
-
-    Raises:
-        WireError: too many, or ids outside the vocabulary.
-    """
+    """Check token rules; WireError for too many, or ids outside the vocabulary."""
     _check_rules(message)
     values: dict[str, Any] = {name: getattr(message, name) for name in RULE_VALUES}
     values |= {name: tuple(getattr(message, name)) for name in RULE_LISTS}
@@ -271,11 +235,7 @@ def _check_rules(message: pb.TokenRules) -> None:
 
 
 def sampling_of(message: pb.Sampling, limits: WireLimits) -> SamplingParams:
-    """Check the sampling parameters of a message.
-
-    Raises:
-        WireError: a value outside its range, or sampling without a seed.
-    """
+    """Check sampling parameters; WireError for a value out of range, or sampling without a seed."""
     _at_most(len(message.logit_bias), MAX_LOGIT_BIAS, "tokens in logit_bias")
     if any(token >= limits.vocab_size for token in message.logit_bias):
         raise WireError(f"logit_bias names a token outside 0..{limits.vocab_size - 1}.")
@@ -295,11 +255,7 @@ def sampling_of(message: pb.Sampling, limits: WireLimits) -> SamplingParams:
 
 
 def codec_of(number: int) -> CodecName:
-    """Find the codec of a message.
-
-    Raises:
-        WireError: an unknown number.
-    """
+    """Find the codec of a message; WireError for an unknown number."""
     if number not in CODEC_NAMES:
         raise WireError(f"Unknown codec number {number}; known: {sorted(CODEC_NAMES)}.")
     return CODEC_NAMES[number]

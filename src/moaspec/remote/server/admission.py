@@ -89,11 +89,7 @@ class Admission:
 
 @asynccontextmanager
 async def request_deadline() -> AsyncIterator[None]:
-    """Limit the time until a call's request is here.
-
-    Raises:
-        LateRequestError: it is not.
-    """
+    """Limit the time until a call's request is here; LateRequestError if it is not."""
     try:
         async with asyncio.timeout(limits.MAX_REQUEST_S):
             yield

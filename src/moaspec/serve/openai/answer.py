@@ -40,11 +40,7 @@ ChoicesBody = TypeVar("ChoicesBody", bound=ChoicesRequest)
 
 
 class Answer(Generic[Body]):
-    """Base of the answers of all endpoints. Decodes the jobs of a request, all or none.
-
-    Raises:
-        InputError, BusyError: see `TextSource.submit`.
-    """
+    """Base of all endpoints' answers. Decodes a request's jobs, all or none, as `submit` does."""
 
     endpoint: ClassVar[str]  # name in the metrics
     id_prefix: ClassVar[str]

@@ -36,12 +36,7 @@ class Delta:
 
 
 class Choice:
-    """One choice of an answer, whose job is in decoding.
-
-    Attributes:
-        pieces, text, calls: the answer so far.
-        finish_reason: set at the end.
-    """
+    """One choice of an answer in decoding. `finish_reason` is set at its end."""
 
     def __init__(
         self,

@@ -110,11 +110,7 @@ class GenericLayers(DecoderLayers):
         return None
 
     def run(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: a model's `forward` begins with its first layer.
-
-        Raises:
-            UnsupportedTargetError: always.
-        """
+        """Refused by an UnsupportedTargetError: a model's `forward` begins with its first layer."""
         raise UnsupportedTargetError(
             f"The last layers of a {self._base.config.model_type!r} model cannot be run alone, so "
             "its drafter cannot reuse them. Take num_target_layers=0."

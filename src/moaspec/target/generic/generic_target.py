@@ -25,11 +25,7 @@ from moaspec.target.target_base import TargetBase
 def target_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> Target:
-    """A `Target` for a family of `moaspec.target.names`, a `GenericTarget` for other models.
-
-    Raises:
-        UnsupportedTargetError: says why this model cannot be drafted for.
-    """
+    """A `Target` for a family, else a `GenericTarget`; else UnsupportedTargetError says why."""
     kind = Target if is_family(model.config) else GenericTarget
     return kind(model, tokenizer, **options)
 

@@ -74,12 +74,7 @@ class SteppedMixer(nn.Module):
             self._last = linears[last[0]]
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """Outputs, (B, T, E).
-
-        Args:
-            hidden_states: inputs, (B, T, E).
-            options: a `HybridCache`, and what transformers' module takes besides.
-        """
+        """Outputs of inputs, (B, T, E) each; `options`: a `HybridCache` among others."""
         cache: HybridCache = options.pop(self._cache_argument)
         if cache.steps is None:
             return cast(

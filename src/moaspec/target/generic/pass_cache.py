@@ -100,11 +100,7 @@ class PassCache(Cache):
         return 0
 
     def get_seq_length(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: rows have lengths of their own, and drafts positions.
-
-        Raises:
-            UnsupportedTargetError: always.
-        """
+        """Refused by an UnsupportedTargetError: rows differ in length, drafts have positions."""
         raise _unknown("the number of tokens before these, instead of their positions")
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> NoReturn:

@@ -165,11 +165,7 @@ class StepPass:
         return outputs
 
     def after(self, row: int, token: int) -> TextState:
-        """The states of all layers behind a token, in tensors without those of other tokens.
-
-        Args:
-            token: its index in the row.
-        """
+        """The states of all layers behind a row's token, in tensors without those of others."""
         return {
             layer: {kind: _alone(one) for kind, one in states[row, token].items()}
             for layer, states in self._states.items()

@@ -56,11 +56,7 @@ def text_model(model: Any) -> Any:
 
 
 def require_generic(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model that does not keep to transformers' interfaces.
-
-    Raises:
-        UnsupportedTargetError: says why.
-    """
+    """UnsupportedTargetError for a model that does not keep to transformers' interfaces."""
     require_generic_config(model.config, name)
     config = text_config(model.config)
     implementation = config._attn_implementation

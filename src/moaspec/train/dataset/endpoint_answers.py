@@ -42,11 +42,7 @@ class AnswerReader:
         self.form: PromptForm = "ids"
 
     def prompt(self, prompt_ids: Sequence[int]) -> list[int] | str:
-        """A prompt as it is sent.
-
-        Raises:
-            UnusableAnswerError: no text has these tokens, for a server that takes no ids.
-        """
+        """A prompt as it is sent; UnusableAnswerError if no text has these ids."""
         if self.form == "ids":
             return list(prompt_ids)
         text = self._decode(prompt_ids)
@@ -76,11 +72,7 @@ class AnswerReader:
         return self._ended(ids, answer.choice.finish_reason, limit)
 
     def check(self, prompt_ids: Sequence[int], answer: Completion) -> None:
-        """Refuse an answer to another prompt, or in tokens of another model.
-
-        Raises:
-            UnusableAnswerError: it is one.
-        """
+        """UnusableAnswerError for an answer to another prompt, or in another model's tokens."""
         counted = answer.counted.prompt_tokens
         unknown = counted is None and self.form == "ids"
         if not unknown and counted != len(prompt_ids):

@@ -96,11 +96,7 @@ class EndpointWriter:
         self._runner.run(self._connect(prompt_ids))
 
     def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
-        """The rows of each group, in order; the next groups are under way meanwhile.
-
-        Raises:
-            ServerError: the server cannot be reached any more, or refuses everything.
-        """
+        """Rows of each group in order, next ones under way; ServerError if the server is lost."""
         ahead = 1 + -(-self.options.batch_size // self.options.group_size)
         for group in groups:
             loop = self._runner.get_loop()

@@ -177,11 +177,7 @@ def frequent_tokens(
 
 
 def coverage(examples: Iterable[Example], vocabulary: Tensor | None) -> float | None:
-    """Share of the response tokens that are in a draft vocabulary; None without responses.
-
-    Args:
-        vocabulary: ids, or None for all.
-    """
+    """Share of response tokens in a vocabulary (None: all ids); None without responses."""
     counts = response_counts(examples)
     inside = counts.keys() if vocabulary is None else set(vocabulary.tolist())
     total = counts.total()

@@ -94,11 +94,7 @@ class Journal:
             self._record(self._progress)
 
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the next group and flush it to disk.
-
-        Raises:
-            TrainingError: the disk is full or broken; the file holds the earlier groups.
-        """
+        """Append a group and flush it; TrainingError if that fails, which keeps earlier groups."""
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         if self.path.suffix == ".gz" and data:
             data = gzip.compress(data, mtime=0)

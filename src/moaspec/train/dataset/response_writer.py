@@ -192,11 +192,7 @@ def _prompt_length(waiting: tuple[int, WriteRequest | list[OutputRow]]) -> int:
 def next_step(
     task: ConversationTask, result: GenerationResult | DataError | None
 ) -> WriteRequest | list[OutputRow]:
-    """Start the task, or resume it, up to its next request or its rows.
-
-    Args:
-        result: of the task's last request; None starts it.
-    """
+    """Start the task (result None) or resume it, up to its next request or its rows."""
     try:
         if isinstance(result, DataError):
             return task.throw(result)

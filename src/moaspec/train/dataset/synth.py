@@ -36,11 +36,7 @@ class UserTurn:
 
 
 def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
-    """How a chat template opens and closes the first user turn.
-
-    Raises:
-        DataError: no template, or the rendered text does not contain the user's text once.
-    """
+    """How a template opens and closes a first user turn; DataError where that cannot be told."""
     before = () if system is None else ({"role": "system", "content": system},)
     try:
         text = template.text(template.prepare([*before, {"role": "user", "content": SENTINEL}]))

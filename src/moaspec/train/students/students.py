@@ -82,12 +82,7 @@ class Student(ABC):
     def record(  # noqa: B027 - checkpoints of baselines do not store measurements
         self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None
     ) -> None:
-        """Store held-out measurements in the module, for its checkpoint.
-
-        Args:
-            acceptance: by exit, then by rank.
-            moment_EE: of the first exit.
-        """
+        """Store held-out acceptance by exit and rank, and the first exit's moment."""
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
@@ -109,11 +104,7 @@ class Student(ABC):
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
-    """Create a drafter of the kind `config.drafter` with random weights.
-
-    Args:
-        examples: their response tokens are counted for a trimmed draft vocabulary.
-    """
+    """Create a drafter with random weights, its vocabulary counted in the examples' responses."""
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
@@ -211,11 +202,7 @@ class DraftVocabularyHead:
 
 
 class MoAStudent(Student):
-    """A Mixture-of-Attentions drafter with one or several exits.
-
-    Args:
-        counted: examples whose response tokens make up a trimmed draft vocabulary.
-    """
+    """A Mixture-of-Attentions drafter; a trimmed draft vocabulary is counted in `counted`."""
 
     def __init__(
         self,

@@ -140,11 +140,7 @@ def largest_dimension(states: Sequence[Tensor]) -> float:
 
 
 def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Tensor] | None:
-    """The target's first layer under SA's names; None where it is not a plain layer.
-
-    Raises:
-        InputError: SA has other shapes.
-    """
+    """The target's first layer under SA's names; None if not plain, InputError if SA differs."""
     state = target.plain_layer_state(0)
     if state is None:
         return None
