@@ -18,7 +18,7 @@ from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" measures nothing but what `calibrate` is asked for."""
-MAX_EXPECTED_S = 15.0  # what is expected to take longer is left to `moaspec calibrate`
+MAX_EXPECTED_S = 15.0  # longer measurements are left to `moaspec calibrate`
 TIME_LIMIT_S = 30.0  # a measurement is given up then: other processes began to use the CPU
 BUSY = "other processes use the CPU"
 MIN_WEIGHTS = 10_000_000  # targets below that are toys, whose speed matters to nobody

@@ -40,7 +40,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
 """Levels of the timed trees. Each level below the first counts as an equal part of the rest."""
-ROWS = 4  # rows that are drafted for together, to tell what each further one costs
+ROWS = 4  # rows drafted for together, to tell the cost of each further one
 DRAFTS = 2  # length of the drafts in timed whole rounds
 WARM_UPS = 1
 

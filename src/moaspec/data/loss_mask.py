@@ -14,7 +14,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A conversation's tokens."""
+    """A conversation's tokens, and their origin."""
 
     token_ids: Sequence[int]
     written: Sequence[bool]  # True for each that the assistant generated

@@ -27,7 +27,7 @@ IDS = ("question_id", "task_id", "id", NUMBER)  # names of id columns, by priori
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation."""
+    """One conversation of a suite."""
 
     suite: str
     question_id: str  # unique in the set

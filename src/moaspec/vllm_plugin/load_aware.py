@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TRIALS, PROBES = 8, 4  # steps in which a length is tried at first, and again whenever it is probed
+TRIALS, PROBES = 8, 4  # steps of a length's first trial, and of each later probe
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1024
 """Steps until the other lengths are probed; probes that change nothing double it, up to the
 latter."""

@@ -18,7 +18,7 @@ from moaspec.backends.pack import PackedLinear
 
 AllReduce = Callable[[Tensor], Tensor]
 Embed = Callable[[Tensor], Tensor]  # token ids (N,) -> embeddings (N, E)
-NUM_PROBES = 8  # tokens on which a plain look-up is compared with the target's own embedding
+NUM_PROBES = 8  # tokens to compare a plain look-up with the target's own embedding
 
 
 def embedding_of(target: nn.Module, own: Embed, kind: type[nn.Module]) -> Embed:

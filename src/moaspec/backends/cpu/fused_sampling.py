@@ -21,7 +21,7 @@ class SamplerParams(NamedTuple):
     top_k: int  # 0 for all
     top_p: float  # 1 for all
     min_p: float  # 0 for all
-    seed: int  # of the noise, as an int64; the others likewise
+    seed: int  # of the noise; int64, as the next two
     choice: int  # which of several continuations
     position: int
 

@@ -115,7 +115,7 @@ def new_screen() -> Screen:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decodes."""
+    """What decodes, and how."""
 
     target: Target
     drafter: MoADrafter

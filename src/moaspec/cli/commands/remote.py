@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moaspec.remote.emulation import Faults
 
 PROVISIONAL, NOTE = "yellow", "dim"
-PATIENCE_S = 2.0  # after so long without a first link the user is told
+PATIENCE_S = 2.0  # the user is told when there is no link after this time
 
 
 @options.with_groups

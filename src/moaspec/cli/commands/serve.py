@@ -150,7 +150,7 @@ def serve(
 
 
 def check_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
-    """Say which of the model's defaults hold; InputError for one that cannot be honoured."""
+    """Say which of the model's defaults hold; InputError where some cannot be honoured."""
     defaults.settings(sampled=True)
     print_defaults(target, defaults)
 

@@ -146,7 +146,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set PyTorch's number of CPU threads; InputError for one that no machine has."""
+    """Set PyTorch's number of CPU threads; InputError for a number that no machine has."""
     require_threads(threads)
     if threads is not None:
         import torch

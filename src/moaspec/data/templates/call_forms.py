@@ -139,7 +139,7 @@ _FORMS = (MISTRAL_IDENTIFIED, MISTRAL_NAMED, MISTRAL, PHI, FUNCTOOLS, QWEN_XML, 
 
 
 def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
-    """The form that a template asks for, else the one of which the tokenizer has tokens."""
+    """The form that a template asks for, else the one whose marks the tokenizer has."""
     for form in _FORMS:
         if all(mark in template for mark in form.marks):
             return form

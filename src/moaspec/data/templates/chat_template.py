@@ -19,7 +19,7 @@ from moaspec.data.templates.control_tokens import ControlTokens
 from moaspec.data.templates.template_traits import TemplateTraits, message_tools
 from moaspec.errors import InputError
 
-GUARDED_ROLES = ("user", "tool")  # whose messages hold no control tokens, whatever they say
+GUARDED_ROLES = ("user", "tool")  # in their messages nothing is a control token
 
 INTRODUCTION = """\
 You can call functions. These exist, each described as JSON:

@@ -62,7 +62,7 @@ class MethodChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Changes by method."""
+    """Changes between two reports, by method."""
 
     changes: list[MethodChange]
     differs: dict[str, tuple[Any, Any]]  # settings that differ, so that speeds are not compared

@@ -75,7 +75,7 @@ class BundleInfo:
 
 @dataclass(eq=False)
 class DeviceBundle(Device):
-    """A loaded bundle."""
+    """A bundle, loaded for drafting."""
 
     info: BundleInfo  # metadata
     target: PartialTarget  # embedding, head, last layers and tokenizer; it cannot verify

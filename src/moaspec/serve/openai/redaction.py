@@ -110,7 +110,7 @@ class RequestRedactor:
                     )
 
     def restorer(self, *, as_json: bool = False) -> AnswerRestorer:
-        """Restores private text in an answer, or in the strings of one that is JSON."""
+        """Restores private text in an answer, or in the strings of a JSON answer."""
         vault = self._vault if self.hides else None
         return AnswerRestorer(vault, _within_json if as_json else str)
 

@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Round:
-    """One target verification."""
+    """One verification by the target."""
 
     tree: DraftTree  # the draft
     accepted: tuple[int, ...]  # accepted nodes of the tree, in order

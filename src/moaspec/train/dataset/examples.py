@@ -71,7 +71,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples."""
+    """Examples, padded to one length."""
 
     input_ids_BT: Tensor  # int64, pads are 0
     attention_mask_BT: Tensor  # 1 for real tokens
