@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import serving
 import tiny
@@ -87,7 +87,7 @@ class Edge:
             name=serving.MODEL,
             options=RemoteOptions(link=PATIENT, draft="chain:2", **options),
             limits=EdgeLimits(active=active),
-            faults=self.link,
+            faults=cast(Any, self.link),
         )
 
     @contextmanager

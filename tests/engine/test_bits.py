@@ -306,7 +306,7 @@ def _read(
     size = known.shape[1]
     (features,) = drafting.encode(kv_1TLK, torch.arange(size)[None], [size])
     drafting.close(row)
-    drafting.place(row, 0, features)
+    drafting.append_features(row, features)
     if drafting.target_cache is not None:
         kv_TLH2D = kv_1TLK[0].unflatten(-1, (target.num_kv_heads, 2, -1))
         kv_2LHTD = kv_TLH2D.permute(3, 1, 2, 0, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class RunningSum:
 
 def run(rows: list[StepRow], numbers: list[list[float]]) -> tuple[StepPass, list[list[float]]]:
     steps = StepPass(rows)
-    output_BTE = steps.run(LAYER, RunningSum(), torch.tensor(numbers)[..., None])
+    output_BTE = steps.run(LAYER, cast(Any, RunningSum()), torch.tensor(numbers)[..., None])
     return steps, output_BTE[..., 0].tolist()
 
 

@@ -36,11 +36,6 @@ class KVCache:
     its node, until `commit` moves it. Callers keep each row's length and hide the rest behind
     masks; nothing here needs clearing.
 
-    Args:
-        num_layers: L.
-        num_heads: H.
-        head_dim: D.
-
     Attributes:
         attend: attention over its keys and values; `FastMoAProposer` sets a faster one.
     """

@@ -40,7 +40,7 @@ class MoAProposer(TreeProposer):
         target_cache: keys and values of the target's last layers.
         memory: CA's keys and values.
         num_encoded: by cache row, tokens up to the last one that `memory` holds.
-        missing: by cache row, positions among these that `memory` does not hold yet.
+        missing: by cache row, positions among these that `memory` does not hold yet, as on devices.
 
     Raises:
         InputError: an N that the target or the drafter cannot have, or a drafter of another dtype
@@ -71,7 +71,7 @@ class MoAProposer(TreeProposer):
         return drafter, target.draft_head(drafter.draft_token_ids)
 
     def share_target_cache(self, target_cache: KVCache) -> None:
-        """Set the cache for N > 0: the target's own, or a copy filled by `place`."""
+        """Set the cache for N > 0: the target's own, or a copy of what a server sends."""
         self.target_cache = target_cache
 
     @torch.inference_mode()
@@ -84,36 +84,11 @@ class MoAProposer(TreeProposer):
         return list(zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True))
 
     def append_features(self, row: int, features: Features) -> None:
-        self.place(row, self.num_encoded.get(row, 0), features)
-
-    def place(
-        self,
-        row: int,
-        start: int,
-        features: Features,
-        last_layers: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Store features of verified tokens, in any order; CA does not see those still missing.
-
-        Args:
-            start: position of the first token.
-            features: see `encode`.
-            last_layers: keys and values of the last N target layers, (N, H, T, D of the target)
-                each, for N > 0 where the target's own cache is on another machine.
-        """
         key_1CTD, value_1CTD = features
-        stop = start + key_1CTD.shape[2]
-        self.memory.reserve(row + 1, stop)
+        start = self.num_encoded.get(row, 0)
+        self.num_encoded[row] = start + key_1CTD.shape[2]
+        self.memory.reserve(row + 1, self.num_encoded[row])
         self.memory.append(row, start, key_1CTD, value_1CTD)
-        if last_layers is not None:
-            assert self.target_cache is not None, "share_target_cache() comes before last layers"
-            self.target_cache.reserve(row + 1, stop)
-            self.target_cache.append(row, start, *last_layers)
-        num_encoded = self.num_encoded.get(row, 0)
-        if start > num_encoded or row in self.missing:
-            missing = self.missing.get(row, set()) | set(range(num_encoded, start))
-            self.missing[row] = missing.difference(range(start, stop))
-        self.num_encoded[row] = max(num_encoded, stop)
 
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""

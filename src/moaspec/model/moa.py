@@ -76,14 +76,7 @@ class TargetEncoder(nn.Module):
         return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection.
-
-        Args:
-            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens.
-
-        Returns:
-            (B, T, E) in the encoder's dtype.
-        """
+        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are rotated."""
         return self.projection(self.mean_over_layers(kv_BTLK))
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
@@ -101,15 +94,7 @@ class TargetEncoder(nn.Module):
         return self.layer_self_attention.mean(x_MLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's key (rotated) and value of each verified token, all that drafting needs of it.
-
-        Args:
-            states_BTE: output of `aggregate`.
-            position_ids_BT: (B, T) int64, the tokens' own positions.
-
-        Returns:
-            Two tensors (B, C, T, D).
-        """
+        """CA's rotated keys, and values, (B, C, T, D) each, of what `aggregate` returned."""
         # Under mixed precision the projection's output has fewer bits than the norm's weight.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         normed_BTE = self.memory_norm(states_BTE)
@@ -147,24 +132,13 @@ class DraftDecoder(nn.Module):
     def run_self_attention(
         self, embeddings_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend
     ) -> Tensor:
-        """SA: depends on the tokens alone, so verified tokens never need recomputing.
-
-        Args:
-            cos_sin: output of `self_rope` for their positions.
-            attend: see `SelfAttend`.
-        """
+        """SA: depends on the tokens alone, so verified tokens never need recomputing."""
         if self.without_text:
             return embeddings_BTE
         return self.self_attention(embeddings_BTE, cos_sin, attend)
 
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
-        """CA: each token attends to the encoder's keys and values of verified tokens.
-
-        Args:
-            x_BTE: output of `run_self_attention`.
-            cos_sin: output of `cross_rope` for the tokens' positions.
-            attend: see `CrossAttend`.
-        """
+        """CA: each token attends to the encoder's keys and values of verified tokens."""
         return self.cross_attention(x_BTE, cos_sin, attend)
 
 
@@ -221,11 +195,7 @@ class MoADrafter(BlockTraining):
         return sum(p.numel() for p in self.parameters())
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E).
-
-        Raises:
-            ShapeError: the last axis is not this drafter's K.
-        """
+        """As `TargetEncoder.aggregate`; ShapeError where the last axis is not this drafter's K."""
         self._check_width(kv_BTLK)
         return self.encoder.aggregate(kv_BTLK)
 
@@ -249,11 +219,7 @@ class MoADrafter(BlockTraining):
         return states_BTE if adapter is None else adapter(states_BTE)
 
     def adapter(self, num_target_layers: int) -> ExitAdapter | None:
-        """The adapter of CA's output for this N, or None.
-
-        Raises:
-            ShapeError: the drafter has adapters, and none for this N.
-        """
+        """The adapter of CA's output for this N, or None; ShapeError if only others have one."""
         if not self.exits:
             return None
         if str(num_target_layers) not in self.exits:

@@ -36,10 +36,19 @@ class DeviceMoAProposer(FastMoAProposer, DeviceProposer):
         return ActivationLayout.of(config, codec, self.num_target_layers, self.target.head_dim)
 
     def place_activations(self, row: int, start: int, activations: Activations) -> None:
-        key_CTD, value_CTD, layers_2NHTD = activations
-        features = self._tensor(key_CTD)[None], self._tensor(value_CTD)[None]
-        layers = None if layers_2NHTD is None else self._tensor(layers_2NHTD)
-        self.place(row, start, features, None if layers is None else (layers[0], layers[1]))
+        key_1CTD, value_1CTD = (self._tensor(part)[None] for part in activations[:2])
+        stop = start + key_1CTD.shape[2]
+        self.memory.reserve(row + 1, stop)
+        self.memory.append(row, start, key_1CTD, value_1CTD)
+        if activations.layers_2NHTD is not None:
+            assert self.target_cache is not None, "there is one with N > 0"
+            self.target_cache.reserve(row + 1, stop)
+            self.target_cache.append(row, start, *self._tensor(activations.layers_2NHTD))
+        num_encoded = self.num_encoded.get(row, 0)
+        if start > num_encoded or row in self.missing:
+            missing = self.missing.get(row, set()) | set(range(num_encoded, start))
+            self.missing[row] = missing.difference(range(start, stop))
+        self.num_encoded[row] = max(num_encoded, stop)
 
     def _tensor(self, values: Floats) -> Tensor:
         return torch.from_numpy(values).to(dtype=self.target.dtype, device=self.device)
