@@ -129,11 +129,7 @@ class _FusedLinears:
         self._latest: tuple[Tensor, Tensor] | None = None
 
     def product(self, x: Tensor, *, last: bool) -> Tensor:
-        """All columns for this input; the very same tensor is multiplied once.
-
-        Args:
-            last: whether no other part will ask for this input, so that nothing need be kept.
-        """
+        """All columns for this input, multiplied once: it is kept until its `last` part."""
         # One assignment, one read: threads that share a target may compute twice, never mix.
         latest = self._latest
         if latest is None or latest[0] is not x:

@@ -33,11 +33,7 @@ ROWS = 2048  # outputs that are rounded at a time, to bound the memory that take
 
 
 def require_quantize(quantize: str, *, dtype: str, device: str) -> None:
-    """Refuse what cannot be done, before anything is loaded.
-
-    Raises:
-        InputError: an unknown kind, a device or dtype for which there is none, or no torchao.
-    """
+    """Refuse, before anything is loaded, what cannot be rounded here, by an InputError."""
     if quantize not in BITS:
         raise InputError(f"Unknown quantize={quantize!r}; choose one of {', '.join(BITS)}.")
     dtypes = DTYPES.get(torch.device(device).type)

@@ -129,11 +129,7 @@ class DeviceOptions:
         self.vault().hide("")  # refuses unknown phone regions
 
     def remote_options(self) -> RemoteOptions:
-        """How a session uses its link.
-
-        Raises:
-            InputError: see `RemoteOptions`.
-        """
+        """How a session uses its link; InputError as of `RemoteOptions`."""
         # Imported here, because gRPC is not needed by most commands; below for the same reason.
         from moaspec.remote.device.remote_session import RemoteOptions
 

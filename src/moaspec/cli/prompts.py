@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt, read from standard input if it is "-", or absent while input is piped.
-
-    Raises:
-        InputError: there is no prompt, or it is blank.
-    """
+    """The prompt, of standard input if it is "-" or piped; InputError where it is blank."""
     if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("There is no prompt; write one, or pipe one in.")
     if prompt is None or prompt == "-":

@@ -67,11 +67,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
-    """Lines that are not blank, uncompressed, without byte order mark.
-
-    Raises:
-        DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
-    """
+    """Uncompressed lines that are not blank; DataError for other than UTF-8, or one too long."""
     with _opened(path) as file:
         for number, line in enumerate(_lines(path, file), start=1):
             if number == 1:
@@ -210,12 +206,7 @@ def refuse(error: DataError) -> None:
 
 
 def require_sources(sources: Sequence[str]) -> None:
-    """Refuse sources that cannot be read at all, before a target is loaded for them.
-
-    Raises:
-        InputError: there are none, or the extra `hub` is not installed.
-        DataError: a file that does not exist.
-    """
+    """Refuse sources that cannot be read at all, by an InputError or a DataError."""
     if not sources:
         raise InputError("data must name at least one file.")
     for source in sources:

@@ -150,12 +150,7 @@ class KVCache:
 
 
 class KVWriter:
-    """Writes and reads the keys and values of one pass, layer by layer.
-
-    Args:
-        slots: rows and slots of the pass; kernels that run all layers use these alone.
-        num_tokens: T, slots written per row.
-    """
+    """Writes and reads the T keys and values of each row of a pass, layer by layer."""
 
     def __init__(self, data: Tensor, slots: Slots, num_tokens: int) -> None:
         self.slots = slots

@@ -98,12 +98,7 @@ class Pacer:
         self._window, self._window_delay = -1, 0.0
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """Time at which a packet arrives, on the caller's clock; None if it is lost.
-
-        Args:
-            now: time at which it is sent; must not decrease between calls.
-            num_bytes: size on the wire.
-        """
+        """When a packet that is sent at `now` (ascending) arrives; None if it is lost."""
         sent = max(now, self._free_at)
         if self.link.bits_per_s and sent - now > self.link.queue_s:
             return None
@@ -144,12 +139,7 @@ class Faults:
 
 
 class ShapedTransport:
-    """Wraps a transport.
-
-    Args:
-        link: delay, jitter, rate and loss of both directions.
-        faults: cut and mended by the caller.
-    """
+    """Delays, limits and loses what a transport carries, and cuts it with `faults`."""
 
     def __init__(self, inner: Transport, link: LinkProfile, faults: Faults | None = None) -> None:
         self._inner, self._link = inner, link

@@ -60,12 +60,7 @@ def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
 def sampler_params(
     sampling: SamplingParams, position: int, *, sharpness: float = 1.0
 ) -> SamplerParams:
-    """The settings and the position that determine a sampled token.
-
-    Args:
-        sampling: at a temperature above 0.
-        sharpness: what logits are multiplied with first.
-    """
+    """The settings and the position of a sampled token, logits multiplied with `sharpness`."""
     return SamplerParams(
         max(sampling.temperature, COLDEST) / sharpness,
         sampling.top_k,

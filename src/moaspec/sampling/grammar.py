@@ -86,11 +86,7 @@ class Grammars:
         return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stops)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
-        """A grammar for JSON texts that follow a schema.
-
-        Raises:
-            InputError: it is no JSON schema, or llguidance does not support a part of it.
-        """
+        """A grammar for JSON of a schema; InputError where llguidance does not support it."""
         if limits.too_deep(schema):
             raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
         try:

@@ -28,12 +28,7 @@ class PreparationPool:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result.
-
-        Raises:
-            BusyError: the client has too many requests waiting.
-            RequestError: the client disconnected first.
-        """
+        """Run `work` in a thread; BusyError if too many wait, RequestError if the client left."""
         return await unless_disconnected(request.receive, self.in_turn(client_of(request), work))
 
     async def in_turn(self, client: str, work: Callable[[], T]) -> T:

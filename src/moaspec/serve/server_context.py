@@ -131,12 +131,7 @@ class ServerContext:
         grammar: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> list[Job]:
-        """A job for every choice of every prompt.
-
-        Args:
-            max_tokens: limit of each choice, besides the rest of the context.
-            logprobs: number of alternatives to report; None reports no log-probabilities.
-        """
+        """A job for each choice of each prompt; `logprobs`: of how many alternatives."""
         sampling = self._sampling(body, logprobs)
         return [
             Job(

@@ -107,12 +107,7 @@ class HeadDeadline(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which lets running answers finish at shutdown.
-
-    Args:
-        source: decodes the requests. Closed after `grace_s`, which ends answers with an error.
-        grace_s: time that running answers have to finish.
-    """
+    """Uvicorn's server, which lets running answers finish for `grace_s` at shutdown."""
 
     def __init__(
         self,

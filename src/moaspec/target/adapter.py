@@ -23,11 +23,7 @@ _NO_PART = ("auto_mapping", _BASE, "inference_mode", "peft_version", "revision")
 
 
 def read_adapter(directory: str | Path) -> dict[str, Any]:
-    """The `adapter_config.json` of an adapter that can be merged.
-
-    Raises:
-        InputError: peft is not installed, or the directory holds no LoRA adapter in safetensors.
-    """
+    """The config of an adapter that can be merged; InputError for none, or without peft."""
     require("--adapter", "adapter")
     path = Path(directory)
     missing = [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]

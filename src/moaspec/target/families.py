@@ -38,12 +38,7 @@ _PLAIN_PARTS = {
 
 
 def require_supported(config: Any, name: str) -> None:
-    """Refuse a model of no family, and one that is unlike its family.
-
-    Raises:
-        UnsupportedTargetError: says why, and what is supported.
-        UnknownModelError: wrong rotary embeddings.
-    """
+    """Refuse a model of no family, or unlike its own, by an error that says what is supported."""
     families = ", ".join(SUPPORTED_FAMILIES)
     if not is_family(config):
         raise UnsupportedTargetError(

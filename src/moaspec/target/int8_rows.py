@@ -68,13 +68,7 @@ class Int8Embedding(_Int8Rows):
 
 
 class Int8Linear(_Int8Rows):
-    """A linear layer out of quantised rows.
-
-    Args:
-        rows_RI: (R, I) int8.
-        scale_R: (R,).
-        bias: (R,), or None.
-    """
+    """A linear layer of (R, I) int8 rows, their scales (R,), and a bias (R,) or None."""
 
     bias: Tensor | None
 

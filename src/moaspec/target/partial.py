@@ -211,11 +211,7 @@ def grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def fill_module(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Load a module's weights; linear layers whose weight has scales become `Int8Linear`.
-
-    Raises:
-        RuntimeError: names or shapes that are not the module's.
-    """
+    """Load a module's weights, linear ones with scales as `Int8Linear`; RuntimeError for others."""
     state = dict(state)
     for name in [name for name in state if name.endswith(SCALE)]:
         path = name.removesuffix(f".weight{SCALE}")

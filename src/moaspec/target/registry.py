@@ -78,11 +78,7 @@ def read_target(
 def read_skeleton(
     name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
 ) -> Target:
-    """Read a target without its weights: its model lies on the meta device.
-
-    Raises:
-        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
-    """
+    """Read a target whose model lies on the meta device; errors as of `moaspec.load_target`."""
     require_dtype(dtype)
     name = str(name)
     with _faults_named(name) as source:
@@ -310,12 +306,7 @@ def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
 
 
 def find_weights(name: str) -> str:
-    """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
-
-    Raises:
-        UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
-            or a GGUF that cannot be read.
-    """
+    """Directory or hub id of a target's weights, as libraries load it; else UnknownModelError."""
     alias = ALIASES.get(name)
     if alias is None:
         return _found(name)

@@ -22,11 +22,7 @@ FACTS_FILE = "state.json"
 
 
 class StateFiles:
-    """The saved states of one run.
-
-    Args:
-        shard_bytes: largest file; 0 for no limit. Larger tensors are split along their first axis.
-    """
+    """The saved states of one run, in files of `shard_bytes` at most; 0 for no limit."""
 
     def __init__(self, directory: Path, shard_bytes: int = 0) -> None:
         self.directory, self._shard_bytes = directory, shard_bytes

@@ -99,11 +99,7 @@ def verifies_sampled_drafts(device: Any) -> bool:
 
 
 def require(owner: Any, path: str, *, owner_name: str | None = None) -> Any:
-    """The attribute at a dotted path; messages call the owner by its class unless it has a name.
-
-    Raises:
-        ServingError: it does not exist.
-    """
+    """The attribute at a dotted path; ServingError, which names the owner, where it is none."""
     found = owner
     for name in path.split("."):
         if not hasattr(found, name):

@@ -133,11 +133,7 @@ def supported() -> list[str]:
 
 
 def _wanted() -> list[str]:
-    """What to compile for, the fastest first.
-
-    Raises:
-        _UnavailableError: this CPU has none of `INSTRUCTIONS`, or they are not wanted.
-    """
+    """What to compile for, the fastest first; _UnavailableError where there is nothing."""
     asked = os.environ.get(SWITCH, "").lower()
     if asked in OFF:
         raise _UnavailableError(f"{SWITCH} is off")

@@ -114,12 +114,7 @@ class Matrix:
         return weight_OI[: self.outputs]
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:
-        """The product of x and the transposed weight, plus the bias, (..., O).
-
-        Args:
-            x: (..., I) bf16.
-            single: leave the sums in float32 instead of rounding them to bf16.
-        """
+        """x (..., I) bf16 by the transposed weight, plus bias, (..., O); `single`: in float32."""
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
         x = x.contiguous()

@@ -39,11 +39,7 @@ class QuantizedWeight:
         return (scale_ON1 * self.codes_ONI + zero_ON1).float().flatten(1).bfloat16()
 
     def panels(self, *, by_output: bool = False) -> Tensor:
-        """(P, N, bytes of a block) uint8.
-
-        Args:
-            by_output: 4-bit codes in the order of `amx_gemm.h` instead of `quantized_blocks.h`.
-        """
+        """(P, N, bytes of a block) uint8; `by_output`: 4-bit codes as in `amx_gemm.h`."""
         facts = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
         facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)
         if by_output:

@@ -23,12 +23,7 @@ TAKEN_BACK = " ⟲ "
 
 
 class ServerChat(ChatLoop):
-    """A conversation that the server of this URL answers.
-
-    Raises:
-        InputError: the packages of the extra are missing.
-        ServerError: no such server.
-    """
+    """A conversation with the server of this URL; ServerError where none answers."""
 
     def __init__(self, url: str, settings: GenerateOptions, system: str | None = None) -> None:
         super().__init__(settings, system)

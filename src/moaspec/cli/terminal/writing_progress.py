@@ -51,11 +51,7 @@ class WritingProgress(ProgressBar):
         return f"{speed}, {self._note}" if self._note else speed
 
     def add(self, tokens: int, finished: int, *, done: int | None = None) -> None:
-        """Count tokens and finished conversations, and raise if the run shall stop.
-
-        Args:
-            done: units of the bar in all; None: each conversation is one more.
-        """
+        """Count tokens and conversations (`done`: units in all); raise if the run shall stop."""
         self._tokens += tokens
         self._finished += finished
         self.update(int(self.task.completed) + finished if done is None else done, self._text())

@@ -43,12 +43,7 @@ def json_type(value: Any) -> str:
 
 
 def typed(text: str, types: frozenset[str]) -> Any:
-    """A text as a value of one of these types; the text itself where it is of none of them.
-
-    Args:
-        text: JSON, one of Python's constants, or a plain text.
-        types: of JSON schema.
-    """
+    """A text (JSON, a constant of Python, or plain) as a value of a JSON type, or as it is."""
     if types == {"string"}:
         return text
     word = text.strip()

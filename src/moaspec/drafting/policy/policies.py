@@ -351,12 +351,7 @@ class NgramBranchPolicy(DraftPolicy):
 
 
 class _Rate:
-    """A ratio that starts from an expectation and follows what is counted.
-
-    Args:
-        expected: to start from.
-        rounds: that it counts for.
-    """
+    """A ratio that starts as expected, for some rounds, and follows what is counted."""
 
     def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
         self._expected, self._rounds = expected, rounds

@@ -57,11 +57,7 @@ def passes(
 
 
 def isolation(*, unsafe: bool = False) -> str:
-    """The sandbox of this system: `bwrap`, `namespaces`, or `none` if `unsafe` is set.
-
-    Raises:
-        InputError: this system has no sandbox, and `unsafe` is not set.
-    """
+    """The sandbox here: `bwrap`, `namespaces`, or `none` if `unsafe` is set; else InputError."""
     found = _isolation()
     if found is not None:
         return found

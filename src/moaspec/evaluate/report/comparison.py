@@ -170,13 +170,7 @@ def tau_interval(method: Facts) -> Interval | None:
 def interval(
     rows_PC: Array, conversations: Sequence[Hashable], figure: Callable[[Array], Array]
 ) -> Interval:
-    """A figure of summed rows, with a percentile bootstrap over conversations.
-
-    Args:
-        rows_PC: one row per prompt.
-        conversations: the key of each prompt's conversation.
-        figure: from sums (..., C) to (...).
-    """
+    """A figure (..., C) -> (...) of summed rows, one per prompt, with a bootstrap interval."""
     index_P = numbered(conversations)
     rows_TC = np.zeros((index_P.max() + 1, rows_PC.shape[1]))
     np.add.at(rows_TC, index_P, rows_PC)

@@ -136,11 +136,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
 
 @contextmanager
 def consistent(directory: str | Path) -> Iterator[None]:
-    """Whatever does not fit together in a checkpoint, as one error that says where it is.
-
-    Raises:
-        CorruptCheckpointError: tensors are missing or odd, sizes or settings impossible.
-    """
+    """What does not fit together in a checkpoint, as a CorruptCheckpointError that says where."""
     try:
         yield
     except _INCONSISTENCIES as error:

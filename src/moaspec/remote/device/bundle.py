@@ -85,11 +85,7 @@ class DeviceBundle(Device):
         self.fingerprint = self.info.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> Proposer:
-        """Make a drafter with caches of its own.
-
-        Raises:
-            InputError: the drafter has no such N, or the bundle too few layers.
-        """
+        """Make a drafter with caches of its own; InputError for an N that it lacks."""
         if (num_target_layers or 0) > self.info.num_target_layers:
             raise InputError(
                 f"num_target_layers={num_target_layers}: this bundle holds "
@@ -220,12 +216,7 @@ def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tenso
 
 
 def read_bundle_info(directory: str | Path) -> BundleInfo:
-    """Read the metadata of a bundle, without its weights.
-
-    Raises:
-        CheckpointError: no bundle, or another version of the format.
-        CorruptCheckpointError: the config is damaged.
-    """
+    """Read a bundle's metadata; CheckpointError for none, a damaged one or another version."""
     if is_onnx_bundle(directory):
         raise CheckpointError(
             f"{directory} is an ONNX bundle, for devices without PyTorch. Export it again without "
@@ -322,11 +313,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
 
 
 def _target_config(directory: Path, info: BundleInfo) -> Any:
-    """The target's config.
-
-    Raises:
-        CorruptCheckpointError: it has not as many layers as the bundle says, or too many.
-    """
+    """The target's config; CorruptCheckpointError where its layers are not the bundle's."""
     # Before transformers reads it: some families make a list of all layers.
     raw = read_config(directory)
     num_layers = raw.get("num_hidden_layers")

@@ -168,11 +168,7 @@ class DeviceActivations:
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
     def place(self, start: int, data: bytes, count: int) -> None:
-        """Take over `count` records, the first of position `start`.
-
-        Raises:
-            WireError: `data` has not the size of `count` records.
-        """
+        """Take over `count` records from position `start` on; WireError for other sizes."""
         activations = self._layout.decode(data, count)
         if self._store is not None:
             self._keep(start, np.frombuffer(data, np.uint8).reshape(count, -1))

@@ -122,12 +122,7 @@ class DeviceTokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation.
-
-        Raises:
-            TemplateError: the template refuses it.
-            ValueError: the last message is to be continued, and the template does not write it.
-        """
+        """Render a conversation; TemplateError or ValueError if it cannot."""
         assert not tokenize, "`ChatTemplate` encodes the text"
         messages = [dict(message) for message in conversation]
         if continue_final_message:

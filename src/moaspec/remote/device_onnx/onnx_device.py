@@ -21,11 +21,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class BundledTarget:
-    """What a bundle says of its target; see `DeviceTarget`.
-
-    Raises:
-        CorruptCheckpointError: the bundle records no target, or its tokenizer cannot be read.
-    """
+    """What a bundle says of its target; CorruptCheckpointError where it says nothing."""
 
     rope_switches: tuple[int, ...] = ()
 

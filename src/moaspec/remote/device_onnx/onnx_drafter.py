@@ -83,11 +83,7 @@ class OnnxDrafter:
         return Drafts(ids.numpy().copy(), log_q.numpy().copy())
 
     def place(self, start: int, key_CTD: Floats, value_CTD: Floats) -> None:
-        """Store CA's keys and values of verified tokens from position `start` on, in any order.
-
-        Raises:
-            InputError: no tokens, or positions that the target does not have.
-        """
+        """Store CA's keys and values from `start` on, in any order; else InputError."""
         stop = start + key_CTD.shape[1]
         self._reach(start, stop)
         for name, new in zip(MEMORY, (key_CTD, value_CTD), strict=True):

@@ -41,11 +41,7 @@ class Matrix:
 
 
 class GraphBuilder:
-    """Collects nodes and initializers; methods return names of tensors.
-
-    Args:
-        weights: how matrices are stored and multiplied.
-    """
+    """Collects nodes and initializers (`weights`: their bits); methods name tensors."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -74,12 +70,7 @@ class GraphBuilder:
         return name
 
     def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
-        """Store a matrix in this graph's bits.
-
-        Args:
-            weight_RI: the matrix.
-            fine: keep four bits more than the eight of "int8", see `Matrix.rest`.
-        """
+        """Store a matrix in this graph's bits, or four more of int8, see `Matrix.rest`."""
         num_rows, num_inputs = weight_RI.shape
         if self.weights == "float32":
             return Matrix(self.constant(weight_RI.T), "", num_inputs, num_rows)

@@ -71,12 +71,7 @@ class Admission:
 
     @asynccontextmanager
     async def open_call(self, address: str) -> AsyncIterator[None]:
-        """Admit a call that needs no credentials.
-
-        Raises:
-            NoRoomError: too many of them at the same time.
-            LinkError: the call has lasted for too long.
-        """
+        """Admit a call that needs no credentials; NoRoomError where there are too many."""
         with self._open_here.one(address), self._open.one(""):
             try:
                 async with asyncio.timeout(limits.MAX_OPEN_CALL_S):

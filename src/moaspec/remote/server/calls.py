@@ -42,11 +42,6 @@ CALLS: dict[str, Call] = {"Describe": _describe, "Converse": _converse, "Generat
 
 
 async def _request(connection: Connection) -> bytes:
-    """The request of a call that has one.
-
-    Raises:
-        LateRequestError: it did not arrive in time.
-        LinkError: the client ended the call.
-    """
+    """The request of a call that has one; LateRequestError or LinkError without."""
     async with request_deadline():
         return await connection.receive()

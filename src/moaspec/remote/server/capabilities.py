@@ -80,12 +80,7 @@ class Capabilities:
         )
 
     def opening(self, message: pb.ClientMessage) -> TurnRequest:
-        """Check a request for a turn; `with_grammar` compiles its grammar later.
-
-        Raises:
-            WireError: values out of range.
-            RefusedError: another target, drafter or protocol than the server's.
-        """
+        """Check a request for a turn, its grammar later; WireError or RefusedError."""
         asked = message.open
         if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
@@ -108,11 +103,7 @@ class Capabilities:
         )
 
     def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check a text, which must leave room for another token.
-
-        Raises:
-            WireError: the text is empty or too long, or an id is outside the vocabulary.
-        """
+        """Check a text, which must leave room for a token; else WireError."""
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
     async def with_grammar(

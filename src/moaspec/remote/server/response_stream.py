@@ -73,11 +73,7 @@ class ResponseStream:
                 await self._idle.wait()
 
     async def run(self) -> None:
-        """Send until cancelled.
-
-        Raises:
-            LinkError: the connection broke, or the device does not read.
-        """
+        """Send until cancelled; LinkError where the device does not read."""
         while True:
             frame = self._next()
             if frame is None:

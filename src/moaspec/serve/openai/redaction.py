@@ -87,11 +87,7 @@ class RequestRedactor:
             )
 
     def check_answer(self, *, logprobs: bool, stop: Sequence[str]) -> None:
-        """Refuse options that do not work with placeholders.
-
-        Raises:
-            RequestError: log-probabilities, or a stop string that is part of a placeholder.
-        """
+        """RequestError for log-probabilities, or stop strings inside of placeholders."""
         if self._vault is None or not self.hides:
             return
         if logprobs:
@@ -116,12 +112,7 @@ class RequestRedactor:
 
 
 class AnswerRestorer:
-    """Restores an answer that arrives in pieces. A placeholder may span several pieces.
-
-    Args:
-        vault: maps placeholders to private texts; None restores nothing.
-        write: formats a private text for the answer.
-    """
+    """Restores an answer that arrives in pieces, of which several may share a placeholder."""
 
     def __init__(self, vault: Vault | None, write: Callable[[str], str]) -> None:
         self._vault, self._write = vault, write

@@ -125,12 +125,7 @@ class EngineWorker:
         return Load(active, max(self._places.taken - active, 0))
 
     def submit(self, batch: Sequence[QueuedJob]) -> None:
-        """Accept all of these jobs or none.
-
-        Raises:
-            BusyError: too many jobs wait already.
-            InputError: a job needs more than the whole cache.
-        """
+        """Accept all of these jobs, or BusyError; InputError for too large ones."""
         for queued in batch:
             if not self._fits(1, queued.slots):
                 raise InputError(

@@ -30,11 +30,7 @@ LAST = frozenset({"out_proj", "o_proj"})
 
 
 class HybridCache(PassCache):
-    """A `PassCache` with the steps of the pass, which the writer of keys and values carries.
-
-    Attributes:
-        steps: None where the pass holds whole texts, as in training.
-    """
+    """A `PassCache` with the steps of the pass, None where it holds whole texts."""
 
     def __init__(self, write: WriteKV, shape: KVShape | None, num_visible: int) -> None:
         super().__init__(write, shape, num_visible)

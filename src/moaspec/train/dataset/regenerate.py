@@ -232,12 +232,7 @@ def read_answer(
     tools: Sequence[Mapping[str, Any]],
     stop_token_ids: Collection[int],
 ) -> Message:
-    """An assistant's message, with the calls in it; they have no ids yet.
-
-    Args:
-        tools: that it was told of, of the normal form.
-        stop_token_ids: ids that end a turn; they are no text.
-    """
+    """An assistant's message with calls of these tools, without ids, and no stop tokens."""
     tokenizer: Any = template.tokenizer
     if not tools:
         text = tokenizer.decode(token_ids, skip_special_tokens=True)

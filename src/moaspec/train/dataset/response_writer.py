@@ -92,12 +92,7 @@ class Writer(Protocol):
 
 
 class ResponseWriter:
-    """Decodes groups of conversations with one target.
-
-    Args:
-        drafter: for speculative decoding; None decodes plainly.
-        stop_token_ids: ids that end a turn; None takes the target's own.
-    """
+    """Decodes groups of conversations with one target, with a drafter or plainly."""
 
     def __init__(
         self,

@@ -62,12 +62,7 @@ def _log_probabilities(
 
 
 def _round_begins(log_T: list[float], loss_T: list[bool]) -> list[bool]:
-    """Mark the tokens behind those at which a simulated round ends.
-
-    Args:
-        log_T: log-probability that the query at each token drafts the next one.
-        loss_T: whether the token has such a query.
-    """
+    """Mark tokens behind ends of simulated rounds, by log-probabilities of drafts."""
     begins, total, step = [False] * len(log_T), 0.0, 0
     for i, (log_probability, has_loss) in enumerate(zip(log_T, loss_T, strict=True)):
         if not has_loss:  # A prompt, or the end of a response.
