@@ -114,7 +114,7 @@ class Matrix:
         return weight_OI[: self.outputs]
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:
-        """x (..., I) bf16 by the transposed weight, plus bias, (..., O); `single`: in float32."""
+        """X (..., I) bf16 by the transposed weight, plus bias, (..., O); `single`: in float32."""
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
         x = x.contiguous()

@@ -104,7 +104,7 @@ def _difference(read: DrafterConfig, meant: DrafterConfig, form: Form) -> str | 
 
 
 def recorded(drafter: MoADrafter, target: TargetIdentity, num_target_layers: int) -> MoADrafter:
-    """The drafter with target and N in its config, if it has neither; ShapeError for N below 0."""
+    """The drafter with target and N in its config, if it was published; ShapeError for N < 0."""
     if drafter.config.target is None:
         drafter.config = dataclasses.replace(
             drafter.config, target=target, num_target_layers=(num_target_layers,)

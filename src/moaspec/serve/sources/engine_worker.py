@@ -125,7 +125,7 @@ class EngineWorker:
         return Load(active, max(self._places.taken - active, 0))
 
     def submit(self, batch: Sequence[QueuedJob]) -> None:
-        """Accept all of these jobs, or BusyError; InputError for too large ones."""
+        """Accept all jobs or none; BusyError for too many, InputError for too large ones."""
         for queued in batch:
             if not self._fits(1, queued.slots):
                 raise InputError(
