@@ -132,7 +132,11 @@ def make_plan(
     Raises:
         InputError, ShapeError: the run cannot be trained; the message says why.
     """
-    _check(target, config, examples, processes)
+    # What would fail after the target is loaded.
+    config.require_vocabulary(target)
+    config.require_processes(processes)
+    if examples:
+        config.require_enough(len(examples))
     module = _drafter(target, config, examples)
     if config.warm_start and not config.initial and isinstance(module, MoADrafter):
         first_layer_weights(target, module)
@@ -177,20 +181,6 @@ def expected_tau(loss_tokens: int) -> str:
     if loss_tokens > tokens[-1]:
         return f"above {taus[-1]}"
     return f"{np.interp(math.log(loss_tokens), np.log(tokens), taus):.1f}"
-
-
-def _check(
-    target: Target, config: TrainConfig, examples: Sequence[Example], processes: int
-) -> None:
-    """Refuse what would fail after the target is loaded."""
-    if config.sizes.draft_vocab > target.vocab_size:
-        raise InputError(
-            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
-            f"{target.vocab_size} tokens; 0 keeps them all."
-        )
-    if examples:
-        config.require_enough(len(examples))
-    config.require_processes(processes)
 
 
 def _drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:

@@ -257,6 +257,14 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
+    def require_vocabulary(self, target: TargetBase) -> None:
+        """Raise InputError where the target has fewer tokens than the draft vocabulary."""
+        if self.sizes.draft_vocab > target.vocab_size:
+            raise InputError(
+                f"sizes.draft_vocab={self.sizes.draft_vocab}: {target.name} has "
+                f"{target.vocab_size} tokens; 0 keeps them all."
+            )
+
     def require_enough(self, num_examples: int) -> None:
         """Raise InputError where no example is left to train on."""
         if num_examples <= self.held_out:

@@ -212,11 +212,7 @@ class MoAStudent(Student):
         counted: Sequence[Example],
         output: Path,
     ) -> None:
-        if config.sizes.draft_vocab > target.vocab_size:
-            raise InputError(
-                f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
-                f"{target.vocab_size} tokens; 0 keeps them all."
-            )
+        config.require_vocabulary(target)
         self._former_n: int | None = None
         if config.initial:
             module, self._former_n = load_initial_drafter(target, config, counted)
