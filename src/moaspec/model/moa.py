@@ -94,7 +94,7 @@ class TargetEncoder(nn.Module):
         return self.layer_self_attention.mean(x_MLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's rotated keys, and values, (B, C, T, D) each, of what `aggregate` returned."""
+        """CA's rotated keys, and values, (B, C, T, D) each, at these int64 positions."""
         # Under mixed precision the projection's output has fewer bits than the norm's weight.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         normed_BTE = self.memory_norm(states_BTE)

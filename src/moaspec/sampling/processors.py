@@ -31,7 +31,7 @@ class Prefix:
 
 
 def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
-    """Logits after bias, penalties, rules and processors; InputError where no token is left."""
+    """Logits after bias, penalties and rules; InputError for no token left, or another shape."""
     sampling = prefix.sampling
     if not sampling.changes_logits:
         return logits_V

@@ -45,7 +45,7 @@ class CustomProposer:
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
     def capture(self, target: Any, *, may_hold: bool = False) -> VLLMCapture:
-        """Capture the target's keys and values, before the drafter adds its layers."""
+        """Capture keys and values before the drafter adds its layers; ServingError if it cannot."""
         config = self.vllm_config
         found = get_layers_from_vllm_config(config, Attention)
         layers = [found[name] for name in sorted(found, key=extract_layer_index)]

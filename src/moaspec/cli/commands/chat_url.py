@@ -23,7 +23,7 @@ TAKEN_BACK = " ⟲ "
 
 
 class ServerChat(ChatLoop):
-    """A conversation with the server of this URL; ServerError where none answers."""
+    """A conversation with a server; ServerError for none, InputError without the extra."""
 
     def __init__(self, url: str, settings: GenerateOptions, system: str | None = None) -> None:
         super().__init__(settings, system)

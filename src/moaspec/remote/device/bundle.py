@@ -85,7 +85,7 @@ class DeviceBundle(Device):
         self.fingerprint = self.info.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> Proposer:
-        """Make a drafter with caches of its own; InputError for an N that it lacks."""
+        """Make a drafter with its own caches; InputError for an N that it or the bundle lacks."""
         if (num_target_layers or 0) > self.info.num_target_layers:
             raise InputError(
                 f"num_target_layers={num_target_layers}: this bundle holds "

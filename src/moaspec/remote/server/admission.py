@@ -71,7 +71,7 @@ class Admission:
 
     @asynccontextmanager
     async def open_call(self, address: str) -> AsyncIterator[None]:
-        """Admit a call that needs no credentials; NoRoomError where there are too many."""
+        """Admit a call without credentials; NoRoomError for too many, LinkError for too long."""
         with self._open_here.one(address), self._open.one(""):
             try:
                 async with asyncio.timeout(limits.MAX_OPEN_CALL_S):
