@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.options import MODEL, Json, Model, with_groups
+from moaspec.cli.options import MODEL, Json, Model, TopP, with_groups
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
@@ -44,12 +44,6 @@ Sources = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the likeliest tokens with this total probability; default: the model's."
-    ),
-]
 Skip = Annotated[
     bool, typer.Option("--skip-malformed", help="Skip malformed rows, and count them.")
 ]

@@ -91,8 +91,11 @@ def describe(directory: Path) -> dict[str, Any]:
     config, tensors = read_whole(directory)
     draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     ours = config.get(SECTION) or config.get(BASELINE) or {}
+    form = "moaspec" if SECTION in config else "published"
+    if BASELINE in config:
+        form = f"baseline ({config[BASELINE]['kind']})"
     return {
-        "format": _format(config),
+        "format": form,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "dtype": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
         "bytes": sum(file.stat().st_size for file in directory.glob("*.safetensors")),
@@ -101,15 +104,6 @@ def describe(directory: Path) -> dict[str, Any]:
         "target": ours.get("target") or "not recorded",
         "training": config.get("training", {}),
     }
-
-
-def _format(config: Mapping[str, Any]) -> str:
-    from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
-    from moaspec.model.checkpoint.moa_config import SECTION
-
-    if BASELINE in config:
-        return f"baseline ({config[BASELINE]['kind']})"
-    return "moaspec" if SECTION in config else "published"
 
 
 def _describe_any(directory: Path) -> dict[str, Any]:
