@@ -286,7 +286,7 @@ class FastTargetEncoder(TargetEncoder):
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
             return super().encode(kv_BTLK, position_ids_BT)
         heads_NXD = self.in_one_call.run(
-            kv_BTLK.flatten(0, 1),
+            self.folded(kv_BTLK, position_ids_BT).flatten(0, 1),
             self.layer_rope.along(0, kv_BTLK.shape[2]),
             _contiguous(self.memory_rope(position_ids_BT)),
         )

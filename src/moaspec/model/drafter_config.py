@@ -91,6 +91,8 @@ class DrafterConfig:
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context length, which some scalings need.
+        trained_positions: LSA reads a key of position p as that of p % trained_positions (see
+            `FoldedPositions`); usually the length of the longest texts of its training. 0: as it is.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
             an exit: CA's output leaves the drafter there and enters the target's last N layers.
         adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see
@@ -114,6 +116,7 @@ class DrafterConfig:
     rope_theta: float = 10000.0
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int = 2048
+    trained_positions: int = 0
     num_target_layers: tuple[int, ...] = (0,)
     adapter: bool = False
     target: TargetIdentity | None = None
@@ -138,6 +141,10 @@ class DrafterConfig:
         if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
             shown = f"{str(numbers)[:80]}"
             raise ShapeError(f"num_target_layers must be integers >= 0, got {shown}.")
+        if not isinstance(self.trained_positions, int) or self.trained_positions < 0:
+            raise ShapeError(
+                f"trained_positions must be an integer >= 0, got {self.trained_positions!r}."
+            )
         self._check_acceptance()
         for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings"):
             value = getattr(self, name)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from moaspec.errors import ShapeError
 from moaspec.model.drafter_config import DrafterConfig
+from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.layers import (
     CosSin,
     CrossAttend,
@@ -65,6 +66,7 @@ class TargetEncoder(nn.Module):
         lsa, ca = config.layer_self_attention, config.cross_attention
         self.layer_self_attention = DecoderLayer(lsa, eps=eps, hidden_act=config.hidden_act)
         self.last_layer_only = "lsa" in config.without
+        self.fold = FoldedPositions(config) if config.trained_positions else None
         self.layer_rope = Rope.plain(lsa.head_dim, config.rope_theta)
         self.projection = nn.Linear(config.kv_size, config.hidden_size)
         self.memory_norm = nn.RMSNorm(config.hidden_size, eps=eps)
@@ -73,10 +75,15 @@ class TargetEncoder(nn.Module):
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
-        return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
+        states_BTE = self.aggregate(self.folded(kv_BTLK, position_ids_BT))
+        return self.project_kv(states_BTE, position_ids_BT)
+
+    def folded(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> Tensor:
+        """The same, with keys at positions that LSA was trained on."""
+        return kv_BTLK if self.fold is None else self.fold(kv_BTLK, position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are rotated."""
+        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are as `folded`."""
         return self.projection(self.mean_over_layers(kv_BTLK))
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:

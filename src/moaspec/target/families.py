@@ -83,8 +83,15 @@ def layer_types(config: Any) -> tuple[str, ...]:
 
 def has_plain_inputs(config: Any) -> bool:
     """Whether all layers have full attention, and rotary embeddings by position alone."""
+    return set(layer_types(config)) == {FULL} and keys_rotate_alike(config)
+
+
+def keys_rotate_alike(config: Any) -> bool:
+    """Whether the keys of all layers have the same rotary embeddings, by position alone."""
+    if not is_family(config):
+        return False
     kinds = [parameters["rope_type"] for parameters in rope_by_type(config).values()]
-    return set(layer_types(config)) == {FULL} and len(kinds) == 1 and kinds[0] in BY_POSITION
+    return len(kinds) == 1 and kinds[0] in BY_POSITION
 
 
 def rope_by_type(config: Any) -> dict[str | None, dict[str, Any]]:

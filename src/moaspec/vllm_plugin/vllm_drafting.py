@@ -62,9 +62,8 @@ class PagedDrafter:
         verified = self._verified(lengths_R)
         position_1N, ids_N = runner.positions[verified][None], runner.input_ids.gpu[verified]
         read_NLK = parts.capture.read(verified, tensor_model_parallel_all_gather)
-        states_1NE = parts.drafter.aggregate(read_NLK[None])
         slots_N = self._cross_group.slots(verified)
-        parts.cross_attention.write(*parts.drafter.project_kv(states_1NE, position_1N), slots_N)
+        parts.cross_attention.write(*parts.drafter.encode(read_NLK[None], position_1N), slots_N)
         decoder, embeddings_1NE = parts.drafter.decoder, parts.embed(ids_N)[None]
         if self._self_group is not self._cross_group:
             slots_N = self._self_group.slots(verified)

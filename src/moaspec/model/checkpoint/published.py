@@ -18,7 +18,9 @@ from moaspec.model.drafter_config import DrafterConfig, TargetIdentity, activati
 from moaspec.model.moa import MoADrafter
 
 Form = Literal["raw", "vllm"]
-_NOT_SIZES = {"num_target_layers", "target", "acceptance", "further_acceptance"}
+_NOT_SIZES = {
+    *("num_target_layers", "target", "acceptance", "further_acceptance", "trained_positions"),
+}
 """What published checkpoints never record."""
 
 

@@ -20,8 +20,10 @@ from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
+from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import TargetPass, positions
+from moaspec.target.families import keys_rotate_alike
 from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
@@ -120,6 +122,8 @@ def unfilled_drafter(
     """Build a drafter of the kind `config.drafter`, with weights as PyTorch leaves them."""
     if config.drafter == "moa":
         shape = drafter_config(target, config.sizes, config.num_target_layers)
+        if keys_rotate_alike(target.config):
+            shape = dataclasses.replace(shape, trained_positions=config.max_length)
         return MoADrafter(shape, vocabulary)
     return KINDS[config.drafter](stack_config(target, config), vocabulary)
 
@@ -157,6 +161,10 @@ def load_initial_drafter(
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
         drafter = grown
     drafter.config = dataclasses.replace(drafter.config, target=target.identity)
+    trained = drafter.config.trained_positions
+    if trained and config.frozen_lsa < 1.0 and config.max_length > trained:
+        drafter.config = dataclasses.replace(drafter.config, trained_positions=config.max_length)
+        drafter.encoder.fold = FoldedPositions(drafter.config)
     _grow_vocabulary(drafter, config, examples)
     drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
     return drafter, had[0] if grows else None
