@@ -7,6 +7,7 @@ as kernels attend from at once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
 from tiny import PROMPTS, kernel_target, random_drafter
@@ -285,6 +287,21 @@ def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -
     positions_1T = torch.arange(7, 7 + tokens)[None]
     with torch.inference_mode():
         expected = module.project_kv(module.aggregate(kv_1TLK), positions_1T)
+        for got, wanted in zip(module.encode(kv_1TLK, positions_1T), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_encoding_in_one_call_folds_positions() -> None:
+    target, drafter = parts("llama")
+    folding = MoADrafter(dataclasses.replace(drafter.config, trained_positions=16))
+    folding.load_state_dict(drafter.state_dict())
+    module = FastMoAProposer(folding.bfloat16().eval(), target).module
+    assert module.encoder.in_one_call is not None
+    size = (1, 9, target.num_layers, target.identity.kv_size)
+    kv_1TLK, positions_1T = torch.randn(size).bfloat16(), torch.arange(30, 39)[None]
+    with torch.inference_mode():
+        folded_1TLK = FoldedPositions(folding.config)(kv_1TLK, positions_1T)
+        expected = module.project_kv(module.aggregate(folded_1TLK), positions_1T)
         for got, wanted in zip(module.encode(kv_1TLK, positions_1T), expected, strict=True):
             assert torch.equal(got, wanted)
 

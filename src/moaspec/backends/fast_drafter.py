@@ -285,8 +285,9 @@ class FastTargetEncoder(TargetEncoder):
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
             return super().encode(kv_BTLK, position_ids_BT)
+        kv_BTLK = self.fold(kv_BTLK, position_ids_BT) if self.fold else kv_BTLK
         heads_NXD = self.in_one_call.run(
-            self.folded(kv_BTLK, position_ids_BT).flatten(0, 1),
+            kv_BTLK.flatten(0, 1),
             self.layer_rope.along(0, kv_BTLK.shape[2]),
             _contiguous(self.memory_rope(position_ids_BT)),
         )

@@ -96,11 +96,13 @@ class FastMoAProposer(MoAProposer):
         """The drafts of one request; SA has processed the tokens before `start`."""
         decoder, root = self.module.decoder, len(row.token_ids) - 1
         num_encoded = self.num_encoded.get(row.cache_row, 0)
+        hidden = self.first_encoded.get(row.cache_row, 0)
         # Reused layers also need the tokens without features.
         first = root if parts.last is None else max(start, min(num_encoded, root))
         stop = root + shape.depth
         text = Slots(self.text_cache.data, [row.cache_row], [start], root + 1)
-        memory = Slots(self.memory.data, [row.cache_row], [0], num_encoded)
+        memory_data = self.memory.data[..., hidden:, :]
+        memory = Slots(memory_data, [row.cache_row], [0], num_encoded - hidden)
         drafts = draft_tree(
             row.token_ids[start:],
             shape.depth,

@@ -1,8 +1,5 @@
 """Drafting with a Mixture-of-Attentions drafter, in plain PyTorch.
 
-SA is the drafter's self-attention over the text and the drafts. CA is its cross-attention over the
-encoder's output for verified tokens. "N > 0" is about the N last target layers, which drafts pass.
-
 Legend: B requests, T new tokens, N verified tokens of all requests, L target layers, K one layer's
 key and value, W nodes of a level, S visible slots, E hidden size, C CA's KV heads.
 """
@@ -15,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from moaspec.drafting.ablated_memory import memory_with_drafts
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
+from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask
 from moaspec.drafting.proposer_checks import check_num_target_layers, check_place
 from moaspec.drafting.protocols import Features, Need, RequestText
 from moaspec.drafting.reused_layers import fill_reused_layers, run_reused_layers
@@ -28,7 +26,7 @@ from moaspec.target.target import Target
 
 
 class MoAProposer(TreeProposer):
-    """Drafts with SA over the text and CA over the encoder's output for verified tokens.
+    """Drafts with SA over text and drafts, and CA over the encoder's output for verified tokens.
 
     With N > 0 the last N layers of the target process the drafts, too. Their keys and values go
     into the target's own cache behind the root, where the verification overwrites them.
@@ -37,9 +35,9 @@ class MoAProposer(TreeProposer):
         num_target_layers: N; None takes the first of the checkpoint's list.
 
     Attributes:
-        target_cache: keys and values of the target's last layers.
         memory: CA's keys and values.
         num_encoded: by cache row, tokens up to the last one that `memory` holds.
+        first_encoded: by cache row, the first token that it holds, if it is not 0.
         missing: by cache row, positions among these that `memory` does not hold yet, as on devices.
 
     Raises:
@@ -64,7 +62,9 @@ class MoAProposer(TreeProposer):
         self.num_target_layers = layers
         self.target_cache: KVCache | None = None
         self.memory = KVCache.of(target, config.cross_attention)
+        self.prompt_window = config.prompt_window
         self.num_encoded: dict[int, int] = {}
+        self.first_encoded: dict[int, int] = {}
         self.missing: dict[int, set[int]] = {}
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
@@ -78,14 +78,19 @@ class MoAProposer(TreeProposer):
     def encode(
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
-        """CA's keys and values of N verified tokens, split by request: pairs of (1, C, n, D)."""
+        """By request, CA's keys and values, (1, C, n, D), and with `prompt_window` where."""
         key, value = self.module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)
-        return list(zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True))
+        parts = [key.split(sizes, dim=2), value.split(sizes, dim=2)]
+        if self.prompt_window:
+            parts.append([part[0].item() for part in position_ids_1N[0].split(sizes)])
+        return list(zip(*parts, strict=True))
 
     def append_features(self, row: int, features: Features) -> None:
-        key_1CTD, value_1CTD = features
-        start = self.num_encoded.get(row, 0)
+        key_1CTD, value_1CTD, *first = features
+        (start,) = first or (self.num_encoded.get(row, 0),)
+        if start != self.num_encoded.get(row, 0):
+            self.first_encoded[row] = start
         self.num_encoded[row] = start + key_1CTD.shape[2]
         self.memory.reserve(row + 1, self.num_encoded[row])
         self.memory.append(row, start, key_1CTD, value_1CTD)
@@ -93,14 +98,15 @@ class MoAProposer(TreeProposer):
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""
         super().rollback(row, length)
-        self.num_encoded[row] = min(self.num_encoded.get(row, 0), length)
+        for ends in (self.num_encoded, self.first_encoded):
+            ends[row] = min(ends.get(row, 0), length)
         if row in self.missing:
             self.missing[row] = {position for position in self.missing[row] if position < length}
 
     def close(self, row: int) -> None:
         super().close(row)
-        self.num_encoded.pop(row, None)
-        self.missing.pop(row, None)
+        for kept in (self.num_encoded, self.first_encoded, self.missing):
+            kept.pop(row, None)
 
     def release(self) -> None:
         """Free the caches' memory; no row may be in use."""
@@ -119,6 +125,7 @@ class MoADraftRound(DraftRound):
     def __init__(self, proposer: MoAProposer, rows: Sequence[RequestText], shape: Tree) -> None:
         super().__init__(proposer, rows, shape)
         self.num_encoded = [proposer.num_encoded.get(row, 0) for row in self.cache_rows]
+        self.first_encoded = [proposer.first_encoded.get(row, 0) for row in self.cache_rows]
         self.missing = [sorted(proposer.missing.get(row, ())) for row in self.cache_rows]
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
@@ -140,25 +147,18 @@ class MoADraftRound(DraftRound):
         return run_reused_layers(self, states_BWE, position_BW, slots)
 
     def _cross_attend(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> CrossAttend:
-        """CA's attention over verified tokens, and over drafts where the drafter has it so.
-
-        The keys of drafts then lie behind the root, as in the text cache.
-        """
-        proposer = self.proposer
-        if not proposer.module.reads_drafts:
-            return self._memory
-        width, visible = x_BWE.shape[1], max(self.roots) + slots.sees_BWU.shape[2]
-        proposer.memory.reserve(max(self.cache_rows) + 1, self.num_slots)
-        write = proposer.memory.writer(self.cache_rows, slots.starts, width, visible)
-        write(0, *proposer.module.project_kv(x_BWE, position_BW))
-        mask = tree_mask(self.roots, slots.sees_BWU, visible)
-        return StoredMemory(proposer.memory, self.cache_rows, mask)
+        """CA's attention over verified tokens, and over drafts where the drafter has it so."""
+        if self.proposer.module.reads_drafts:
+            return memory_with_drafts(self, x_BWE, position_BW, slots)
+        return self._memory
 
     @cached_property
     def _memory(self) -> StoredMemory:
         """CA's attention over verified tokens, the same for all nodes of the round."""
         mask_B11S = prefix_mask(self.num_encoded, max(self.num_encoded), self.device)
         mask_B11S = self.without_missing(mask_B11S)
+        for i, first in enumerate(self.first_encoded):
+            mask_B11S[i, ..., :first] = False
         return StoredMemory(self.proposer.memory, self.cache_rows, mask_B11S)
 
     def without_missing(self, mask: Tensor) -> Tensor:

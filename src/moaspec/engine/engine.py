@@ -50,8 +50,7 @@ class Engine(RequestTable):
         """Process prompts: one target pass for all of them."""
         started_s = time.perf_counter()
         for request in requests:
-            num_unread = len(request.token_ids) - request.num_verified
-            request.begin_policies(num_unread, self.num_active)
+            self._begin_policies(request)
         prompts = [
             request.verify_request(request.token_ids[request.num_verified :], DraftTree())
             for request in requests
@@ -125,7 +124,7 @@ class Engine(RequestTable):
         if self._proposer is not None:
             self._proposer.close(request.cache_row)
         request.num_verified = 0  # the pass overwrites its keys, even if it is interrupted
-        request.begin_policies(len(request.token_ids), self.num_active)
+        self._begin_policies(request)
         return request.verify_request(request.token_ids, DraftTree())
 
     def _emit(

@@ -74,7 +74,8 @@ class LocalVerifier:
         self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
         self._encode = proposer.encode if proposer is not None and self._needs else None
         self._texts: dict[int, list[int]] = {}
-        self._encoded: dict[int, int] = {}  # by row, tokens whose features were returned
+        self.prompt_window: int = getattr(proposer, "prompt_window", 0)
+        self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end of returned features
         self._hidden = HiddenStates() if "hidden" in self._needs else None
         self._target_time = _Stopwatch()  # passes and head of the current call
         rules = PositionRules.of(target)
@@ -221,15 +222,19 @@ class LocalVerifier:
         positions: list[int] = []
         counts: dict[int, int] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
-            start = min(self._encoded.get(request.cache_row, 0), request.num_verified)
-            self._encoded[request.cache_row] = start
+            first, start = self._encoded.get(request.cache_row, (0, 0))
+            start = min(start, request.num_verified)
+            self._encoded[request.cache_row] = (first, start)
             if self._encode is None or not request.encode:
                 continue
             stop = request.num_verified + len(request.new_tokens) + accepted
+            lowest = max(0, stop - self.prompt_window) if self.prompt_window else 0
+            if not first <= lowest <= start:
+                first = start = lowest
             activations.append(self._activations(request.cache_row, start, stop))
             positions += range(start, stop)
             counts[i] = stop - start
-            self._encoded[request.cache_row] = stop
+            self._encoded[request.cache_row] = (first, stop)
         if self._encode is not None and counts:
             position_ids_1N = torch.tensor([positions], device=self._device)
             joined = _joined(activations, 1)

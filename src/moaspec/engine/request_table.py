@@ -188,6 +188,12 @@ class RequestTable:
         used = {one.cache_row for one in (*self._active.values(), *self._kept.values())}
         return next(i for i in range(len(used) + 1) if i not in used)
 
+    def _begin_policies(self, request: RequestState) -> None:
+        """Tell its policies how many tokens are about to be encoded."""
+        num_unread = len(request.token_ids) - request.num_verified
+        window = getattr(self._verifier, "prompt_window", 0)
+        request.begin_policies(min(num_unread, window or num_unread), self.num_active)
+
     def _finish(self, request: RequestState, reason: StopReason) -> None:
         request.result.stop_reason = reason
         request.result.timing.total_s = time.perf_counter() - request.started_s

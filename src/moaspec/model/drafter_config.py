@@ -92,7 +92,9 @@ class DrafterConfig:
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context length, which some scalings need.
         trained_positions: LSA reads a key of position p as that of p % trained_positions (see
-            `FoldedPositions`); usually the length of the longest texts of its training. 0: as it is.
+            `FoldedPositions`); usually the length of the longest training texts. 0: as it is.
+        prompt_window: how many tokens before the end of a prompt are encoded where drafter and
+            target run together; CA attends to these and to later ones. 0: all.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
             an exit: CA's output leaves the drafter there and enters the target's last N layers.
         adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see
@@ -117,6 +119,7 @@ class DrafterConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int = 2048
     trained_positions: int = 0
+    prompt_window: int = 0
     num_target_layers: tuple[int, ...] = (0,)
     adapter: bool = False
     target: TargetIdentity | None = None
@@ -141,10 +144,12 @@ class DrafterConfig:
         if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
             shown = f"{str(numbers)[:80]}"
             raise ShapeError(f"num_target_layers must be integers >= 0, got {shown}.")
-        if not isinstance(self.trained_positions, int) or self.trained_positions < 0:
-            raise ShapeError(
-                f"trained_positions must be an integer >= 0, got {self.trained_positions!r}."
-            )
+        for name in ("trained_positions", "prompt_window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ShapeError(f"{name} must be an integer >= 0, got {value!r}.")
+        if self.prompt_window and "ca" in self.without:
+            raise ShapeError("A drafter without CA has no memory that prompt_window could limit.")
         self._check_acceptance()
         for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings"):
             value = getattr(self, name)

@@ -18,7 +18,6 @@ from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.layers import Rope, rotate
 from moaspec.model.rope import LongRope, scaled_rope
 
-
 CHUNK_TOKENS = 512
 """Tokens whose keys are turned at once; bounds memory for long prompts."""
 
@@ -51,16 +50,16 @@ class FoldedPositions(nn.Module):
             kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values.
             position_ids_BT: (B, T) int64, the tokens' positions.
         """
-        back_BT = position_ids_BT // self.period * -self.period
+        back_BT = position_ids_BT // self.period * self.period
         if back_BT.device.type == "cpu" and not back_BT.any():
             return kv_BTLK
         chunks = (kv_BTLK.split(CHUNK_TOKENS, dim=1), back_BT.split(CHUNK_TOKENS, dim=1))
         turned = [self._turned(kv, back) for kv, back in zip(*chunks, strict=True)]
         return torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]
 
-    def _turned(self, kv_BTLK: Tensor, angle_BT: Tensor) -> Tensor:
-        """Keys rotated by so many positions, and the values."""
-        cos, sin = self.rope.angles(angle_BT)  # (B, T, D)
+    def _turned(self, kv_BTLK: Tensor, back_BT: Tensor) -> Tensor:
+        """Keys turned back by so many positions, and the values."""
+        cos, sin = self.rope.angles(back_BT)  # (B, T, D)
         key, value = kv_BTLK.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # (B, T, L, J, D)
-        turned = rotate(key.float(), (cos[:, :, None, None], sin[:, :, None, None]))
+        turned = rotate(key.float(), (cos[:, :, None, None], -sin[:, :, None, None]))
         return torch.stack((turned.to(value.dtype), value), dim=-2).flatten(-3)

@@ -74,16 +74,12 @@ class TargetEncoder(nn.Module):
         self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
-        states_BTE = self.aggregate(self.folded(kv_BTLK, position_ids_BT))
-        return self.project_kv(states_BTE, position_ids_BT)
-
-    def folded(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> Tensor:
-        """The same, with keys at positions that LSA was trained on."""
-        return kv_BTLK if self.fold is None else self.fold(kv_BTLK, position_ids_BT)
+        """CA's keys and values of verified tokens: `fold`, `aggregate`, `project_kv`."""
+        kv_BTLK = self.fold(kv_BTLK, position_ids_BT) if self.fold else kv_BTLK
+        return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are as `folded`."""
+        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are rotated."""
         return self.projection(self.mean_over_layers(kv_BTLK))
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:

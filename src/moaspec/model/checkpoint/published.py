@@ -19,7 +19,8 @@ from moaspec.model.moa import MoADrafter
 
 Form = Literal["raw", "vllm"]
 _NOT_SIZES = {
-    *("num_target_layers", "target", "acceptance", "further_acceptance", "trained_positions"),
+    *("num_target_layers", "target", "acceptance", "further_acceptance"),
+    *("trained_positions", "prompt_window"),
 }
 """What published checkpoints never record."""
 

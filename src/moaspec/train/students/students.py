@@ -19,8 +19,8 @@ from moaspec.errors import InputError
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
-from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.folded_positions import FoldedPositions
+from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
