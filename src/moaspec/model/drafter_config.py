@@ -93,8 +93,8 @@ class DrafterConfig:
         max_position_embeddings: the target's context length, which some scalings need.
         trained_positions: LSA reads a key of position p as that of p % trained_positions (see
             `FoldedPositions`); usually the length of the longest training texts. 0: as it is.
-        prompt_window: how many tokens before the end of a prompt are encoded where drafter and
-            target run together; CA attends to these and to later ones. 0: all.
+        prompt_window: how many tokens before the end of a prompt our own engine encodes; CA attends
+            to these and to later ones. 0: all.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
             an exit: CA's output leaves the drafter there and enters the target's last N layers.
         adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see
