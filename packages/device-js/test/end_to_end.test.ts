@@ -12,12 +12,16 @@ import type { AddressInfo } from "node:net";
 import { tmpdir } from "node:os";
 import { delimiter, join } from "node:path";
 import { createInterface } from "node:readline";
+import { fromBinary } from "@bufbuild/protobuf";
 import * as ort from "onnxruntime-web";
 import { afterAll, afterEach, beforeAll, describe, expect, test } from "vitest";
 import WebSocket from "ws";
 import { loadDevice } from "../src/device.js";
 import { BundleError, RefusedError } from "../src/errors.js";
 import { fromDirectory } from "../src/node.js";
+import { Vault } from "../src/privacy/vault.js";
+import { ClientMessageSchema } from "../src/protocol/target_pb.js";
+import type { Open } from "../src/protocol/target_pb.js";
 import { WebSocketTransport } from "../src/protocol/websocket.js";
 import type { WebSocketOptions } from "../src/protocol/websocket.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
@@ -52,6 +56,7 @@ let expected: {
   continued: number[][];
   tools: Record<string, unknown>[];
   withTools: number[];
+  private: { messages: any[]; hidden: any[]; answer: Answer };
   answers: Answer[];
   shaped: Answer[];
   texts: [number[], string][];
@@ -152,6 +157,22 @@ describe.skipIf(!hasPython)("a real server", () => {
     expect(accepted).toBeGreaterThan(50);
     expect(found.session.stats.cuts).toBe(0);
   }, 300_000);
+
+  test("private spans: the server reads the same placeholders as from Python", async () => {
+    const { messages, hidden, answer } = expected.private;
+    const vault = new Vault();
+    expect(vault.hideMessages(messages)).toEqual(hidden);
+    const found = await made({ draft: 3 });
+    const { tokenizer } = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
+    const prompt = tokenizer.chat(hidden);
+    expect(prompt).toEqual(answer.prompt);
+    expect((await found.session.generate(prompt, turnOptions({}))).tokenIds).toEqual(answer.tokenIds);
+    const kinds = found.link.sent.map((frame) => fromBinary(ClientMessageSchema, frame).kind);
+    const { tokenIds } = kinds.find((kind) => kind.case === "open")!.value as Open;
+    expect(tokenIds).toEqual(answer.prompt);
+    expect(tokenizer.decode(tokenIds)).not.toMatch(/Ada|Lovelace|example/);
+    expect(vault.restore(tokenizer.decode(tokenIds))).toContain("I am Ada Lovelace, ada@example.org. [EMAIL_1]?");
+  });
 
   test.each(["fp16", "int4"] as const)("activations in %s, as many drafts as pay", async (codec) => {
     const found = await made({ codec });

@@ -232,6 +232,8 @@ export class FaultyTransport implements Transport {
   /** While set, frames vanish without anybody being told: a cut as networks have them. */
   hole = false;
   connections = 0;
+  /** All frames of the device. */
+  readonly sent: Uint8Array[] = [];
   private state: number;
 
   constructor(
@@ -270,7 +272,10 @@ export class FaultyTransport implements Transport {
       signal,
     );
     return {
-      send: (frame) => carry(() => connection.send(frame)),
+      send: (frame) => {
+        this.sent.push(frame);
+        carry(() => connection.send(frame));
+      },
       close: () => {
         broken = true;
         connection.close();

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import json
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from transformers import GenerationConfig
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.path_scores import Ranking
 from moaspec.drafting.protocols import RequestText
+from moaspec.errors import InputError
 from moaspec.generation.options import sampling_params
+from moaspec.privacy import Vault, default
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.codec import CODECS, Codec
@@ -25,6 +29,7 @@ from moaspec.sampling.noise import seed_bits, uniform
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.philox import philox
 from moaspec.target.generation_defaults import GenerationDefaults
+from privacy import test_attacks, test_recognisers, test_vault
 
 GOLDEN = Path(__file__).parents[3] / "packages" / "device-js" / "test" / "golden.json"
 VOCAB = 1000
@@ -161,8 +166,99 @@ def messages() -> list[dict[str, Any]]:
     return found
 
 
+TESTS_OF_MARKS: tuple[Any, ...] = (
+    test_attacks.test_other_words_are_left_alone,
+    test_vault.test_marks_without_partner_are_refused,
+    test_vault.test_what_looks_like_a_mark_is_refused,
+    test_vault.test_what_is_no_mark,
+)
+TESTS_OF_KNOWN_TEXT: tuple[Any, ...] = (
+    test_attacks.test_known_text_comes_back_in_another_form,
+    test_vault.test_known_text_in_another_spelling,
+)
+TESTS_OF_NUMBERS: tuple[Any, ...] = (
+    test_recognisers.test_emails,
+    test_recognisers.test_cards,
+    test_recognisers.test_ibans,
+    test_recognisers.test_phones,
+    test_recognisers.test_ibans_behind_what_looks_like_one,
+)
+NUMBERS = (test_attacks.CARD, test_attacks.IBAN, test_attacks.EMAIL, test_attacks.PHONE)
+PIECES = (
+    *(" ", "\n", ", ", "-", "_", "**", "x", "7", "<", "&lt;", "\\", "\u200b", "\u0301", "\u0441"),
+    *(
+        "Ada",
+        "Ada Lovelace",
+        "ADA\u00a0love-lace",
+        "Zo\u00eb",
+        "Zoe\u0308",
+        "Wei\u00dfgerber",
+        "\u7530\u4e2d",
+    ),
+    *(
+        "<private>",
+        "</private>",
+        "<Priv\u00e1te >",
+        "[EMAIL_1]",
+        "[PRIVATE_1",
+        "\U0001f600",
+        "\ufb01",
+    ),
+    *("4111111111111111", "3782 822463 10005", "x@y.org", "x%40y.org", "DE89370400440532013000"),
+    *("NO93 8601 1117 947", "+49 30 901820", "(415) 555-2671", "0049", "30 901820", "&euml;"),
+)
+
+
+def private_texts() -> list[dict[str, Any]]:
+    """Texts that one vault hides one after the other; None where it refuses one."""
+    found = []
+    for recognise, texts in _private_texts():
+        vault = Vault(default(("US", "DE")) if recognise else ())
+        hidden = [_hidden(vault, text) for text in texts]
+        found.append({"recognise": recognise, "texts": texts, "hidden": hidden})
+    return found
+
+
+def _hidden(vault: Vault, text: str) -> str | None:
+    try:
+        return vault.hide(text)
+    except InputError:
+        return None
+
+
+def _private_texts() -> Iterator[tuple[bool, list[str]]]:
+    """What the tests of `moaspec.privacy` hide, and random texts."""
+    marks = (
+        *test_attacks.HIDDEN_MARKS,
+        *test_attacks.REFUSED_MARKS,
+        *_cases(test_vault.test_marks_however_they_are_spelled),
+    )
+    yield from ((False, [f"I am {a}Ada{b}, Ada"]) for a, b in marks)
+    for test in TESTS_OF_MARKS:
+        yield from ((False, [text]) for text in _cases(test))
+    for test in TESTS_OF_KNOWN_TEXT:
+        for private, again in _cases(test):
+            yield False, [f"<private>{private}</private>", f"It is {again}."]
+    for test in TESTS_OF_NUMBERS:
+        yield from ((True, [case[0]]) for case in _cases(test))
+    yield from ((True, [text]) for text in _cases(test_attacks.test_other_ways_to_write_them))
+    forms = (*test_attacks.FORMS.values(), *test_recognisers.SPELLINGS.values())
+    for form in forms:
+        yield from ((True, [f"Is {form(value)} it"]) for value in NUMBERS)
+    chosen = random.Random(0)
+    for _ in range(200):
+        yield True, ["".join(chosen.choices(PIECES, k=chosen.randrange(1, 8))) for _ in range(3)]
+
+
+def _cases(test: Any) -> Sequence[Any]:
+    """The parameters of a test."""
+    (mark,) = test.pytestmark
+    cases: Sequence[Any] = mark.args[1]
+    return cases
+
+
 def golden() -> dict[str, list[dict[str, Any]]]:
-    parts = (noise, words, activations, drafts, speeds, messages)
+    parts = (noise, words, activations, drafts, speeds, messages, private_texts)
     return {part.__name__: part() for part in parts}
 
 

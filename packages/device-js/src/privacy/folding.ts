@@ -1,0 +1,196 @@
+/**
+ * Normalised copies of a text, with a map from each character to its place in the text
+ * (`moaspec/privacy/folding.py`). All indices count UTF-16 units, as strings do.
+ *
+ * Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
+ * angle brackets become the usual ones; accents and invisible characters are removed. In a second
+ * copy the escapes of JSON, HTML, URLs and Markdown are decoded.
+ */
+import { decodeHTML } from "entities/decode";
+
+/** A set of characters, and what replaces each. */
+const REPLACEMENTS: ReadonlyMap<string, string> = new Map(
+  (
+    [
+      ["\u2212\u2043", "-"],
+      ["\u2044\u2215", "/"],
+      ["\u2018\u2019\u201b\u2032\u02bc\u02b9`", "'"],
+      ["\u2039\u2329\u3008\u27e8\u276c\u276e\u02c2\u227a\u29fc\u1438", "<"],
+      ["\u203a\u232a\u3009\u27e9\u276d\u276f\u02c3\u227b\u29fd\u1433", ">"],
+      ["\u2800", " "],
+    ] as const
+  ).flatMap(([chars, to]) => [...chars].map((char): [string, string] => [char, to])),
+);
+const SPACE = /[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]/u;
+const MARK = /^\p{M}/u;
+/** Accents, format and control characters, and fillers. */
+const UNSEEN = /[\p{M}\p{Cf}\p{Cc}\u034f\u115f\u1160\u17b4\u17b5]/u;
+const DIGIT = /^\p{Nd}/u;
+const DASH = /\p{Pd}/u;
+
+const ESCAPE = new RegExp(
+  String.raw`(?:\\u[0-9a-f]{4})+|\\u\{[0-9a-f]{1,6}\}|\\x[0-9a-f]{2}|(?:%[0-9a-f]{2})+` +
+    String.raw`|&(?:#[0-9]{1,8}|#x[0-9a-f]{1,8}|[a-z][a-z0-9]{1,31});?` +
+    String.raw`|\\[nrt]|\\(?=[!-/:-@\[-${"`"}{-~])|[*${"`"}]+|~~|__`,
+  "giu",
+);
+/** What HTML gives to no character. */
+const NO_CHARACTER = /[\x01-\x08\x0b\x0e-\x1f\x7f-\x9f\p{Noncharacter_Code_Point}]/gu;
+/** Passes that decode escapes within escapes. */
+const DECODINGS = 4;
+const MAX_CODE = 0x10ffff;
+
+/** A normalised copy of a text. */
+export class FoldedText {
+  /**
+   * @param text the copy
+   * @param starts, stops range in the source of each unit of the copy; both ascend
+   * @param source the original text
+   */
+  constructor(
+    readonly text: string,
+    readonly starts: readonly number[],
+    readonly stops: readonly number[],
+    readonly source: string,
+  ) {}
+
+  /** Range in the source of units `start` to `stop - 1`, with their accents. */
+  span(start: number, stop: number): [start: number, stop: number] {
+    let end = this.stops[stop - 1]!;
+    for (let char = charAt(this.source, end); MARK.test(char); char = charAt(this.source, end)) {
+      end += char.length;
+    }
+    return [this.starts[start]!, end];
+  }
+}
+
+/** The folded text, and if it has escapes or emphasis, a copy without these. */
+export function foldedCopies(text: string): FoldedText[] {
+  const read = unfolded(text);
+  let plain = read;
+  for (let i = 0; i < DECODINGS; i++) {
+    const decoded = decode(plain);
+    if (decoded.text === plain.text) break;
+    plain = decoded;
+  }
+  return plain === read ? [folded(read)] : [folded(read), folded(plain)];
+}
+
+/** Fold a text without decoding its escapes. */
+export function fold(text: string): FoldedText {
+  return folded(unfolded(text));
+}
+
+/** Make an unchanged copy of a text. */
+export function unfolded(text: string): FoldedText {
+  const starts: number[] = [];
+  const stops: number[] = [];
+  let place = 0;
+  for (const char of text) {
+    for (let i = 0; i < char.length; i++) {
+      starts.push(place);
+      stops.push(place + char.length);
+    }
+    place += char.length;
+  }
+  return new FoldedText(text, starts, stops, text);
+}
+
+function folded(read: FoldedText): FoldedText {
+  const known = new Map<string, string>();
+  const starts: number[] = [];
+  const stops: number[] = [];
+  let text = "";
+  let place = 0;
+  for (const char of read.text) {
+    let found = known.get(char);
+    if (found === undefined) known.set(char, (found = foldCharacter(char)));
+    for (const one of found) {
+      if (one === " " && text.endsWith(" ")) continue;
+      text += one;
+      for (let i = 0; i < one.length; i++) {
+        starts.push(read.starts[place]!);
+        stops.push(read.stops[place]!);
+      }
+    }
+    place += char.length;
+  }
+  return new FoldedText(text, starts, stops, read.source);
+}
+
+/** Decode escapes; each decoded character maps to the whole escape. */
+function decode(read: FoldedText): FoldedText {
+  const parts: string[] = [];
+  const starts: number[] = [];
+  const stops: number[] = [];
+  let place = 0;
+  const copy = (end: number) => {
+    parts.push(read.text.slice(place, end));
+    for (; place < end; place++) {
+      starts.push(read.starts[place]!);
+      stops.push(read.stops[place]!);
+    }
+  };
+  for (const { 0: escape, index } of read.text.matchAll(ESCAPE)) {
+    copy(index);
+    const decoded = decodeEscape(escape);
+    parts.push(decoded);
+    place = index + escape.length;
+    for (let i = 0; i < decoded.length; i++) {
+      starts.push(read.starts[index]!);
+      stops.push(read.stops[place - 1]!);
+    }
+  }
+  copy(read.text.length);
+  return new FoldedText(parts.join(""), starts, stops, read.source);
+}
+
+/** Decode one escape; emphasis and a backslash before punctuation are dropped. */
+function decodeEscape(escape: string): string {
+  if (escape[0] === "%") {
+    const bytes = Uint8Array.from(escape.slice(1).split("%"), (one) => Number.parseInt(one, 16));
+    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
+  }
+  if (escape[0] === "&") {
+    return decodeHTML(escape.endsWith(";") ? escape : `${escape};`).replace(NO_CHARACTER, "");
+  }
+  if (/^\\[ux]/i.test(escape)) {
+    const codes = escape.replace(/\\[ux]|[{}]/gi, " ").trim().split(/ +/);
+    const text = codes.map((code) => String.fromCodePoint(Math.min(Number.parseInt(code, 16), MAX_CODE)));
+    // Halves of surrogate pairs become U+FFFD.
+    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(new TextEncoder().encode(text.join("")));
+  }
+  return escape[0] === "\\" && escape.length === 2 ? " " : "";
+}
+
+/** Fold a character: into several for a ligature, into none for an accent. */
+function foldCharacter(char: string): string {
+  const found = [...char.normalize("NFKD")].map(caseFolded).join("").normalize("NFKD");
+  return [...found].map((one) => REPLACEMENTS.get(one) ?? foldDecomposed(one)).join("");
+}
+
+/** One form of all letters that differ in case only; a dotless i keeps its own. */
+function caseFolded(char: string): string {
+  return char === "\u0131" ? char : char.toLowerCase().toUpperCase().toLowerCase();
+}
+
+function foldDecomposed(char: string): string {
+  if (SPACE.test(char)) return " ";
+  if (UNSEEN.test(char)) return "";
+  if (DIGIT.test(char)) return decimal(char);
+  return DASH.test(char) ? "-" : char;
+}
+
+/** Value of a decimal digit: scripts have their ten digits in a row. */
+function decimal(char: string): string {
+  const code = char.codePointAt(0)!;
+  let first = code;
+  while (DIGIT.test(String.fromCodePoint(first - 1))) first--;
+  return String((code - first) % 10);
+}
+
+/** The character at an index; empty at the end. */
+function charAt(text: string, index: number): string {
+  const code = text.codePointAt(index);
+  return code === undefined ? "" : String.fromCodePoint(code);
+}
