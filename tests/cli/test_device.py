@@ -57,7 +57,6 @@ def test_export_and_info_of_onnx(
         (("--int4",), "--format onnx"),
         (("--format", "onnx", "--int4", "--int8"), "exclude"),
         (("--format", "onnx-web", "--int4"), "--int8"),
-        (("--format", "onnx", "--num-target-layers", "2"), "--num-target-layers"),
     ],
 )
 def test_options_that_exclude_each_other(

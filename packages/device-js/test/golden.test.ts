@@ -4,13 +4,14 @@ import { create, fromBinary } from "@bufbuild/protobuf";
 import { expect, test } from "vitest";
 import { GenerationDefaults } from "../src/bundle/generation_defaults.js";
 import { InputError, WireError } from "../src/errors.js";
-import { ActivationCodec, halfToNumber } from "../src/protocol/activations.js";
+import { ActivationCodec, ActivationLayout, halfToNumber } from "../src/protocol/activations.js";
 import { SamplingSchema } from "../src/protocol/target_pb.js";
 import { samplingMessage } from "../src/protocol/wire.js";
 import { gumbel, philox, uniform } from "../src/sampling/noise.js";
 import { samplingParams } from "../src/sampling/params.js";
 import { chooseDraft } from "../src/sampling/ranking.js";
 import { LinkPolicy } from "../src/session/link_policy.js";
+import { MANIFEST } from "./fake_target.js";
 
 /** Made by tests/remote/device_js/write_golden.py. */
 const golden = JSON.parse(readFileSync(new URL("golden.json", import.meta.url), "utf8"));
@@ -41,6 +42,22 @@ test("activations, bit for bit, also of hostile bytes", () => {
     const found = new ActivationCodec(codec, heads, dim).decode(Buffer.from(data, "base64"), 3);
     expect(found.key).toEqual(Float32Array.from(key));
     expect(found.value).toEqual(Float32Array.from(value));
+  }
+});
+
+test("activations of reused layers follow CA's", () => {
+  const manifest = {
+    ...MANIFEST,
+    cross_attention: { num_kv_heads: 2, head_dim: 6 },
+    num_target_layers: 2,
+    target: { ...MANIFEST.target, num_kv_heads: 3, head_dim: 4 },
+  };
+  for (const { codec, data, key, value } of golden.layered_activations) {
+    const layout = new ActivationLayout(codec, manifest);
+    const found = layout.decode(Buffer.from(data, "base64"), 5);
+    expect(found.key).toEqual(Float32Array.from(key));
+    expect(found.value).toEqual(Float32Array.from(value));
+    expect(() => layout.decode(new Uint8Array(layout.tokenBytes + 1), 1)).toThrow(WireError);
   }
 });
 

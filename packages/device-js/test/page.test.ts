@@ -73,6 +73,7 @@ vi.mock("../src/session/remote_session.js", () => ({ RemoteSession: FakeSession 
 vi.mock("../src/page/device_elements.js", () => ({ DeviceFigures: class {}, DownloadBar: class { hide() {} } }));
 vi.mock("../src/bundle/manifest.js", () => ({
   MANIFEST_FILE: "manifest.json",
+  activationSizes: () => [{ num_kv_heads: 1, head_dim: 1 }],
   parseManifest: (data: Uint8Array) => JSON.parse(new TextDecoder().decode(data)),
 }));
 vi.mock("../src/device.js", () => ({

@@ -5,11 +5,13 @@ A tiny target, a drafter and ONNX bundles: python tests/remote/device_js/make_mo
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,9 +19,12 @@ import moaspec
 import tiny
 from moaspec.backends.load import load_target
 from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.privacy import Vault
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+from moaspec.remote.device_onnx.onnx_device import OnnxDevice
 from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.train.dataset.examples import Example
 
@@ -68,6 +73,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5},
 )
 NEW_TOKENS = 32
+CHAIN = 4
 NUM_SHAPED, SHAPED_TOKENS = 40, 16
 """Prompts over a shaped link, and tokens of their answers."""
 CORPUS = Path(__file__).parents[3] / "ARCHITECTURE.md"
@@ -109,6 +115,8 @@ def make(directory: Path) -> None:
     for name, weights in forms.items():
         places = directory / "target", directory / "drafter", directory / name
         export_onnx(*places, weights=weights)
+    places = directory / "target", directory / "drafter", directory / "bundle-n2"
+    export_onnx(*places, weights="float32", num_target_layers=2)
     answers = [answer(target, prompt, settings) for prompt in prompts for settings in SETTINGS]
     text = words.decode(texts[0].token_ids)
     answers.append(answer(target, prompts[0], {"stop": [text[20:23], text[30:]]}))
@@ -140,6 +148,7 @@ def make(directory: Path) -> None:
         "tools": TOOLS,
         "withTools": template.tokenize(template.rendered(CONVERSATIONS[0], TOOLS)),
         "shaped": shaped,
+        "chains": chains(directory / "bundle-n2", len(words)),
         "answers": answers,
         "texts": [
             [text.token_ids, words.decode(text.token_ids, skip_special_tokens=True)]
@@ -147,6 +156,24 @@ def make(directory: Path) -> None:
         ],
     }
     (directory / "expected.json").write_text(json.dumps(facts))
+
+
+def chains(bundle: Path, vocab_size: int) -> list[dict[str, Any]]:
+    """Drafts of Python's device with N > 0, after texts whose newest tokens lack activations."""
+    random, device = np.random.default_rng(0), OnnxDevice(bundle)
+    found = []
+    for length in range(3, 23):
+        text = random.integers(0, vocab_size, length).tolist()
+        count = length - 1 - length % 3
+        drafting = device.drafting()
+        layout = drafting.layout("int8")
+        data = random.integers(0, 64, count * layout.token_bytes, dtype=np.uint8).tobytes()
+        if count:
+            drafting.place_activations(0, 0, layout.decode(data, count))
+        (tree,) = drafting.propose([RequestText(0, text)], Chain(CHAIN))
+        encoded = base64.b64encode(data).decode()
+        found.append({"text": text, "count": count, "data": encoded, "drafts": list(tree.tokens)})
+    return found
 
 
 def ids_of(target: Any, messages: list[dict[str, str]]) -> list[int]:

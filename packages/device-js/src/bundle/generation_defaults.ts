@@ -28,6 +28,26 @@ const REFUSED_SAMPLED: Record<string, (value: any) => boolean> = {
   top_h: () => true,
 };
 
+const isCount = (value: unknown) => Number.isSafeInteger(value) && (value as number) >= 0 && (value as number) < 2 ** 32;
+const isIds = (value: unknown) => Array.isArray(value) && value.every(isCount);
+/** One id or several; some files write -1 for none. */
+const isIdOrIds = (value: unknown) => [value].flat().every((one) => one === -1 || isCount(one));
+const isBias = (pair: unknown) => Array.isArray(pair) && pair.length === 2 && isIds(pair[0]) && Number.isFinite(pair[1]);
+/** Forms of the settings that are sent to the server. */
+const FORMS: Record<string, (value: unknown) => boolean> = {
+  sequence_bias: (value) => !Array.isArray(value) || value.every(isBias),
+  no_repeat_ngram_size: isCount,
+  bad_words_ids: (value) => Array.isArray(value) && value.every(isIds),
+  min_length: isCount,
+  min_new_tokens: isCount,
+  forced_bos_token_id: isCount,
+  forced_eos_token_id: isIdOrIds,
+  exponential_decay_length_penalty: (value) =>
+    Array.isArray(value) && value.length === 2 && isCount(value[0]) && Number.isFinite(value[1]),
+  suppress_tokens: isIdOrIds,
+  begin_suppress_tokens: isIdOrIds,
+};
+
 /**
  * A model's defaults, of its `generation_config.json`, as Python's `generate` takes them. The
  * temperature is none of them: without one a text is greedy.
@@ -40,9 +60,10 @@ export class GenerationDefaults {
    * Defaults for `samplingParams`.
    *
    * @param sampled whether the text's temperature is above 0
-   * @throws InputError the file has a setting that is not supported
+   * @throws InputError the file has a setting that is not supported, or is damaged
    */
   settings(sampled: boolean): Partial<SamplingParams> {
+    this.check();
     const biases = this.biases();
     const refused = [
       ...this.changed(REFUSED),
@@ -68,6 +89,20 @@ export class GenerationDefaults {
       if (value !== undefined) found[to] = value;
     }
     return found;
+  }
+
+  /** @throws InputError a setting has a value that no model has */
+  private check(): void {
+    const wrong = Object.keys(FORMS).find((name) => {
+      const value = this.config[name] ?? undefined;
+      return value !== undefined && !FORMS[name]!(value);
+    });
+    if (wrong) {
+      throw new InputError(
+        `The model's generation_config.json is damaged: ${wrong} has another form. Ignore the file ` +
+          'with generationConfig: "none".',
+      );
+    }
   }
 
   private changed(known: Record<string, (value: any) => boolean>): string[] {

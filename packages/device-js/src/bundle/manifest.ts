@@ -4,8 +4,12 @@ export const MANIFEST_FILE = "manifest.json";
 export const GRAPH_FILE = "drafter.onnx";
 const FORMAT = "moaspec-device-onnx";
 const FORMAT_VERSION = 1;
+/** Numbers of the largest key of a token, all heads together, that is believed. */
+const MAX_WIDTH = 2 ** 16;
 /** Largest number of positions, heads or dimensions that is believed. */
 const MAX_SIZE = 2 ** 24;
+/** Largest number of reused target layers that is believed. */
+const MAX_LAYERS = 1024;
 const MAX_FILES = 64;
 /** Bytes of the largest file that is believed. */
 const MAX_FILE_BYTES = 2 ** 31;
@@ -77,24 +81,25 @@ export function parseManifest(json: Uint8Array): Manifest {
     );
   }
   const growth = found.value("rope_growth");
-  const manifest: Manifest = {
+  return {
     protocol: found.size("protocol"),
     law: found.size("law"),
     target: targetIdentity(found.object("target")),
     fingerprint: found.text("fingerprint"),
     self_attention: cacheSizes(found.object("self_attention")),
     cross_attention: cacheSizes(found.object("cross_attention")),
-    num_target_layers: found.size("num_target_layers", 0),
+    num_target_layers: found.size("num_target_layers", 0, MAX_LAYERS),
     top: found.size("top"),
     max_positions: found.size("max_positions"),
     rope_growth: growth === null ? null : found.size("rope_growth"),
     stop_token_ids: found.ids("stop_token_ids"),
     files: files(found.object("files")),
   };
-  if (manifest.num_target_layers !== 0) {
-    throw new BundleError("The bundle reuses target layers, which this package does not.");
-  }
-  return manifest;
+}
+
+/** Sizes of the caches that a server's activations fill: CA's, then those of each reused layer. */
+export function activationSizes({ cross_attention, num_target_layers, target }: Manifest): CacheSizes[] {
+  return [cross_attention, ...new Array<CacheSizes>(num_target_layers).fill(target)];
 }
 
 function targetIdentity(found: Fields): TargetIdentity {
@@ -102,8 +107,7 @@ function targetIdentity(found: Fields): TargetIdentity {
     model_type: found.text("model_type"),
     num_layers: found.size("num_layers"),
     hidden_size: found.size("hidden_size"),
-    num_kv_heads: found.size("num_kv_heads"),
-    head_dim: found.size("head_dim"),
+    ...cacheSizes(found),
     vocab_size: found.size("vocab_size"),
     tokenizer_hash: found.optionalText("tokenizer_hash"),
     adapter: found.optionalText("adapter"),
@@ -111,7 +115,11 @@ function targetIdentity(found: Fields): TargetIdentity {
 }
 
 function cacheSizes(found: Fields): CacheSizes {
-  return { num_kv_heads: found.size("num_kv_heads"), head_dim: found.size("head_dim") };
+  const sizes = { num_kv_heads: found.size("num_kv_heads"), head_dim: found.size("head_dim") };
+  if (sizes.num_kv_heads * sizes.head_dim > MAX_WIDTH) {
+    throw new BundleError(`The bundle is damaged: a key has more than ${MAX_WIDTH} numbers.`);
+  }
+  return sizes;
 }
 
 function files(found: Fields): Record<string, FileFacts> {

@@ -1,10 +1,11 @@
 import type { InferenceSession, InferenceSessionFactory, Tensor, TensorConstructor } from "onnxruntime-common";
 import { BundleError, InputError } from "../errors.js";
+import { concatenated } from "../protocol/activations.js";
 import type { MemoryParts } from "../protocol/activations.js";
 import type { Drafts } from "../sampling/ranking.js";
 import type { Bundle } from "./bundle.js";
-import { GRAPH_FILE } from "./manifest.js";
-import type { Manifest } from "./manifest.js";
+import { activationSizes, GRAPH_FILE } from "./manifest.js";
+import type { CacheSizes, Manifest } from "./manifest.js";
 
 /** onnxruntime-web, or another package with the interface of onnxruntime-common. */
 export interface OnnxRuntime {
@@ -19,19 +20,41 @@ export interface Drafter {
    * before `start` must have been stored; later ones are not attended to.
    */
   run(tokenIds: readonly number[], start: number): Promise<Drafts>;
-  /** Store CA's keys and values of verified tokens from position `start` on, in any order. */
+  /** Store activations of verified tokens from position `start` on, in any order. */
   place(start: number, parts: MemoryParts): void;
-  /** CA's keys and values of the first `count` positions, which must have been stored. */
+  /** Activations of the first `count` positions, which must have been stored. */
   memory(count: number): MemoryParts;
-  /** Forget CA's keys and values from position `length` on. */
+  /** Forget activations from position `length` on. */
   cut(length: number): void;
 }
 
 /** Slots of new caches, unless the target has fewer positions. */
 const FIRST_SLOTS = 512;
-const TEXT = ["text_key", "text_value"] as const;
-const MEMORY = ["memory_key", "memory_value"] as const;
-type CacheName = (typeof TEXT)[number] | (typeof MEMORY)[number];
+
+/** A cache of the graph: keys and values, (heads, slots, dimensions) each. */
+interface Cache extends CacheSizes {
+  /** Names of the graph's inputs. */
+  readonly key: string;
+  readonly value: string;
+  /** Whether the graph writes it. */
+  readonly isWritten: boolean;
+}
+
+/** The caches of a bundle's graph: SA's, CA's, and those of the reused target layers. */
+function cachesOf(manifest: Manifest): { text: Cache; memory: Cache[] } {
+  const named = (name: string, number: string, sizes: CacheSizes): Cache => ({
+    key: `${name}_key${number}`,
+    value: `${name}_value${number}`,
+    isWritten: name !== "memory",
+    num_kv_heads: sizes.num_kv_heads,
+    head_dim: sizes.head_dim,
+  });
+  const [own, ...layers] = activationSizes(manifest);
+  return {
+    text: named("text", "", manifest.self_attention),
+    memory: [named("memory", "", own!), ...layers.map((sizes, i) => named("layer", `_${i}`, sizes))],
+  };
+}
 
 /**
  * A drafter that runs a bundle's graph (`moaspec/remote/device_onnx/draft_graph.py`).
@@ -43,8 +66,11 @@ type CacheName = (typeof TEXT)[number] | (typeof MEMORY)[number];
  */
 export class OnnxDrafter implements Drafter {
   private numSlots = 0;
-  private caches = {} as Record<CacheName, Float32Array>;
-  private tensors = {} as Record<CacheName | "memory_mask", Tensor>;
+  private readonly text: Cache;
+  /** Those that activations fill. */
+  private readonly memories: readonly Cache[];
+  private readonly data = new Map<string, Float32Array>();
+  private readonly tensors = new Map<string, Tensor>();
   private mask = new Uint8Array(0);
   private inPlace = false;
 
@@ -53,7 +79,13 @@ export class OnnxDrafter implements Drafter {
     private readonly session: InferenceSession,
     private readonly runtime: OnnxRuntime,
   ) {
+    const { text, memory } = cachesOf(manifest);
+    [this.text, this.memories] = [text, memory];
     this.reserve(Math.min(FIRST_SLOTS, manifest.max_positions));
+  }
+
+  private get caches(): readonly Cache[] {
+    return [this.text, ...this.memories];
   }
 
   /**
@@ -80,12 +112,13 @@ export class OnnxDrafter implements Drafter {
 
   /** Draft once, and find out whether the runtime writes into given tensors. */
   private async tryOut(): Promise<void> {
-    const before = this.caches.text_key;
+    const before = this.data.get(this.text.key)!;
     this.inPlace = true;
     await this.run([0], 0);
-    this.inPlace = this.caches.text_key === before && before.some((value) => value !== 0);
-    this.caches.text_key.fill(0);
-    this.caches.text_value.fill(0);
+    this.inPlace = this.data.get(this.text.key) === before && before.some((value) => value !== 0);
+    for (const { key, value, isWritten } of this.caches) {
+      if (isWritten) for (const name of [key, value]) this.data.get(name)!.fill(0);
+    }
   }
 
   /** See `Drafter`. @throws InputError no tokens, or positions that the target does not have */
@@ -93,18 +126,20 @@ export class OnnxDrafter implements Drafter {
     this.reach(start, start + tokenIds.length);
     const { Tensor } = this.runtime;
     const feeds = {
-      ...this.tensors,
+      ...Object.fromEntries(this.tensors),
       token_ids: new Tensor("int64", BigInt64Array.from(tokenIds, BigInt), [tokenIds.length]),
       start: new Tensor("int64", BigInt64Array.of(BigInt(start)), [1]),
     };
-    const given = { new_text_key: this.tensors.text_key, new_text_value: this.tensors.text_value };
+    const written = this.caches.flatMap(({ key, value, isWritten }) => (isWritten ? [key, value] : []));
+    const given = Object.fromEntries(written.map((name) => [`new_${name}`, this.tensors.get(name)!]));
     const wanted = { top_token_ids: null, top_log_q: null };
     const found = this.inPlace
       ? await this.session.run(feeds, { ...given, ...wanted })
       : await this.session.run(feeds);
-    for (const name of TEXT) {
-      this.tensors[name] = found[`new_${name}`]!;
-      this.caches[name] = this.tensors[name].data as Float32Array;
+    for (const name of written) {
+      const output = found[`new_${name}`]!;
+      this.tensors.set(name, output);
+      this.data.set(name, output.data as Float32Array);
     }
     return this.checked(found["top_token_ids"]!, found["top_log_q"]!);
   }
@@ -121,28 +156,28 @@ export class OnnxDrafter implements Drafter {
   /** See `Drafter`. @throws InputError no tokens, or positions that the target does not have */
   place(start: number, parts: MemoryParts): void {
     this.reach(start, start + parts.count);
-    const { num_kv_heads, head_dim } = this.manifest.cross_attention;
-    const width = parts.count * head_dim;
-    for (let head = 0; head < num_kv_heads; head++) {
-      const place = (head * this.numSlots + start) * head_dim;
-      this.caches.memory_key.set(parts.key.subarray(head * width, (head + 1) * width), place);
-      this.caches.memory_value.set(parts.value.subarray(head * width, (head + 1) * width), place);
+    let first = 0;
+    for (const { key, value, num_kv_heads, head_dim } of this.memories) {
+      const width = parts.count * head_dim;
+      for (let head = 0; head < num_kv_heads; head++, first += width) {
+        const place = (head * this.numSlots + start) * head_dim;
+        this.data.get(key)!.set(parts.key.subarray(first, first + width), place);
+        this.data.get(value)!.set(parts.value.subarray(first, first + width), place);
+      }
     }
     this.mask.fill(1, start, start + parts.count);
   }
 
   /** See `Drafter`. */
   memory(count: number): MemoryParts {
-    const { num_kv_heads, head_dim } = this.manifest.cross_attention;
-    const [from, width] = [this.numSlots * head_dim, count * head_dim];
-    const copy = (cache: Float32Array): Float32Array => {
-      const parts = new Float32Array(num_kv_heads * width);
-      for (let head = 0; head < num_kv_heads; head++) {
-        parts.set(cache.subarray(head * from, head * from + width), head * width);
-      }
-      return parts;
-    };
-    return { key: copy(this.caches.memory_key), value: copy(this.caches.memory_value), count };
+    const copies = (name: "key" | "value") =>
+      this.memories.flatMap(({ [name]: cache, num_kv_heads, head_dim }) =>
+        Array.from({ length: num_kv_heads }, (_, head) => {
+          const from = head * this.numSlots * head_dim;
+          return this.data.get(cache)!.subarray(from, from + count * head_dim);
+        }),
+      );
+    return { key: concatenated(copies("key")), value: concatenated(copies("value")), count };
   }
 
   /** See `Drafter`. */
@@ -163,21 +198,21 @@ export class OnnxDrafter implements Drafter {
   private reserve(numSlots: number): void {
     const { Tensor } = this.runtime;
     const old = this.numSlots;
-    for (const name of [...TEXT, ...MEMORY]) {
-      const sizes = name.startsWith("text") ? this.manifest.self_attention : this.manifest.cross_attention;
-      const { num_kv_heads, head_dim } = sizes;
-      const grown = new Float32Array(num_kv_heads * numSlots * head_dim);
-      for (let head = 0; head < num_kv_heads && old; head++) {
-        const from = head * old * head_dim;
-        grown.set(this.caches[name].subarray(from, from + old * head_dim), head * numSlots * head_dim);
+    for (const { key, value, num_kv_heads, head_dim } of this.caches) {
+      for (const name of [key, value]) {
+        const grown = new Float32Array(num_kv_heads * numSlots * head_dim);
+        for (let head = 0; head < num_kv_heads && old; head++) {
+          const from = head * old * head_dim;
+          grown.set(this.data.get(name)!.subarray(from, from + old * head_dim), head * numSlots * head_dim);
+        }
+        this.data.set(name, grown);
+        this.tensors.set(name, new Tensor("float32", grown, [num_kv_heads, numSlots, head_dim]));
       }
-      this.caches[name] = grown;
-      this.tensors[name] = new Tensor("float32", grown, [num_kv_heads, numSlots, head_dim]);
     }
     const mask = new Uint8Array(numSlots);
     mask.set(this.mask);
     this.mask = mask;
-    this.tensors.memory_mask = new Tensor("bool", mask, [numSlots]);
+    this.tensors.set("memory_mask", new Tensor("bool", mask, [numSlots]));
     this.numSlots = numSlots;
   }
 }

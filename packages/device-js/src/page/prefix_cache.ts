@@ -1,4 +1,5 @@
 /** The last text with its activations: after a reload without a network, drafts read it again. */
+import { activationSizes } from "../bundle/manifest.js";
 import type { Manifest } from "../bundle/manifest.js";
 import type { Prefix } from "../session/remote_session.js";
 
@@ -31,8 +32,8 @@ export async function keptPrefix(manifest: Manifest): Promise<Prefix | undefined
   if (!found) return undefined;
   const data = await found.arrayBuffer();
   const count = data.byteLength >= 4 ? new Uint32Array(data, 0, 1)[0]! : 0;
-  const { num_kv_heads, head_dim } = manifest.cross_attention;
-  const numbers = num_kv_heads * head_dim * count;
+  const sizes = activationSizes(manifest);
+  const numbers = count * sizes.reduce((sum, { num_kv_heads, head_dim }) => sum + num_kv_heads * head_dim, 0);
   if (!count || count > MAX_TOKENS || data.byteLength !== 4 * (1 + count + 2 * numbers)) return undefined;
   return {
     tokenIds: Array.from(new Uint32Array(data, 4, count)),

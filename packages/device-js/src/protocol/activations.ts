@@ -1,3 +1,4 @@
+import type { Manifest } from "../bundle/manifest.js";
 import { InputError, WireError } from "../errors.js";
 import { Codec as CodecNumber } from "./target_pb.js";
 
@@ -16,7 +17,8 @@ const GROUP = 64;
 const MAX_FP16 = 65504;
 
 /**
- * CA's keys and values of consecutive tokens, (heads, tokens, dimensions) each.
+ * Keys and values of consecutive tokens: CA's, (heads, tokens, dimensions) each, and after them
+ * those of each reused target layer.
  *
  * CA is the drafter's cross-attention, which reads the encoder's output for verified tokens.
  */
@@ -27,8 +29,8 @@ export interface MemoryParts {
 }
 
 /**
- * Decodes the records of tokens. A record holds CA's key heads, then its value heads, as numbers,
- * and then their scales (`moaspec/remote/protocol/codec.py`).
+ * Decodes the records of tokens. A record holds key heads, then value heads, as numbers, and then
+ * their scales (`moaspec/remote/protocol/codec.py`).
  */
 export class ActivationCodec {
   private readonly numbers: number;
@@ -37,7 +39,7 @@ export class ActivationCodec {
 
   /**
    * @param name of the codec
-   * @param numHeads CA's key-value heads
+   * @param numHeads key-value heads
    * @param headDim dimensions of a head
    * @throws InputError an unknown codec, or an odd width
    */
@@ -105,6 +107,61 @@ export class ActivationCodec {
       }
     }
   }
+}
+
+/** Decodes records of CA's part and, with N > 0, of the reused layers' (`activation_layout.py`). */
+export class ActivationLayout {
+  private readonly parts: readonly ActivationCodec[];
+  /** Bytes of a record. */
+  readonly tokenBytes: number;
+
+  /**
+   * @param name of the codec
+   * @param manifest of the bundle
+   * @throws InputError see `ActivationCodec`
+   */
+  constructor(name: CodecName, manifest: Manifest) {
+    const { cross_attention: memory, num_target_layers, target } = manifest;
+    const layers = num_target_layers * target.num_kv_heads;
+    this.parts = [
+      new ActivationCodec(name, memory.num_kv_heads, memory.head_dim),
+      ...(layers ? [new ActivationCodec(name, layers, target.head_dim)] : []),
+    ];
+    this.tokenBytes = this.parts.reduce((sum, { tokenBytes }) => sum + tokenBytes, 0);
+  }
+
+  /**
+   * Decode the records of `count` tokens; see `ActivationCodec`.
+   *
+   * @throws WireError `data` does not have the size of `count` records
+   */
+  decode(data: Uint8Array, count: number): MemoryParts {
+    if (data.length !== count * this.tokenBytes) {
+      throw new WireError(`${count} tokens are ${count * this.tokenBytes} bytes, got ${data.length}.`);
+    }
+    let first = 0;
+    const decoded = this.parts.map((part) => {
+      const records = new Uint8Array(count * part.tokenBytes);
+      for (let token = 0; token < count; token++) {
+        const start = token * this.tokenBytes + first;
+        records.set(data.subarray(start, start + part.tokenBytes), token * part.tokenBytes);
+      }
+      first += part.tokenBytes;
+      return part.decode(records, count);
+    });
+    return {
+      key: concatenated(decoded.map(({ key }) => key)),
+      value: concatenated(decoded.map(({ value }) => value)),
+      count,
+    };
+  }
+}
+
+/** Arrays one after the other. */
+export function concatenated(arrays: readonly Float32Array[]): Float32Array {
+  const whole = new Float32Array(arrays.reduce((sum, { length }) => sum + length, 0));
+  arrays.reduce((start, one) => (whole.set(one, start), start + one.length), 0);
+  return whole;
 }
 
 function clamped(value: number): number {

@@ -1,7 +1,7 @@
 /** The device's session: drafts here, verifies on a server. */
 import type { Device } from "../device.js";
 import { InputError, LinkError } from "../errors.js";
-import { ActivationCodec, CODEC_NUMBERS } from "../protocol/activations.js";
+import { ActivationLayout, CODEC_NUMBERS } from "../protocol/activations.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
 import type { Transport } from "../protocol/transport.js";
 import { SESSION_BYTES, targetMessage } from "../protocol/wire.js";
@@ -19,7 +19,7 @@ import { EventQueue } from "./timing.js";
 import { Turn } from "./turn.js";
 import type { Emitted } from "./turn.js";
 
-/** A text's beginning, and CA's keys and values of its tokens as `MemoryParts` has them. */
+/** A text's beginning, and the activations of its tokens as `MemoryParts` has them. */
 export interface Prefix {
   readonly tokenIds: readonly number[];
   readonly key: Float32Array;
@@ -54,11 +54,10 @@ export class RemoteSession {
   constructor(private readonly device: Device, transport: Transport, options: SessionOptions = {}) {
     this.options = remoteOptions(options);
     const { manifest, drafter } = device;
-    const { num_kv_heads, head_dim } = manifest.cross_attention;
     this.ahead = new AheadDrafter(drafter, manifest.max_positions);
     this.verifier = new RemoteVerifier({
       ahead: this.ahead,
-      codec: new ActivationCodec(this.options.codec, num_kv_heads, head_dim),
+      layout: new ActivationLayout(this.options.codec, manifest),
       vocabSize: manifest.target.vocab_size,
       maxPositions: manifest.max_positions,
       opening: {
@@ -67,6 +66,7 @@ export class RemoteSession {
         target: targetMessage(manifest.target),
         drafter: manifest.fingerprint,
         codec: CODEC_NUMBERS[this.options.codec],
+        numTargetLayers: manifest.num_target_layers,
       },
       keep: this.options.onCut === "keep",
       meanwhile: (pending) => this.meanwhile(pending),

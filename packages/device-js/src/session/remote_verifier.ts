@@ -3,7 +3,7 @@
  * link: answers depend on the text alone, so repetitions change nothing.
  */
 import { LinkError, RefusedError, WireError } from "../errors.js";
-import type { ActivationCodec } from "../protocol/activations.js";
+import type { ActivationLayout } from "../protocol/activations.js";
 import { MAX_DRAFTED } from "../protocol/limits.js";
 import { Problem_Kind } from "../protocol/target_pb.js";
 import type { Activations, Problem, ServerMessage, Verdict } from "../protocol/target_pb.js";
@@ -68,7 +68,7 @@ export interface PendingRequest {
 /** What a verifier is made of. */
 export interface VerifierOptions {
   readonly ahead: AheadDrafter;
-  readonly codec: ActivationCodec;
+  readonly layout: ActivationLayout;
   readonly vocabSize: number;
   readonly maxPositions: number;
   /** The fields that all `Open` messages of the session share. */
@@ -328,7 +328,7 @@ export class RemoteVerifier {
   private onActivations({ start, count, data }: Activations): void {
     this.link.stats.activationBytes += data.length;
     if (start + count > this.text.length) return;
-    const parts = this.options.codec.decode(data, count);
+    const parts = this.options.layout.decode(data, count);
     if (count) this.options.ahead.place(start, parts);
     this.placedMs = now();
     this.wake();

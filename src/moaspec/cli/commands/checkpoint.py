@@ -80,7 +80,9 @@ def export_device(
     ] = False,
     num_target_layers: Annotated[
         int | None,
-        typer.Option(help="Last target layers to include; default: the checkpoint's N, 0 in ONNX."),
+        typer.Option(
+            help="Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can."
+        ),
     ] = None,
 ) -> None:
     """Write a bundle for a device.
@@ -95,8 +97,6 @@ def export_device(
     if form == "torch" and int4:
         raise InputError("--int4 needs --format onnx; PyTorch's bundles have 16 or 8 bits.")
     weights = _onnx_weights(form, int8=int8, int4=int4)
-    if form != "torch" and num_target_layers:
-        raise InputError("--num-target-layers must be 0 with --format onnx.")
     with loading(target):
         if form == "torch":
             from moaspec.remote.device.bundle import export_bundle
@@ -105,7 +105,7 @@ def export_device(
         else:
             from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 
-            export_onnx(target, drafter, out, weights=weights)
+            export_onnx(target, drafter, out, weights=weights, num_target_layers=num_target_layers)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
 

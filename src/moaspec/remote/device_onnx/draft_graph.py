@@ -1,24 +1,29 @@
-"""The drafter's part on a device as one ONNX graph: embedding, SA, CA and draft head, for N = 0.
+"""The drafter's part on a device as one ONNX graph: embedding, SA, CA, reused target layers, head.
 
-One run stores SA's keys and values of T tokens in slots start ... start + T - 1, and drafts the
-token after the last of them. So one graph processes a prompt (T tokens) and drafts (T = 1). SA is
-one layer: of all tokens but the last only keys and values are needed.
+One run stores keys and values of T tokens in slots start ... start + T - 1, and drafts the token
+after the last of them. So one graph processes a prompt (T tokens) and drafts (T = 1). SA is one
+layer: with N = 0, of all tokens but the last only keys and values are needed. With N > 0 the
+tokens without activations (`memory_mask`) pass CA and the target's last layers, too.
 
-Caches have as many slots as the caller gives them. The text cache is an input and an output; bound
-to one buffer it is written in place, without a copy. CA's keys and values of verified tokens come
-from the server: the caller writes them at their positions.
+Caches have as many slots as the caller gives them. Text and layer caches are inputs and outputs;
+bound to one buffer they are written in place, without a copy. CA's and the reused layers' keys and
+values of verified tokens come from the server: the caller writes them at their positions.
 
     inputs   token_ids (T,) int64, start (1,) int64, memory_mask (M,) bool,
-             text_key, text_value (J, S, D), memory_key, memory_value (C, M, D) float32
-    outputs  new_text_key, new_text_value as above,
+             text_key, text_value (J, S, D), memory_key, memory_value (C, M, D) float32,
+             layer_key_n, layer_value_n (target's KV heads, S, target's head dim) for n < N; M = S
+    outputs  new_text_key, new_text_value, new_layer_key_n, new_layer_value_n as above,
              top_token_ids (K,) int64, top_log_q (K,) float32, the most probable first
 
-Legend: T tokens, S text slots, M memory slots, J SA's KV heads, C CA's, H query heads, G query
-heads of a KV head, D head dim, E hidden size, V draft vocabulary, K drafts per run.
+Legend: T tokens, W those that pass more than SA's keys and values (N = 0: the last), S text slots,
+M memory slots, J KV heads, C CA's, H query heads, G query heads of a KV head, R = G W, D head dim,
+E hidden size, V draft vocabulary, K drafts per run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,35 +33,73 @@ from torch import Tensor
 
 from moaspec.errors import InputError
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.layers import AttentionBlock, Rope
 from moaspec.model.moa import MoADrafter
 from moaspec.model.rope import LongRope
 from moaspec.remote.device_onnx.onnx_ops import CONTRIB, GraphBuilder, Matrix, Weights, to_numpy
 
 OPSET, IR_VERSION = 21, 10
-TOP = 64  # K, unless the draft vocabulary is smaller; a sampled draft is chosen among them
-HIDDEN = -1e30  # added to the scores of hidden slots; with infinity an empty row would become NaN
+TOP = 64
+"""K, unless the draft vocabulary is smaller; a sampled draft is chosen among them."""
+MOST = 2**31 - 1
+"""End of a slice that ends with its input."""
+HIDDEN = -1e30
+"""Added to the scores of hidden slots; with infinity an empty row would become NaN."""
+
+
+class Sizes(NamedTuple):
+    """Heads of an attention, and their dimensions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class ReusedLayers(NamedTuple):
+    """The target's last N layers.
+
+    Attributes:
+        layers: of transformers, built as Llama's, with the drafter's activation.
+        sizes: of their attention.
+        rope: their rotary embeddings, which depend on a token's position alone.
+        norm: the target's final norm.
+    """
+
+    layers: Sequence[Any]
+    sizes: Sizes
+    rope: Any
+    norm: Any
 
 
 class TargetParts(NamedTuple):
     """What a graph needs of the target."""
 
-    embedding_VE: Tensor  # its embedding
-    factor: float = 1.0  # what the model multiplies embeddings with
-    # Weight of the head's rows that can be drafted; None where they are the embedding's, which the
-    # graph then holds once.
+    Attributes:
+        embedding_VE: its embedding.
+        factor: what the model multiplies embeddings with.
+        head: weight of the head's rows that can be drafted; None where they are the embedding's,
+            which the graph then holds once.
+        bias: of these rows, or None.
+        scale, cap: of the logits (`LMHead`).
+        reused: its last layers; None for N = 0.
+    """
+
+    embedding_VE: Tensor
+    factor: float = 1.0
     head: Tensor | None = None
     bias: Tensor | None = None  # of these rows, or None
     # scale, cap: of the logits (`LMHead`).
     scale: float = 1.0
     cap: float | None = None
+    reused: ReusedLayers | None = None
 
 
 def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> onnx.ModelProto:
     """Build the graph; see the module's docstring.
 
     Args:
-        drafter: its decoder is used, and its adapter for N = 0 where it has adapters.
+        drafter: its decoder is used, and its adapter for N where it has adapters.
+        target: see `TargetParts`.
+        weights: of all matrices.
 
     Raises:
         InputError: the drafter lacks a part (an ablation), or its target has LongRoPE or an
@@ -72,110 +115,176 @@ def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> o
             "The target has LongRoPE, whose frequencies change with the text's length; an ONNX "
             "bundle cannot hold them. Make a bundle for PyTorch."
         )
-    return _DraftGraph(drafter, weights).build(target)
+    return _DraftGraph(drafter, target, weights).build()
 
 
 class _DraftGraph(GraphBuilder):
     """Builds the graph of one drafter."""
 
-    def __init__(self, drafter: MoADrafter, weights: Weights) -> None:
+    def __init__(self, drafter: MoADrafter, target: TargetParts, weights: Weights) -> None:
         super().__init__(weights)
-        self.drafter = drafter
+        self.drafter, self.target = drafter, target
         self.last = self.constant([-1])
         """Index of the last token."""
-        self.positions_T = self._positions()
-        self.position_1 = self.op("Gather", self.positions_T, self.last, axis=0)
+        self.positions_T = self.op("Add", self._up_to(self._size("token_ids", 0)), "start")
+        self.first = self._first_without_activations() if target.reused else self.last
+        """Index of the first of W tokens."""
+        self.positions_W = self.newest(self.positions_T)
+        self.slots_S = self._up_to(self._size("text_key", 1))
+        position_W1 = self.op("Unsqueeze", self.positions_W, self.constant([1]))
+        self.earlier_WS = self.op("LessOrEqual", self.slots_S, position_W1)
 
-    def build(self, target: TargetParts) -> onnx.ModelProto:
-        table = self.matrix(to_numpy(target.embedding_VE))
+    def build(self) -> onnx.ModelProto:
+        table = self.matrix(to_numpy(self.target.embedding_VE))
         x_TE = self.rows("token_ids", table)
-        if target.factor != 1.0:
-            x_TE = self.op("Mul", x_TE, self.constant(target.factor))
-        x_1E = self.run_cross_attention(self.run_self_attention(x_TE))
-        adapter = self.drafter.adapter(0)
+        if self.target.factor != 1.0:
+            x_TE = self.op("Mul", x_TE, self.constant(self.target.factor))
+        x_WE = self.run_cross_attention(self.run_self_attention(x_TE))
+        reused = self.target.reused
+        adapter = self.drafter.adapter(len(reused.layers) if reused else 0)
         if adapter is not None:
-            x_1E = self.linear(self.norm(x_1E, adapter.norm), adapter.linear)
-            x_1E = self.op("Mul", x_1E, self.constant(to_numpy(adapter.scale)))
-        return self._model(self.take_top(x_1E, self._draft_head(target, table), target))
+            x_WE = self.linear(self.norm(x_WE, adapter.norm), adapter.linear)
+            x_WE = self.op("Mul", x_WE, self.constant(to_numpy(adapter.scale)))
+        if reused:
+            x_WE = self.run_reused_layers(x_WE, reused)
+        x_1E = self.op("Gather", x_WE, self.last, axis=0)
+        return self._model(self.take_top(x_1E, self._draft_head(table)))
 
-    def _draft_head(self, target: TargetParts, table: Matrix) -> Matrix:
+    def _draft_head(self, table: Matrix) -> Matrix:
         """The head for the tokens that can be drafted."""
         ids = self.drafter.draft_token_ids
-        if target.head is not None:
-            return self.matrix(to_numpy(target.head))
+        if self.target.head is not None:
+            return self.matrix(to_numpy(self.target.head))
         return table if ids is None else self.selected(table, ids.cpu().numpy())
 
-    def logits(self, product: str, bias: str | None, target: TargetParts) -> str:
+    def logits(self, product: str, bias: str | None) -> str:
         """See `LMHead.logits`."""
         found = product if bias is None else self.op("Add", product, bias)
-        if target.scale != 1.0:
-            found = self.op("Mul", found, self.constant(target.scale))
-        if target.cap is not None:
-            cap = self.constant(float(target.cap))
+        if self.target.scale != 1.0:
+            found = self.op("Mul", found, self.constant(self.target.scale))
+        if self.target.cap is not None:
+            cap = self.constant(float(self.target.cap))
             found = self.op("Mul", self.op("Tanh", self.op("Div", found, cap)), cap)
         return found
 
+    def newest(self, x_T: str) -> str:
+        """The W last of T rows."""
+        return self.op("Slice", x_T, self.first, self.constant([MOST]), self.constant([0]))
+
     def run_self_attention(self, x_TE: str) -> str:
-        """Store keys and values of all tokens; SA's output for the last one, (1, E)."""
+        """Store keys and values of all tokens; SA's output for W of them, (W, E)."""
         layer, sizes = self.drafter.decoder.self_attention, self.drafter.config.self_attention
         rope = self.drafter.decoder.self_rope
         normed_TE = self.norm(x_TE, layer.input_layernorm)
+        new = self.keys_and_values(normed_TE, layer.key_value, self.positions_T, sizes, rope)
+        names = ("text_key", "text_value")
+        key, value = (
+            self.store(name, one, self.positions_T, sizes)
+            for name, one in zip(names, new, strict=True)
+        )
+        query = self.queries(self.newest(normed_TE), layer, sizes, rope)
+        hidden = self.hidden(self.earlier_WS, sizes)
+        return self.finish(self.newest(x_TE), layer, self.attend(query, key, value, hidden, sizes))
+
+    def run_cross_attention(self, x_WE: str) -> str:
+        """CA's output, (W, E)."""
+        layer, sizes = self.drafter.decoder.cross_attention, self.drafter.config.cross_attention
+        normed_WE = self.norm(x_WE, layer.input_layernorm)
+        query = self.queries(normed_WE, layer, sizes, self.drafter.decoder.cross_rope)
+        hidden_M = self.op("Where", "memory_mask", self.constant(0.0), self.constant(HIDDEN))
+        attention = self.attend(query, "memory_key", "memory_value", hidden_M, sizes)
+        return self.finish(x_WE, layer, attention)
+
+    def run_reused_layers(self, x_WE: str, reused: ReusedLayers) -> str:
+        """The target's last layers and final norm, (W, E); see `drafting.reused_layers`.
+
+        Keys and values of tokens with activations stay as the server has sent them. Positions
+        before these without any are hidden.
+        """
+        known_S = self.op("GreaterOrEqual", self.slots_S, self.num_encoded)
+        known_S = self.op("Or", known_S, "memory_mask")
+        held_W = self.op("Gather", "memory_mask", self.positions_W, axis=0)
+        held_W11 = self.op("Unsqueeze", held_W, self.constant([1, 2]))
+        visible_WS = self.op("And", self.earlier_WS, known_S)
+        sizes, rope = reused.sizes, reused.rope
+        hidden = self.hidden(visible_WS, sizes)
+        for index, layer in enumerate(reused.layers):
+            normed_WE = self.norm(x_WE, layer.input_layernorm)
+            part = layer.self_attn
+            new = self.keys_and_values(normed_WE, part, self.positions_W, sizes, rope)
+            key, value = (
+                self.store(f"{name}_{index}", one, self.positions_W, sizes, held_W11)
+                for name, one in zip(("layer_key", "layer_value"), new, strict=True)
+            )
+            query = self.queries(normed_WE, layer, sizes, rope)
+            x_WE = self.finish(x_WE, layer, self.attend(query, key, value, hidden, sizes))
+        return self.norm(x_WE, reused.norm)
+
+    def keys_and_values(
+        self, normed_TE: str, part: Any, positions_T: str, sizes: Sizes | LayerConfig, rope: Any
+    ) -> tuple[str, str]:
+        """Rotated keys, and values, (T, J, D) each."""
         heads = self.constant([-1, sizes.num_kv_heads, sizes.head_dim])
         key_TJD, value_TJD = (
             self.op("Reshape", self.linear(normed_TE, one), heads)
-            for one in (layer.key_value.k_proj, layer.key_value.v_proj)
+            for one in (part.k_proj, part.v_proj)
         )
-        key_TJD = self.rotated(key_TJD, self.positions_T, rope, sizes.head_dim)
-        slots = self._slots(sizes.num_kv_heads)
-        key, value = (
-            self.op("ScatterND", cache, slots, self.op("Transpose", new, perm=[1, 0, 2]), name=name)
-            for cache, new, name in (
-                ("text_key", key_TJD, "new_text_key"),
-                ("text_value", value_TJD, "new_text_value"),
-            )
-        )
-        visible_S = self.op("LessOrEqual", self._up_to(self._size("text_key", 1)), self.position_1)
-        normed_1E = self.op("Gather", normed_TE, self.last, axis=0)
-        query = self.queries(normed_1E, layer, sizes, rope)
-        attention = self.attend(query, key, value, visible_S)
-        return self.finish(self.op("Gather", x_TE, self.last, axis=0), layer, attention)
+        return self.rotated(key_TJD, positions_T, rope, sizes.head_dim), value_TJD
 
-    def run_cross_attention(self, x_1E: str) -> str:
-        """CA's output for the last token, (1, E)."""
-        layer, sizes = self.drafter.decoder.cross_attention, self.drafter.config.cross_attention
-        normed_1E = self.norm(x_1E, layer.input_layernorm)
-        query = self.queries(normed_1E, layer, sizes, self.drafter.decoder.cross_rope)
-        attention = self.attend(query, "memory_key", "memory_value", "memory_mask")
-        return self.finish(x_1E, layer, attention)
+    def store(
+        self,
+        cache: str,
+        new_TJD: str,
+        positions_T: str,
+        sizes: Sizes | LayerConfig,
+        held_T11: str | None = None,
+    ) -> str:
+        """The cache with the keys or values of these positions, except where it holds them."""
+        if held_T11 is not None:
+            old_JTD = self.op("Gather", cache, positions_T, axis=1)
+            old_TJD = self.op("Transpose", old_JTD, perm=[1, 0, 2])
+            new_TJD = self.op("Where", held_T11, old_TJD, new_TJD)
+        slots = self._slots(positions_T, sizes.num_kv_heads)
+        new_JTD = self.op("Transpose", new_TJD, perm=[1, 0, 2])
+        return self.op("ScatterND", cache, slots, new_JTD, name=f"new_{cache}")
 
-    def queries(self, normed_1E: str, layer: AttentionBlock, sizes: LayerConfig, rope: Rope) -> str:
-        """Rotated and scaled queries by KV head, (J, G, D)."""
-        query = self.linear(normed_1E, layer.self_attn.q_proj)
-        heads = self.constant([1, sizes.num_heads, sizes.head_dim])
-        query = self.op("Reshape", query, heads)
-        query = self.rotated(query, self.position_1, rope, sizes.head_dim)
+    def queries(self, normed_WE: str, layer: Any, sizes: Sizes | LayerConfig, rope: Any) -> str:
+        """Rotated and scaled queries by KV head, (J, R, D)."""
+        query = self.linear(normed_WE, layer.self_attn.q_proj)
+        query = self.op("Reshape", query, self.constant([-1, sizes.num_heads, sizes.head_dim]))
+        query = self.rotated(query, self.positions_W, rope, sizes.head_dim)
         query = self.op("Mul", query, self.constant(sizes.head_dim**-0.5))
-        groups = sizes.num_heads // sizes.num_kv_heads
-        shape = self.constant([sizes.num_kv_heads, groups, sizes.head_dim])
-        return self.op("Reshape", query, shape)
+        heads = [sizes.num_kv_heads, _groups(sizes)]
+        query = self.op("Reshape", query, self.constant([0, *heads, sizes.head_dim]))
+        query = self.op("Transpose", query, perm=[1, 2, 0, 3])
+        return self.op("Reshape", query, self.constant([heads[0], -1, sizes.head_dim]))
 
-    def attend(self, query_JGD: str, key_JSD: str, value_JSD: str, visible_S: str) -> str:
-        """The attention's output, heads side by side, (1, H * D)."""
-        scores = self.op("MatMul", query_JGD, self.op("Transpose", key_JSD, perm=[0, 2, 1]))
-        hidden = self.op("Where", visible_S, self.constant(0.0), self.constant(HIDDEN))
+    def hidden(self, visible_WS: str, sizes: Sizes | LayerConfig) -> str:
+        """What is added to the scores of R queries, (R, S)."""
+        hidden_WS = self.op("Where", visible_WS, self.constant(0.0), self.constant(HIDDEN))
+        return self.op("Tile", hidden_WS, self.constant([_groups(sizes), 1]))
+
+    def attend(
+        self, query_JRD: str, key_JSD: str, value_JSD: str, hidden: str, sizes: Sizes | LayerConfig
+    ) -> str:
+        """The attention's output, heads side by side, (W, H * D)."""
+        scores = self.op("MatMul", query_JRD, self.op("Transpose", key_JSD, perm=[0, 2, 1]))
         weights = self.op("Softmax", self.op("Add", scores, hidden), axis=-1)
         output = self.op("MatMul", weights, value_JSD)
-        return self.op("Reshape", output, self.constant([1, -1]))
+        shape = [sizes.num_kv_heads, _groups(sizes), -1, sizes.head_dim]
+        output = self.op("Reshape", output, self.constant(shape))
+        output = self.op("Transpose", output, perm=[2, 0, 1, 3])
+        return self.op("Reshape", output, self.constant([0, -1]))
 
-    def finish(self, x_1E: str, layer: AttentionBlock, attention: str) -> str:
+    def finish(self, x_WE: str, layer: Any, attention: str) -> str:
         """See `AttentionBlock.finish`."""
-        x_1E = self.op("Add", x_1E, self.linear(attention, layer.self_attn.o_proj))
-        normed, mlp = self.norm(x_1E, layer.post_attention_layernorm), layer.mlp
+        x_WE = self.op("Add", x_WE, self.linear(attention, layer.self_attn.o_proj))
+        normed, mlp = self.norm(x_WE, layer.post_attention_layernorm), layer.mlp
         gate = self.activation(self.linear(normed, mlp.gate_proj), self.drafter.config.hidden_act)
         inner = self.op("Mul", gate, self.linear(normed, mlp.up_proj))
-        return self.op("Add", x_1E, self.linear(inner, mlp.down_proj))
+        return self.op("Add", x_WE, self.linear(inner, mlp.down_proj))
 
-    def rotated(self, x_THD: str, positions_T: str, rope: Rope, head_dim: int) -> str:
+    def rotated(self, x_THD: str, positions_T: str, rope: Any, head_dim: int) -> str:
         """Apply rotary embeddings; see `model.layers.rotate`."""
         half = rope.inv_freq.shape[0]
         position = self.op("Cast", positions_T, to=TensorProto.FLOAT)
@@ -192,21 +301,21 @@ class _DraftGraph(GraphBuilder):
         turned = (self.op(sign, self.op("Mul", *a), self.op("Mul", *b)) for sign, a, b in parts)
         return self.op("Concat", *turned, *rest, axis=-1)
 
-    def take_top(self, x_1E: str, head: Matrix, target: TargetParts) -> int:
+    def take_top(self, x_1E: str, head: Matrix) -> int:
         """The outputs: K most probable draft tokens and their log-probabilities; returns K.
 
         Products round their inputs to few bits, so the logits of these K are computed once more.
         """
-        bias = None if target.bias is None else self.constant(to_numpy(target.bias))
+        bias = None if self.target.bias is None else self.constant(to_numpy(self.target.bias))
         whole, count = self.constant([-1]), min(TOP, head.num_rows)
         products_V = self.op("Reshape", self.product(x_1E, head), whole)
-        logits_V = self.logits(products_V, bias, target)
+        logits_V = self.logits(products_V, bias)
         total = self.op("ReduceLogSumExp", logits_V, keepdims=1)
         logits, index = self.ops("TopK", logits_V, self.constant([count]), count=2)
         if self.weights != "float32":
             products = self.op("MatMul", self.rows(index, head), self.op("Reshape", x_1E, whole))
             bias = bias and self.op("Gather", bias, index)
-            logits = self.logits(products, bias, target)
+            logits = self.logits(products, bias)
             logits, order = self.ops("TopK", logits, self.constant([count]), count=2)
             index = self.op("Gather", index, order)
         self.op("Sub", logits, total, name="top_log_q")
@@ -217,16 +326,27 @@ class _DraftGraph(GraphBuilder):
             self.op("Gather", self.constant(ids.cpu().numpy()), index, name="top_token_ids")
         return count
 
-    def _positions(self) -> str:
-        """Positions of the tokens, which are their slots, (T,) int64."""
-        return self.op("Add", self._up_to(self._size("token_ids", 0)), "start")
+    @cached_property
+    def num_encoded(self) -> str:
+        """Tokens up to the last one with activations, (1,) int64."""
+        numbers_S = self._up_to(self._size("memory_mask", 0))
+        numbers_S = self.op("Add", numbers_S, self.constant(np.int64(1)))
+        numbers_S = self.op("Where", "memory_mask", numbers_S, self.constant(np.int64(0)))
+        return self.op("ReduceMax", numbers_S, keepdims=1)
 
-    def _slots(self, num_heads: int) -> str:
-        """Indices of the tokens' slots in a cache, (J, T, 2)."""
-        sizes = self.constant([num_heads]), self.op("Shape", "token_ids"), self.constant([1])
+    def _first_without_activations(self) -> str:
+        """Index of the first of the T tokens that has none, at most of the last one, (1,) int64."""
+        first = self.op("Max", self.op("Sub", self.num_encoded, "start"), self.constant([0]))
+        return self.op(
+            "Min", first, self.op("Sub", self.op("Shape", "token_ids"), self.constant([1]))
+        )
+
+    def _slots(self, positions_T: str, num_heads: int) -> str:
+        """Indices of positions in a cache, (J, T, 2)."""
+        sizes = self.constant([num_heads]), self.op("Shape", positions_T), self.constant([1])
         shape = self.op("Concat", *sizes, axis=0)
         heads = self.constant(np.arange(num_heads)[:, None, None])
-        slots = self.op("Unsqueeze", self.positions_T, self.constant([0, 2]))
+        slots = self.op("Unsqueeze", positions_T, self.constant([0, 2]))
         return self.op("Concat", *(self.op("Expand", one, shape) for one in (heads, slots)), axis=2)
 
     def _size(self, name: str, axis: int) -> str:
@@ -237,13 +357,18 @@ class _DraftGraph(GraphBuilder):
         return self.op("Range", self.constant(np.int64(0)), count, self.constant(np.int64(1)))
 
     def _model(self, top: int) -> onnx.ModelProto:
-        config = self.drafter.config
+        config, reused = self.drafter.config, self.target.reused
+        slots = "S" if reused else "M"
         text, memory = (
             (one.num_kv_heads, slots, one.head_dim)
-            for one, slots in ((config.self_attention, "S"), (config.cross_attention, "M"))
+            for one, slots in ((config.self_attention, "S"), (config.cross_attention, slots))
         )
         caches = {"text_key": text, "text_value": text}
-        inputs: dict[str, Any] = {"token_ids": ("T",), "start": (1,), "memory_mask": ("M",)}
+        if reused:
+            shape = (reused.sizes.num_kv_heads, "S", reused.sizes.head_dim)
+            for index in range(len(reused.layers)):
+                caches |= {f"layer_key_{index}": shape, f"layer_value_{index}": shape}
+        inputs: dict[str, Any] = {"token_ids": ("T",), "start": (1,), "memory_mask": (slots,)}
         inputs |= caches | {"memory_key": memory, "memory_value": memory}
         outputs: dict[str, Any] = {f"new_{name}": shape for name, shape in caches.items()}
         outputs |= {"top_token_ids": (top,), "top_log_q": (top,)}
@@ -261,3 +386,8 @@ class _DraftGraph(GraphBuilder):
         )
         versions = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         return helper.make_model(graph, opset_imports=versions, ir_version=IR_VERSION)
+
+
+def _groups(sizes: Sizes | LayerConfig) -> int:
+    """Query heads of a KV head."""
+    return sizes.num_heads // sizes.num_kv_heads

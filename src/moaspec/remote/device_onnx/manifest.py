@@ -11,6 +11,7 @@ from typing import Any
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError
 from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.drafter_config import MAX_LAYERS
 from moaspec.support.paths import why_not_trusted
 
 MANIFEST_FILE = "manifest.json"
@@ -22,7 +23,23 @@ MOST = 2**24  # largest number of positions, heads or dimensions that is believe
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Facts of an ONNX bundle."""
+    """Facts of an ONNX bundle.
+
+    Attributes:
+        protocol, law: versions of messages and of seeded sampling, for `Open`.
+        target: fields of the `TargetIdentity` that the server must have.
+        fingerprint: of the drafter whose encoder the server must have.
+        weights: see `onnx_ops.Weights`.
+        opset: version of ONNX's operators.
+        self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
+        num_target_layers: N; the reused layers' caches have the sizes of `target`.
+        draft_vocabulary: number of tokens that can be drafted.
+        top: how many tokens a run returns.
+        max_positions: tokens of the longest text.
+        rope_growth: see `TargetSpec.rope_growth`.
+        stop_token_ids: ids that end a turn.
+        files: `bytes` and `sha256` of each other file, by name.
+    """
 
     # protocol, law: versions of messages and of seeded sampling, for `Open`.
     protocol: int
@@ -120,7 +137,10 @@ def _damaged_file(directory: Path, manifest: Manifest) -> str | None:
 
 def _check_numbers(manifest: Manifest) -> None:
     """Refuse sizes that would only fail when the caches are made."""
-    sizes = (manifest.self_attention, manifest.cross_attention)
+    layers = manifest.num_target_layers
+    if not isinstance(layers, int) or not 0 <= layers <= MAX_LAYERS:
+        raise ValueError(f"{layers!r} is no number of reused layers")
+    sizes = [manifest.self_attention, manifest.cross_attention, *[manifest.target] * bool(layers)]
     numbers = [one[name] for one in sizes for name in ("num_kv_heads", "head_dim")]
     for number in (*numbers, manifest.max_positions):
         if not isinstance(number, int) or not 1 <= number <= MOST:

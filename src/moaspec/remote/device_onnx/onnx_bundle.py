@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import onnx
 
+from moaspec.drafting.proposer_checks import check_num_target_layers
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
@@ -14,10 +16,22 @@ from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import load_models
 from moaspec.remote.device.bundle_place import replacing, require_free
-from moaspec.remote.device_onnx.draft_graph import OPSET, TOP, TargetParts, draft_graph
+from moaspec.remote.device_onnx.draft_graph import (
+    OPSET,
+    TOP,
+    ReusedLayers,
+    Sizes,
+    TargetParts,
+    draft_graph,
+)
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, described
 from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
+from moaspec.target.families import (
+    has_plain_inputs,
+    is_family,
+    is_usual_norm,
+)
 from moaspec.target.generic.device_target import FACTOR, device_tensors
 from moaspec.target.partial import EMBEDDING, HEAD
 from moaspec.target.registry import find_weights
@@ -25,33 +39,43 @@ from moaspec.target.target import Target
 
 
 def export_onnx(
-    target: str | Path, drafter: str | Path, directory: str | Path, *, weights: Weights
+    target: str | Path,
+    drafter: str | Path,
+    directory: str | Path,
+    *,
+    weights: Weights,
+    num_target_layers: int | None = None,
 ) -> None:
     """Write an ONNX bundle atomically, as `export_bundle` does.
 
     Args:
         target: alias, directory, GGUF file or hub id.
-        drafter: a Mixture-of-Attentions drafter that was trained for N = 0: alias, directory or hub
-            id.
+        drafter: a Mixture-of-Attentions drafter: alias, directory or hub id.
         directory: created if missing; a bundle in it is replaced.
+        weights: of all matrices.
+        num_target_layers: N; None takes 0 where the drafter has it, else its first.
 
     Raises:
-        InputError: the graph cannot hold this drafter, the target has no tokenizer, or the
-            directory holds other files.
+        InputError: the graph cannot hold this drafter or the target's last layers, the target has
+            no tokenizer, or the directory holds other files.
         UnknownModelError: a name is unknown.
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
     whole, module = load_models(target, drafter, dtype=_dtype(target))
-    if not isinstance(module, MoADrafter) or 0 not in module.config.num_target_layers:
+    if not isinstance(module, MoADrafter):
         raise InputError(
             f"The drafter {drafter} cannot go into an ONNX bundle: these hold "
-            "Mixture-of-Attentions drafters that were trained for num_target_layers = 0. Use "
-            "another drafter, or a bundle for PyTorch."
+            "Mixture-of-Attentions drafters. Use another drafter, or a bundle for PyTorch."
         )
-    graph = _graph(whole, module, weights)
+    trained = module.config.num_target_layers
+    number = num_target_layers
+    if number is None:
+        number = 0 if 0 in trained else trained[0]
+    check_num_target_layers(number, module, whole)
+    graph = _graph(whole, module, weights, number)
     with replacing(directory) as made:
-        _write(made, whole, module, graph, weights)
+        _write(made, whole, module, graph, weights=weights, num_target_layers=number)
 
 
 def _dtype(target: str | Path) -> str:
@@ -64,7 +88,9 @@ def _dtype(target: str | Path) -> str:
     return "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
 
 
-def _graph(target: Target, drafter: MoADrafter, weights: Weights) -> onnx.ModelProto:
+def _graph(
+    target: Target, drafter: MoADrafter, weights: Weights, num_target_layers: int
+) -> onnx.ModelProto:
     tensors = device_tensors(target, num_layers=0, head_token_ids=drafter.draft_token_ids)
     known = getattr(target.model.get_input_embeddings(), "embed_scale", 1.0)
     parts = TargetParts(
@@ -74,8 +100,31 @@ def _graph(target: Target, drafter: MoADrafter, weights: Weights) -> onnx.ModelP
         tensors.get(f"{HEAD}.bias"),
         target.lm_head.scale,
         target.lm_head.cap,
+        _reused_layers(target, drafter, num_target_layers) if num_target_layers else None,
     )
     return draft_graph(drafter, parts, weights)
+
+
+def _reused_layers(target: Target, drafter: MoADrafter, number: int) -> ReusedLayers:
+    """The target's last layers.
+
+    Raises:
+        InputError: they are not built as Llama's.
+    """
+    config, base, first = target.config, target.model.base_model, target.num_layers - number
+    layers = list(base.layers[first:])
+    plain = [target.plain_layer_state(first + index) is not None for index in range(number)]
+    if (
+        not (is_family(config) and has_plain_inputs(config) and all(plain))
+        or config.hidden_act != drafter.config.hidden_act
+        or not (is_usual_norm(base.norm) and hasattr(layers[0].self_attn, "q_proj"))
+    ):
+        raise InputError(
+            f"The last {number} layers of {target.name} cannot go into an ONNX bundle: it holds "
+            "layers that are built as Llama's. Use num_target_layers = 0, or a bundle for PyTorch."
+        )
+    sizes = Sizes(config.num_attention_heads, target.num_kv_heads, target.head_dim)
+    return ReusedLayers(layers, sizes, base.rotary_emb, base.norm)
 
 
 def _write(
@@ -83,8 +132,9 @@ def _write(
     target: Target,
     drafter: MoADrafter,
     graph: onnx.ModelProto,
-    weights: Weights,
+    **facts: Any,
 ) -> None:
+    """Write a bundle; `facts` are further fields of the manifest."""
     assert target.tokenizer is not None, "load_models() has asked"
     directory.mkdir()
     (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
@@ -97,17 +147,16 @@ def _write(
         law=SAMPLING_VERSION,
         target=dataclasses.asdict(target.identity),
         fingerprint=fingerprint(drafter),
-        weights=weights,
         opset=OPSET,
         self_attention=_cache_sizes(drafter.config.self_attention),
         cross_attention=_cache_sizes(drafter.config.cross_attention),
-        num_target_layers=0,
         draft_vocabulary=vocabulary,
         top=min(TOP, vocabulary),
         max_positions=target.max_positions,
         rope_growth=target.rope_growth,
         stop_token_ids=sorted(target.stop_token_ids),
         files={path.name: described(path) for path in sorted(directory.iterdir())},
+        **facts,
     ).write(directory)
 
 

@@ -88,10 +88,15 @@ class OnnxDevice(Device):
         self.fingerprint = manifest.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> OnnxProposer:
-        """Make a drafter for one session, see `Device`; InputError for N > 0."""
-        if num_target_layers:
+        """Make a drafter for one session; see `Device`.
+
+        Raises:
+            InputError: another N than the bundle's.
+        """
+        own = self._drafter.manifest.num_target_layers
+        if num_target_layers not in (None, own):
             raise InputError(
-                f"num_target_layers={num_target_layers}: an ONNX bundle holds none of the target's "
-                "layers. Leave the option out, or use a bundle for PyTorch."
+                f"num_target_layers={num_target_layers}: this ONNX bundle is for {own}. Leave the "
+                "option out, or export a bundle for it."
             )
         return OnnxProposer(self._drafter.for_another_text())

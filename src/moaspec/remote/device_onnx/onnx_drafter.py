@@ -1,12 +1,14 @@
 """Drafting by onnxruntime, out of an ONNX bundle; needs numpy and onnxruntime, never PyTorch.
 
-Legend: T tokens, S text slots, M memory slots, C CA's KV heads, D head dim, K drafts per run.
+Legend: T tokens, S text slots, M memory slots, C CA's KV heads, N reused layers, H their KV heads,
+D head dim, K drafts per run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +39,9 @@ class OnnxDrafter:
         threads: of onnxruntime.
 
     Attributes:
-        caches: SA's and CA's keys and values, (heads, slots, D) each, by input of the graph.
+        manifest: of the bundle.
+        caches: keys and values of SA, CA and reused layers, (heads, slots, D) each, by input of
+            the graph.
 
     Raises:
         CheckpointError: no ONNX bundle, or another version of the format.
@@ -46,6 +50,8 @@ class OnnxDrafter:
 
     def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
         self.manifest = read_manifest(directory)
+        numbers = range(self.manifest.num_target_layers)
+        self._layers = [(f"layer_key_{n}", f"layer_value_{n}") for n in numbers]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         self._session = onnxruntime.InferenceSession(
@@ -82,12 +88,28 @@ class OnnxDrafter:
         # Copies: the next run writes into the same memory.
         return Drafts(ids.numpy().copy(), log_q.numpy().copy())
 
-    def place(self, start: int, key_CTD: Floats, value_CTD: Floats) -> None:
-        """Store CA's keys and values from `start` on, in any order; else InputError."""
+    def place(
+        self, start: int, key_CTD: Floats, value_CTD: Floats, layers_2NHTD: Floats | None = None
+    ) -> None:
+        """Store activations of verified tokens from position `start` on, in any order.
+
+        Args:
+            start: position of the first.
+            key_CTD: CA's keys.
+            value_CTD: CA's values.
+            layers_2NHTD: keys and values of the reused layers; None where N is 0.
+
+        Raises:
+            InputError: no tokens, or positions that the target does not have.
+        """
         stop = start + key_CTD.shape[1]
         self._reach(start, stop)
         for name, new in zip(MEMORY, (key_CTD, value_CTD), strict=True):
             self.caches[name][:, start:stop] = new
+        if layers_2NHTD is not None:
+            for pair, pair_2HTD in zip(self._layers, layers_2NHTD.swapaxes(0, 1), strict=True):
+                for name, new in zip(pair, pair_2HTD, strict=True):
+                    self.caches[name][:, start:stop] = new
         self._mask[start:stop] = True
 
     def cut(self, length: int) -> None:
@@ -102,6 +124,7 @@ class OnnxDrafter:
         size = max(num_slots, min(2 * old, self.manifest.max_positions))
         shapes = dict.fromkeys(TEXT, self.manifest.self_attention)
         shapes |= dict.fromkeys(MEMORY, self.manifest.cross_attention)
+        shapes |= dict.fromkeys(chain(*self._layers), self.manifest.target)
         grown = {
             name: np.zeros((sizes["num_kv_heads"], size, sizes["head_dim"]), np.float32)
             for name, sizes in shapes.items()
@@ -123,13 +146,13 @@ class OnnxDrafter:
         self.reserve(stop)
 
     def _bind(self) -> None:
-        """Bind the caches; the text cache is input and output at once."""
+        """Bind the caches; those that a run writes are input and output at once."""
         self._bound = self._session.io_binding()
         arrays: Mapping[str, Any] = self.caches | {"memory_mask": self._mask}
         for name, array in arrays.items():
             value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
             self._bound.bind_ortvalue_input(name, value)
-            if name in TEXT:
+            if name in self.caches and name not in MEMORY:
                 self._bound.bind_ortvalue_output(f"new_{name}", value)
         self._bound.bind_output("top_token_ids")
         self._bound.bind_output("top_log_q")

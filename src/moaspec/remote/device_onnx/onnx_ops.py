@@ -194,11 +194,12 @@ class GraphBuilder:
         y = self.product(x, self.matrix(to_numpy(layer.weight), fine=True))
         return y if layer.bias is None else self.op("Add", y, self.constant(to_numpy(layer.bias)))
 
-    def norm(self, x: str, norm: nn.RMSNorm) -> str:
+    def norm(self, x: str, norm: Any) -> str:
+        """Weight * x / rms(x), of PyTorch or transformers."""
         squares = self.op("Pow", x, self.constant(np.float32(2.0)))
         mean = self.op("ReduceMean", squares, self.constant([-1]), keepdims=1)
-        assert norm.eps is not None, "the drafter's norms have one"
-        root = self.op("Sqrt", self.op("Add", mean, self.constant(np.float32(norm.eps))))
+        eps = norm.eps if isinstance(norm, nn.RMSNorm) else norm.variance_epsilon
+        root = self.op("Sqrt", self.op("Add", mean, self.constant(np.float32(eps))))
         return self.op("Mul", self.op("Div", x, root), self.constant(to_numpy(norm.weight)))
 
     def activation(self, x: str, name: str) -> str:

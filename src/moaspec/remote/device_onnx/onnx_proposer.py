@@ -17,22 +17,31 @@ READ_TOKENS = 256  # most tokens of a text in one run; bounds the memory of acti
 
 
 class OnnxProposer(DeviceProposer):
-    """Drafts chains for one text, the only row, with N = 0 and a drafter of its own."""
+    """Drafts chains for one text, the only row.
 
-    num_target_layers = 0
+    Args:
+        drafter: with caches of this text alone.
+    """
+
     chains_only = True
 
     def __init__(self, drafter: OnnxDrafter) -> None:
         self._drafter = drafter
         self._num_read = 0
+        self.num_target_layers = drafter.manifest.num_target_layers
 
     def layout(self, codec: CodecName) -> ActivationLayout:
-        sizes = self._drafter.manifest.cross_attention
-        return ActivationLayout(Codec(codec, 2 * sizes["num_kv_heads"], sizes["head_dim"]))
+        manifest, number = self._drafter.manifest, self.num_target_layers
+        sizes, target = manifest.cross_attention, manifest.target
+        memory = Codec(codec, 2 * sizes["num_kv_heads"], sizes["head_dim"])
+        if not number:
+            return ActivationLayout(memory)
+        vectors = 2 * number * target["num_kv_heads"]
+        return ActivationLayout(memory, Codec(codec, vectors, target["head_dim"]), number)
 
     def place_activations(self, row: int, start: int, activations: Activations) -> None:
         del row  # the only one
-        self._drafter.place(start, activations.key_CTD, activations.value_CTD)
+        self._drafter.place(start, *activations)
 
     def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft a chain as deep as the shape; see `Proposer`."""
