@@ -1,7 +1,8 @@
 /** A server that lies: every lie is refused or ignored, and none crashes or hangs the device. */
+import { toBinary } from "@bufbuild/protobuf";
 import { afterEach, expect, test } from "vitest";
 import { LinkError, MoaSpecError } from "../src/errors.js";
-import { Problem_Kind } from "../src/protocol/target_pb.js";
+import { ClientMessageSchema, Problem_Kind } from "../src/protocol/target_pb.js";
 import type { VerdictSchema } from "../src/protocol/target_pb.js";
 import type { Fields } from "../src/protocol/wire.js";
 import { RemoteSession } from "../src/session/remote_session.js";
@@ -10,6 +11,7 @@ import type { Answer } from "./fake_target.js";
 
 const LINK = { heartbeatMs: 20, deadAfterMs: 200, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
 let session: RemoteSession | undefined;
+let server: FakeServer;
 
 afterEach(() => session?.close());
 
@@ -37,6 +39,28 @@ function activations(start: number, count: number, size: number): Answer {
 
 const BYTES = 8; // of a record
 
+/** What this device has sent last, sent back. */
+const echo: Lie = (answer, to) => (answer.case === "verdict" ? [toBinary(ClientMessageSchema, to), answer] : [answer]);
+
+/** The first verdict again, before each later one. */
+function replay(): Lie {
+  let first: Uint8Array | undefined;
+  return (answer, to) => {
+    if (answer.case !== "verdict") return [answer];
+    first ??= frameOf(answer, to);
+    return [first, answer];
+  };
+}
+
+/** Activations of the whole prompt, with other contents than the server's, each time anew. */
+function otherActivations(): Lie {
+  let byte = 0;
+  return (answer) => {
+    const data = new Uint8Array(PROMPT.length * BYTES).fill(++byte % 60);
+    return answer.case === "verdict" ? [{ case: "activations", value: { start: 0, count: PROMPT.length, data } }, answer] : [answer];
+  };
+}
+
 /** Lies that end the session with an error. */
 const REFUSED: Record<string, Lie> = {
   "noise": frame(new Uint8Array(64).fill(0xff)),
@@ -61,6 +85,15 @@ const REFUSED: Record<string, Lie> = {
     ...value,
     activations: { start: 0, count: 1, data: new Uint8Array(3) },
   })),
+  "the device's own messages": echo,
+  "a base of -1": (answer, to) => {
+    const minusOne = [0x1a, 0x0b, 0x08, ...new Array<number>(9).fill(0xff), 0x01];
+    return answer.case === "verdict" ? [new Uint8Array([...frameOf({ case: "heartbeat", value: {} }, to), ...minusOne]), answer] : [answer];
+  },
+  "an endless number": frame(new Uint8Array([0x10, ...new Array<number>(1000).fill(0xff)])),
+  "a length of 2^32 - 1": frame(new Uint8Array([0x0a, 0xff, 0xff, 0xff, 0xff, 0x0f, 1])),
+  "a million tokens": verdict((value) => ({ ...value, tokens: new Array(1_000_000).fill(1) })),
+  "log-probabilities of fewer tokens": verdict((value) => ({ ...value, logprobs: [Number.NaN, 0, 0, 0, 0, 0] })),
   "a refusal": beside(problem(Problem_Kind.REFUSED)),
 };
 
@@ -85,13 +118,39 @@ const IGNORED: Record<string, Lie> = {
   "a pass of infinite time": verdict((value) => ({ ...value, passS: Number.POSITIVE_INFINITY })),
   "a pass of no time": verdict((value) => ({ ...value, passS: Number.NaN })),
   "an unknown problem": beside({ case: "problem", value: { kind: 77 as Problem_Kind } }),
+  "verdicts of earlier rounds": replay(),
+  "activations of other numbers": otherActivations(),
+  "2^32 - 1 activations": beside(activations(0, 2 ** 32 - 1, BYTES)),
+  "2^32 - 1 activations at 2^32 - 1": beside(activations(2 ** 32 - 1, 2 ** 32 - 1, 0)),
+  "a negative pass": verdict((value) => ({ ...value, passS: -1 })),
+  "a problem of 4 MB": beside({ case: "problem", value: { kind: 77 as Problem_Kind, message: "x".repeat(4_000_000) } }),
+  "messages of an unknown kind": frame(new Uint8Array([0xfa, 0x01, 0x02, 1, 2])),
   "unknown fields": (answer, to) => [new Uint8Array([...frameOf(answer, to), 0xfa, 0x01, 0x02, 1, 2])],
 };
 
-function run(lie: Lie): Promise<number[]> {
-  const server = new FakeServer();
+/** Lies without end: nothing is ever verified. */
+const ENDLESS: Record<string, Lie> = {
+  "silence": () => [],
+  "heartbeats alone": (answer) => (answer.case === "heartbeat" ? [answer] : []),
+  "lost": (answer) => [answer.case === "heartbeat" ? answer : problem(Problem_Kind.LOST)],
+  "busy": (answer) => [answer.case === "heartbeat" ? answer : problem(Problem_Kind.BUSY)],
+  "busy for less than no time": (answer) =>
+    [answer.case === "heartbeat" ? answer : problem(Problem_Kind.BUSY, { retryS: -1e300 })],
+  "busy for ever": (answer) =>
+    [answer.case === "heartbeat" ? answer : problem(Problem_Kind.BUSY, { retryS: Number.POSITIVE_INFINITY })],
+  "draining": (answer) => [answer.case === "heartbeat" ? answer : problem(Problem_Kind.DRAINING)],
+  "verdicts without tokens": (answer) =>
+    [answer.case === "verdict" ? { case: "verdict", value: { base: PROMPT.length, tokens: [] } } : answer],
+  "another text from its beginning": (answer) =>
+    [answer.case === "verdict" ? { case: "verdict", value: { base: 0, tokens: new Array(20).fill(96) } } : answer],
+  "the text before its end": (answer) =>
+    [answer.case === "verdict" ? { case: "verdict", value: { base: 1, tokens: PROMPT.slice(1) } } : answer],
+};
+
+function run(lie: Lie, giveUpMs = 50_000): Promise<number[]> {
+  server = new FakeServer();
   server.lie = lie;
-  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs: 50_000 });
+  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs });
   return session.generate(PROMPT, { maxNewTokens: 16 }).then(({ tokenIds }) => tokenIds);
 }
 
@@ -104,6 +163,21 @@ test.each(Object.keys(REFUSED))("refused: %s", async (name) => {
 
 test.each(Object.keys(IGNORED))("ignored: %s", async (name) => {
   expect(await run(IGNORED[name]!)).toEqual(ownText(PROMPT, 16));
+});
+
+test.each(Object.keys(ENDLESS))("given up, and not flooded: %s", async (name) => {
+  const started = performance.now();
+  await expect(run(ENDLESS[name]!, 600)).rejects.toThrow(LinkError);
+  expect(performance.now() - started).toBeLessThan(20_000);
+  expect(server.received.length).toBeLessThan(200);
+  expect(server.connections).toBeLessThan(60);
+});
+
+test("a refusal is one short line without control characters", async () => {
+  const message = `<img src=x onerror=alert(1)>\n\u202e\u0007\ud800${"x".repeat(10_000)}`;
+  const error = await run(beside(problem(Problem_Kind.REFUSED, { message }))).catch((thrown: Error) => thrown);
+  expect((error as Error).message).toMatch(/^The server refuses: <img src=x onerror=alert\(1\)> \ufffd+x+$/);
+  expect((error as Error).message.length).toBeLessThan(600);
 });
 
 test("a text that differs is opened again", async () => {
