@@ -20,12 +20,14 @@ import { loadDevice } from "../src/device.js";
 import { BundleError, RefusedError } from "../src/errors.js";
 import { fromDirectory } from "../src/node.js";
 import { Vault } from "../src/privacy/vault.js";
+import { ActivationLayout } from "../src/protocol/activations.js";
 import { ClientMessageSchema } from "../src/protocol/target_pb.js";
 import type { Open } from "../src/protocol/target_pb.js";
 import { WebSocketTransport } from "../src/protocol/websocket.js";
 import type { WebSocketOptions } from "../src/protocol/websocket.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
+import { RemoteText } from "../src/session/server_text.js";
 import { FaultyTransport } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
@@ -59,6 +61,7 @@ let expected: {
   private: { messages: any[]; hidden: any[]; answer: Answer };
   answers: Answer[];
   shaped: Answer[];
+  chains: { text: number[]; count: number; data: string; drafts: number[] }[];
   texts: [number[], string][];
 };
 
@@ -189,6 +192,24 @@ describe.skipIf(!hasPython)("a real server", () => {
     expect(result.sources).toContain("draft");
   });
 
+  test("a bundle that reuses two target layers drafts as Python's device, and texts stay", async () => {
+    const { drafter, manifest } = await loadDevice(fromDirectory(join(directory, "bundle-n2")), ort);
+    const layout = new ActivationLayout("int8", manifest);
+    for (const { text, count, data, drafts } of expected.chains) {
+      drafter.cut(0);
+      if (count) drafter.place(0, layout.decode(Buffer.from(data, "base64"), count));
+      const chain: number[] = [];
+      for (let start = 0; chain.length < drafts.length; start = text.length + chain.length - 1) {
+        chain.push((await drafter.run([...text, ...chain].slice(start), start)).tokenIds[0]!);
+      }
+      expect(chain).toEqual(drafts);
+    }
+    const found = await made({ draft: 3 }, {}, "bundle-n2");
+    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 2)) {
+      expect((await found.session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+    }
+  }, 300_000);
+
   test("40 prompts over a link whose frames are lost, doubled, late and overtaken", async () => {
     const found = await made({ draft: 3, link: { ...PATIENT, retryMs: 100 } }, { loss: 0.1, twice: 0.2, delayMs: 20 });
     expect(expected.shaped).toHaveLength(40);
@@ -231,6 +252,19 @@ describe.skipIf(!hasPython)("a real server", () => {
     expect(found.session.stats.reopened).toBeGreaterThan(0);
   }, 600_000);
 
+  test("a server decodes alone", async () => {
+    const texts = new RemoteText(await loadDevice(fromDirectory(join(directory, "bundle")), ort), transport());
+    for (const { prompt, settings, tokenIds, stopReason } of [...expected.answers.slice(0, 4), expected.answers.at(-1)!]) {
+      const text: number[] = [];
+      let end: string | undefined;
+      for await (const event of texts.stream(prompt, { ...turnOptions(settings), speculate: true })) {
+        text.push(...event.tokenIds);
+        end = event.stopReason;
+      }
+      expect([text, end]).toEqual([tokenIds, stopReason]);
+    }
+  }, 300_000);
+
   test("a server describes itself", async () => {
     const { manifest } = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
     const description = await transport().describe(30_000);
@@ -271,7 +305,8 @@ describe.skipIf(!hasPython)("a real server", () => {
       { target: null },
       { stop_token_ids: "all" },
       { rope_growth: -1 },
-      { num_target_layers: 2 },
+      { num_target_layers: 1.5 },
+      { num_target_layers: 2 ** 20 },
       { files: { "drafter.onnx": { bytes: 1, sha256: "x" }, "../x": { bytes: 1, sha256: "x" } } },
     ]) {
       await expect(edit(changes), JSON.stringify(changes)).rejects.toThrow(BundleError);

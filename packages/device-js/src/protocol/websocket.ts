@@ -86,7 +86,8 @@ export class WebSocketTransport implements Transport {
     }
   }
 
-  private open(call: string, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+  /** Open a connection for one of the server's calls; see `connect`. */
+  open(call: "converse" | "describe" | "generate", events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
     return new Promise((resolve, reject) => {
       const socket = new this.make(this.url + call, this.protocols);
       socket.binaryType = "arraybuffer";
