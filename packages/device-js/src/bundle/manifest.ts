@@ -4,6 +4,9 @@ export const MANIFEST_FILE = "manifest.json";
 export const GRAPH_FILE = "drafter.onnx";
 const FORMAT = "moaspec-device-onnx";
 const FORMAT_VERSION = 1;
+/** Versions of messages and of seeded sampling (`moaspec/remote/protocol/identity.py`). */
+const PROTOCOL = 1;
+const SAMPLING_VERSION = 2;
 /** Numbers of the largest key of a token, all heads together, that is believed. */
 const MAX_WIDTH = 2 ** 16;
 /** Largest number of positions, heads or dimensions that is believed. */
@@ -80,10 +83,18 @@ export function parseManifest(json: Uint8Array): Manifest {
       `The bundle has another format than ${FORMAT_VERSION}: export it again, or upgrade this package.`,
     );
   }
+  const versions = [found.value("protocol"), found.value("law")];
+  if (versions[0] !== PROTOCOL || versions[1] !== SAMPLING_VERSION) {
+    const got = JSON.stringify(versions).slice(0, 80);
+    throw new BundleError(
+      `The bundle is for protocol ${got}; this is [${PROTOCOL},${SAMPLING_VERSION}]. Export it again, or ` +
+        "upgrade this package.",
+    );
+  }
   const growth = found.value("rope_growth");
   return {
-    protocol: found.size("protocol"),
-    law: found.size("law"),
+    protocol: PROTOCOL,
+    law: SAMPLING_VERSION,
     target: targetIdentity(found.object("target")),
     fingerprint: found.text("fingerprint"),
     self_attention: cacheSizes(found.object("self_attention")),
