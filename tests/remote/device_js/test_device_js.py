@@ -39,7 +39,7 @@ def test_golden_numbers_are_fresh() -> None:
     stored = json.loads(GOLDEN.read_text())
     for name, part in golden().items():
         assert close(json.loads(json.dumps(part)), stored[name]), (
-            f"{name}: run `python tests/remote/device_js/write_golden.py`"
+            f"{name}: run `PYTHONPATH=tests python tests/remote/device_js/write_golden.py`"
         )
 
 

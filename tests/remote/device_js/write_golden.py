@@ -1,6 +1,6 @@
 """Writes numbers of the Python device, with which the tests of packages/device-js compare theirs.
 
-python tests/remote/device_js/write_golden.py
+PYTHONPATH=tests python tests/remote/device_js/write_golden.py
 """
 
 from __future__ import annotations
