@@ -34,6 +34,7 @@ from moaspec.remote.device_onnx.draft_graph import TOP
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 from moaspec.remote.device_onnx.onnx_drafter import FIRST_SLOTS, OnnxDrafter
 from moaspec.remote.device_onnx.onnx_ops import Weights
+from moaspec.remote.protocol.activation_layout import Activations
 
 DEPTH = 4
 POSITIONS = 4 * FIRST_SLOTS
@@ -92,8 +93,9 @@ def proposer(target: Target, drafter: MoADrafter, context: Context) -> MoAPropos
     made = DeviceMoAProposer(
         drafter, target, num_target_layers=0 if layers is None else layers.shape[1]
     )
-    last = None if layers is None else (layers[0], layers[1])
-    made.place(0, 0, (context.key, context.value), last)
+    numbers = None if layers is None else layers.numpy()
+    activations = Activations(context.key[0].numpy(), context.value[0].numpy(), numbers)
+    made.place_activations(0, 0, activations)
     return made
 
 
