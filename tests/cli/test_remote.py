@@ -171,9 +171,10 @@ def test_links_are_emulated_only_where_one_is_asked_for(
 
     monkeypatch.setattr("moaspec.remote.emulation.ShapedTransport", shaped)
     arguments = ("remote", "w1", "--server", address, "--bundle", str(bundle))
-    for asked, number in (((), 0), (("--link", "lan"), 1), (("--cut-after", "50"), 2)):
+    for asked in ((), ("--link", "lan"), ("--cut-after", "50")):
+        made.clear()
         assert cli(*arguments, "--max-new-tokens", "2", *asked).code == 0
-        assert len(made) == number
+        assert bool(made) is bool(asked)
 
 
 @pytest.mark.slow

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.device_parts import Device
     from moaspec.remote.device.remote_session import RemoteOptions
-    from moaspec.remote.protocol.transport import ServerTransport
+    from moaspec.remote.protocol.fleet import Fleet
 
 SERVER = "127.0.0.1:50051"
-WEBSOCKETS = ("ws://", "wss://")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class DeviceOptions:
         str,
         typer.Option(
             help="HOST:PORT of `moaspec target-server`; ws://HOST:PORT or wss://HOST:PORT where it "
-            "listens for WebSockets."
+            "listens for WebSockets; several with commas between."
         ),
     ] = SERVER
     bundle: Annotated[
@@ -117,16 +116,23 @@ class DeviceOptions:
                 "checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on a "
                 "machine that has it."
             )
-        if not self.server.startswith(WEBSOCKETS):
-            _, port = split_address(self.server, option="--server")
+        for server in self.servers:
+            if server.startswith(("ws://", "wss://")):
+                continue
+            _, port = split_address(server, option="--server")
             if port == 0:
-                raise InputError(f"--server must name a port, got {self.server!r}.")
+                raise InputError(f"--server must name a port, got {server!r}.")
         if self.draft != "auto":
             # Imported here: it imports NumPy.
             from moaspec.drafting.tree_shapes import parse_shape
 
             parse_shape(self.draft)
         self.vault().hide("")  # refuses unknown phone regions
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses that --server names."""
+        return [one.strip() for one in self.server.split(",")]
 
     def remote_options(self) -> RemoteOptions:
         """How a session uses its link; InputError as of `RemoteOptions`."""
@@ -169,12 +175,13 @@ class DeviceOptions:
 
         return load_device(self.bundle or _made_bundle(self.model))
 
-    def transport(self) -> ServerTransport:
-        """The connection to the server, not opened yet.
+    def transport(self) -> Fleet:
+        """The connections to the servers, not opened yet.
 
         Raises:
             InputError: a token that cannot be read, or options that do not go together.
         """
+        from moaspec.remote.protocol.fleet import Fleet
         from moaspec.remote.server.auth import Credentials
 
         credentials = Credentials(
@@ -183,13 +190,7 @@ class DeviceOptions:
             certificate=self.certificate,
             key=self.key,
         )
-        if self.server.startswith(WEBSOCKETS):
-            from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-
-            return WebSocketTransport(self.server, credentials)
-        from moaspec.remote.protocol.grpc_transport import GrpcTransport
-
-        return GrpcTransport(self.server, credentials)
+        return Fleet.at(self.servers, credentials)
 
 
 def _token(path: Path | None) -> str | None:

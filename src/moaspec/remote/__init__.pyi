@@ -5,6 +5,7 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
@@ -20,6 +21,7 @@ __all__ = [
     "Connection",
     "Credentials",
     "Device",
+    "Fleet",
     "GrpcServer",
     "GrpcTransport",
     "InProcessTransport",

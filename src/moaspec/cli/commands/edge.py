@@ -58,7 +58,9 @@ def edge(
         check_defaults(loaded.target, defaults)
         source = EdgeSource(
             loaded,
-            transport if link is None else ShapedTransport(transport, link, faults),
+            transport
+            if link is None
+            else transport.through(lambda one: ShapedTransport(one, link, faults)),
             name=device.model,
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),

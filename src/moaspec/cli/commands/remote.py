@@ -62,7 +62,7 @@ def remote(
 
     chosen = device.remote_options()
     shaped = link != "none" or cut_after is not None
-    transport = ShapedTransport(wire, emulated, faults) if shaped else wire
+    transport = wire.through(lambda one: ShapedTransport(one, emulated, faults)) if shaped else wire
     vault = device.vault()
     hidden = vault.hide(question)
     loaded = device.load()

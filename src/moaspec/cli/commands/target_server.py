@@ -70,7 +70,10 @@ def target_server(
     ] = None,
     tokens: Annotated[
         Path | None,
-        typer.Option(help='JSON file of tokens: {"owner": {"sha256": "...", "expires": seconds}}.'),
+        typer.Option(
+            help='JSON file of tokens: {"owner": {"sha256": "...", "expires": seconds, '
+            '"max_sessions": number}}; the last two may be left out.'
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -160,6 +163,7 @@ def target_server(
                 max_sessions=max_sessions,
                 max_sessions_per_owner=max_sessions_per_client
                 or (max_sessions if len(guard.tokens or ()) == 1 else None),
+                shares=guard.max_sessions,
                 idle_s=idle_s,
             ),
         )
@@ -181,7 +185,7 @@ def target_server(
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
         facts["quantize"] = asked.quantize
-    asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
+    asyncio.run(_serve(service, lambda: GrpcServer(service, where), drain_s, facts))
 
 
 def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
@@ -337,7 +341,9 @@ def _print_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any]) -> None:
+async def _serve(
+    service: TargetService, make: Callable[[], Any], drain_s: float, facts: dict[str, Any]
+) -> None:
     from moaspec.process_memory import freeze_loaded_objects
 
     stop = asyncio.Event()
@@ -345,6 +351,8 @@ async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any])
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
+    # Nobody is told that it serves before it is warm.
+    await service.warm_up()
     freeze_loaded_objects()
     async with make() as server:
         if server.websocket is not None:

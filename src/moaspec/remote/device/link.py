@@ -15,7 +15,8 @@ from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote.device.events import LinkState, LinkStats, now
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import Connection, Transport
+from moaspec.remote.protocol.fleet import AVOID_S, Route
+from moaspec.remote.protocol.transport import Connection
 
 FAREWELL_S = 0.5
 """Time for a link that is closed to send queued messages."""
@@ -50,7 +51,7 @@ class ServerLink:
     """Keeps one connection.
 
     Args:
-        transport: makes connections.
+        route: makes connections.
         session: random bytes that name the session, set in every message.
         options: times.
         stats: updated by the link.
@@ -65,7 +66,7 @@ class ServerLink:
 
     def __init__(
         self,
-        transport: Transport,
+        route: Route,
         session: bytes,
         options: LinkOptions,
         stats: LinkStats,
@@ -74,7 +75,7 @@ class ServerLink:
         on_connect: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        self._transport, self.options, self.stats = transport, options, stats
+        self._route, self.options, self.stats = route, options, stats
         self._session = session
         self._on_message, self._on_connect = on_message, on_connect
         self._on_change = on_change
@@ -84,7 +85,7 @@ class ServerLink:
         self._heard_s = 0.0
         self._number = 0
         self._beats: dict[int, float] = {}
-        self._renew = self._closing = False
+        self._renew = self._moving = self._closing = False
         self.refused: Exception | None = None
 
     @property
@@ -103,9 +104,15 @@ class ServerLink:
             message.session = self._session
             self._outgoing.put_nowait(message)
 
-    def renew(self) -> None:
-        """Replace this connection by a new one."""
-        self._renew = True
+    def leave(self, seconds: float, *, anyway: bool) -> None:
+        """Replace this connection by one to another server, which comes first for some time.
+
+        Args:
+            seconds: for which this server comes last.
+            anyway: whether to replace it even if no other server is known.
+        """
+        self._moving = self._route.leave(seconds)
+        self._renew = self._renew or self._moving or anyway
 
     async def close(self) -> None:
         """Send queued messages for a short time, then close the link."""
@@ -140,6 +147,9 @@ class ServerLink:
             # The pause is reset only after a connection that lasted.
             if was_up and now() - started > self.options.max_backoff_s:
                 pause_s = self.options.backoff_s
+            if self._moving:
+                self._moving = False
+                continue
             # The time of a failed attempt counts as pause.
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
             pause_s = min(2 * pause_s, self.options.max_backoff_s)
@@ -148,7 +158,7 @@ class ServerLink:
         """Open one connection and use it until it ends; returns whether it was ever up."""
         try:
             async with asyncio.timeout(self.options.connect_s):
-                connection = await self._transport.connect()
+                connection = await self._route.connect()
         except (LinkError, TimeoutError):
             return False
         try:
@@ -180,6 +190,8 @@ class ServerLink:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._lost(was_up)
+        if not was_up:  # the server, or what is before it, accepts connections only
+            self._route.leave(AVOID_S)
         for error in ended:
             if isinstance(error, Exception) and not isinstance(error, LinkError):
                 raise error

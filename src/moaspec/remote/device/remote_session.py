@@ -28,6 +28,7 @@ from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CODECS, CodecName
+from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import common_length
@@ -95,7 +96,7 @@ class RemoteSession:
 
     Args:
         device: the drafting side.
-        transport: connects to the server.
+        transport: connects to the server; a `Fleet` to one of several, or to another that works.
         options: see `RemoteOptions`.
 
     Attributes:
@@ -121,8 +122,9 @@ class RemoteSession:
             meanwhile=self._meanwhile,
             keep=self.options.on_cut == "keep",
         )
+        self._route = Fleet.of(transport).route()
         self._link = ServerLink(
-            transport,
+            self._route,
             secrets.token_bytes(wire.SESSION_BYTES),
             self.options.link,
             self.stats,
@@ -258,6 +260,7 @@ class RemoteSession:
         )
         if self._memory is not None:
             self._memory.restore(prompt)
+        self._route.aim(prompt)
         self._link.start()
 
     def _wait_s(self) -> float | None:

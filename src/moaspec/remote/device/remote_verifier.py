@@ -22,6 +22,7 @@ from moaspec.remote.device.link import ServerLink
 from moaspec.remote.device.prefix_cache import DeviceActivations
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.fleet import AVOID_S, BUSY_S
 from moaspec.support.limits import MAX_DRAFTED
 
 POLL_S = 0.25
@@ -319,9 +320,10 @@ class RemoteVerifier:
         if problem.kind == pb.Problem.REFUSED:
             self.link.refuse(RefusedError(f"The server refuses: {wire.one_line(problem.message)}"))
         elif problem.kind == pb.Problem.DRAINING:
-            self.link.renew()
+            self.link.leave(AVOID_S, anyway=True)
         elif problem.kind == pb.Problem.BUSY and pending is not None:
             pending.due_s = now() + max(_seconds(problem.retry_s), _pause_s(pending))
+            self.link.leave(BUSY_S, anyway=False)
         elif problem.kind == pb.Problem.LOST:
             self._committed = None
             if pending is not None and not pending.answer.done():

@@ -12,7 +12,7 @@ import grpc.aio
 
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import CALL_S, STREAM_S
+from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S
 from moaspec.remote.protocol.wire import one_line
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
@@ -47,13 +47,23 @@ class GrpcTransport:
     Args:
         address: host:port.
         credentials: of this device.
+        ip: connects to this address instead of looking up the host.
+        affinity: sent with every call, for load balancers that hash it.
 
     Raises:
         InputError: a token would be sent without encryption.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None = None,
+        *,
+        ip: str = "",
+        affinity: str = "",
+    ) -> None:
         self.address, self._credentials = address, credentials or Credentials()
+        self._ip, self._affinity = ip, affinity
         self._credentials.check(address)
 
     async def connect(self) -> GrpcConnection:
@@ -96,18 +106,23 @@ class GrpcTransport:
                     yield message
 
     def _channel(self) -> grpc.aio.Channel:
-        options = list(OPTIONS)
-        name = self._credentials.server_name
-        if name is not None:
-            options.append(("grpc.ssl_target_name_override", name))  # type: ignore[arg-type]
-        secure = self._credentials.channel()
+        options: list[tuple[str, Any]] = list(OPTIONS)
+        secure, name = self._credentials.channel(), self._credentials.server_name
+        at, (host, _, port) = self.address, self.address.rpartition(":")
+        if self._ip:
+            at = f"[{self._ip}]:{port}" if ":" in self._ip else f"{self._ip}:{port}"
+            options.append(("grpc.default_authority", self.address))
+            name = name or host.strip("[]")
+        if name is not None and secure is not None:
+            options.append(("grpc.ssl_target_name_override", name))
         if secure is None:
-            return grpc.aio.insecure_channel(self.address, options)
-        return grpc.aio.secure_channel(self.address, secure, options)
+            return grpc.aio.insecure_channel(at, options)
+        return grpc.aio.secure_channel(at, secure, options)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         token = self._credentials.token
-        return () if token is None else (("authorization", f"Bearer {token}"),)
+        own = () if token is None else (("authorization", f"Bearer {token}"),)
+        return (*own, (AFFINITY, self._affinity)) if self._affinity else own
 
 
 class GrpcConnection:

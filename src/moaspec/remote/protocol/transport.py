@@ -15,6 +15,9 @@ T = TypeVar("T")
 STREAM_S = 3600.0
 """Deadline of one connection; a session continues on the next."""
 
+AFFINITY = "moaspec-affinity"
+"""The header with the hash of a text's first tokens, by which load balancers choose a server."""
+
 CALL_S = 10.0
 """Deadline of a call that is answered at once."""
 

@@ -28,7 +28,7 @@ from websockets.typing import Subprotocol
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import CALL_S, STREAM_S
+from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
 
@@ -54,14 +54,23 @@ class WebSocketTransport:
     Args:
         address: ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
         credentials: of this device; with wss:// the default CAs are this system's.
+        ip, affinity: see `GrpcTransport`.
 
     Raises:
         InputError: not such an address, a token that no header can carry or that would be sent
             without encryption, or a file that cannot be used.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None = None,
+        *,
+        ip: str = "",
+        affinity: str = "",
+    ) -> None:
         self.address = address.rstrip("/")
+        self._ip, self._affinity = ip, affinity
         self._credentials = _checked(address, credentials or Credentials())
         self._tls = self._credentials.tls()
 
@@ -111,11 +120,15 @@ class WebSocketTransport:
             await connection.close()
 
     async def _open(self, call: str) -> WebSocketConnection:
-        token = self._credentials.token
+        token, headers = self._credentials.token, {}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        if self._affinity:
+            headers[AFFINITY] = self._affinity
         with translated_errors():
             opened = await _Connect(
                 f"{self.address}/v1/{call.lower()}",
-                additional_headers={} if token is None else {"Authorization": f"Bearer {token}"},
+                additional_headers=headers,
                 subprotocols=[SUBPROTOCOL],
                 compression=None,
                 user_agent_header=None,
@@ -127,7 +140,7 @@ class WebSocketTransport:
                 close_timeout=CLOSE_S,
                 max_size=MAX_FRAME_BYTES,
                 max_queue=2,
-                **self._tls_options(),
+                **self._destination(),
             )
         connection = WebSocketConnection(opened)
         if opened.subprotocol != SUBPROTOCOL:
@@ -135,11 +148,12 @@ class WebSocketTransport:
             raise RefusedError("What answers there is no `moaspec target-server`.")
         return connection
 
-    def _tls_options(self) -> dict[str, Any]:
+    def _destination(self) -> dict[str, Any]:
+        ip: dict[str, Any] = {"host": self._ip} if self._ip else {}
         if self._tls is None:
-            return {}
+            return ip
         name = self._credentials.server_name
-        return {"ssl": self._tls, **({} if name is None else {"server_hostname": name})}
+        return {**ip, "ssl": self._tls, **({} if name is None else {"server_hostname": name})}
 
 
 class WebSocketConnection:

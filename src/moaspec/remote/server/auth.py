@@ -118,16 +118,18 @@ class CallAuth:
         tokens: owners by the SHA-256 of their bearer tokens, 64 lower-case hexadecimal digits. None
             accepts everybody, an empty mapping nobody.
         until_s: seconds since the epoch at which an owner's tokens expire.
+        max_sessions: of owners that may have more or fewer sessions than others.
     """
 
     tokens: Mapping[str, str] | None = None
     until_s: Mapping[str, float] = field(default_factory=dict)
+    max_sessions: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(path: Path) -> CallAuth:
         """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`.
 
-        `expires` may be left out.
+        `expires` may be left out; `max_sessions` may be added.
 
         Raises:
             InputError: not such a file, or one without any token.
@@ -136,6 +138,7 @@ class CallAuth:
             entries = json.loads(_read(path))
             digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
             until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
+            most = {n: int(v["max_sessions"]) for n, v in entries.items() if "max_sessions" in v}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
                 f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
@@ -151,7 +154,7 @@ class CallAuth:
                     f"{path}: sha256 of {owner!r} must be its token's SHA-256, 64 hexadecimal "
                     f"digits, got {digest!r}."
                 )
-        return CallAuth({digest: owner for owner, digest in digests.items()}, until)
+        return CallAuth({digest: owner for owner, digest in digests.items()}, until, most)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:
         """Find the owner of a connection.

@@ -21,6 +21,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.activation_records import WireEncoder
+from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream
@@ -36,8 +37,12 @@ from moaspec.remote.server.session_store import (
 )
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
 from moaspec.remote.server.telemetry import Telemetry
+from moaspec.sampling.params import GREEDY
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
+
+WARM_TOKENS = 8
+"""Tokens that a server decodes before it takes texts."""
 
 BUSY_RETRY_S = 0.5
 """Seconds after which a device that found no room may ask again."""
@@ -162,9 +167,13 @@ class TargetService:
 
     def _register_gauges(self) -> None:
         """Register gauges of the service's state."""
-        counts = self.shared.counts
+        counts, most = self.shared.counts, self.max_sessions
         for name, what, read in (
             ("sessions", "Sessions that are held", lambda: len(self.sessions)),
+            ("slots", "Texts that fit, of sessions and of the server alone", lambda: most),
+            ("slots_used", "Slots of texts that are held", lambda: self.shared.num_rows),
+            ("slots_used_ratio", "Their share of all", lambda: self.shared.num_rows / most),
+            ("draining", "1 while no further turn is taken", lambda: float(self.draining)),
             ("connections", "Connections attached to one", lambda: len(self._streams())),
             ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
             ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
@@ -176,6 +185,7 @@ class TargetService:
             ("pass_seconds", "Seconds of all passes", lambda: counts.seconds),
         ):
             self.observer.gauge(name, what).set_function(read)
+        self.observer.by_owner("slots_used", "Slots of each owner's texts", self.shared.owners)
 
     def _record_bytes(self) -> int:
         """Bytes of activations that are kept for devices."""
@@ -364,6 +374,18 @@ class TargetService:
         finally:
             self._texts.discard(ended)
             ended.set_result(None)
+
+    async def warm_up(self) -> None:
+        """Decode a text, so that the first device waits for no kernel, graph or memory."""
+        prompt = range(min(self.options.passes.prefill_tokens, self.capabilities.max_tokens // 2))
+        request = pb.GenerateRequest(
+            token_ids=[token % self.target.vocab_size for token in prompt],
+            sampling=wire.sampling_message(GREEDY),
+            max_new_tokens=WARM_TOKENS,
+            speculate=True,
+        )
+        async for _ in self.generate(ANONYMOUS, request):
+            pass
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new turns, let running passes end, and tell devices to leave."""

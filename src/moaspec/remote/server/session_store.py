@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import MoaSpecError, RefusedError
@@ -31,6 +31,7 @@ class StoreOptions:
         max_sessions: of all devices.
         max_sessions_per_owner: of one device's or tenant's credentials, including texts that the
             server decodes alone. None: half of `max_sessions`, or all of them for `ANONYMOUS`.
+        shares: the same for single owners.
         idle_s: seconds after which an idle session without connection is removed.
         busy_s: a session without connection may be evicted after this idle time.
         connected_busy_s: a session with connection may be evicted after this idle time; its device
@@ -39,14 +40,16 @@ class StoreOptions:
 
     max_sessions: int = 64
     max_sessions_per_owner: int | None = None
+    shares: Mapping[str, int] = field(default_factory=dict)
     idle_s: float = 300.0
     busy_s: float = 5.0
     connected_busy_s: float = 60.0
 
     def share_of(self, owner: str) -> int:
         """Number of texts that an owner may have."""
-        if self.max_sessions_per_owner is not None:
-            return self.max_sessions_per_owner
+        most = self.shares.get(owner, self.max_sessions_per_owner)
+        if most is not None:
+            return most
         return self.max_sessions if owner == ANONYMOUS else max(1, self.max_sessions // 2)
 
     def connections_of(self, owner: str) -> int:
@@ -54,7 +57,7 @@ class StoreOptions:
 
         More devices may be connected than have sessions, because idle sessions are evicted.
         """
-        most = self.max_sessions_per_owner
+        most = self.shares.get(owner, self.max_sessions_per_owner)
         return 2 * (max(64, self.share_of(owner)) if most is None else most)
 
 

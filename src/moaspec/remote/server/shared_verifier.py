@@ -168,6 +168,10 @@ class SharedVerifier:
         """Number of rows leased to an owner."""
         return sum(one == owner for one in self._used.values())
 
+    def owners(self) -> Counter[str]:
+        """Number of rows leased to each owner that has any."""
+        return Counter(list(self._used.values()))  # metrics are read by another thread
+
     def lease(self, owner: str = "") -> int:
         """Lease the lowest free row, which keeps caches small, until `close`."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)

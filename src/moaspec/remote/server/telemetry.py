@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -41,6 +43,18 @@ class Telemetry:
     def gauge(self, name: str, what: str) -> Gauge:
         """Register a gauge, which the caller sets."""
         return Gauge(f"moaspec_{name}", what, registry=self.registry)
+
+    def by_owner(self, name: str, what: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Register a gauge with one value for each owner that `read` returns when it is asked."""
+
+        class ByOwner(Collector):
+            def collect(self) -> Iterator[GaugeMetricFamily]:
+                family = GaugeMetricFamily(f"moaspec_owner_{name}", what, labels=["owner"])
+                for owner, value in read().items():
+                    family.add_metric([owner], value)
+                yield family
+
+        self.registry.register(ByOwner())
 
     def sent(self, size: int) -> None:
         """Count a sent message of `size` bytes."""

@@ -1,0 +1,307 @@
+"""Several servers as one: which of them a text goes to, and which come last for now.
+
+A text's server is chosen by rendezvous hashing of its first tokens. So texts with one long
+beginning meet on the server that has read it, and a change of the fleet moves only the texts of
+the servers that come or go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from moaspec.errors import LinkError
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.transport import STREAM_S, Connection, ServerTransport, Transport
+from moaspec.sampling.token_ids import common_length
+from moaspec.support.ports import split_address
+
+if TYPE_CHECKING:
+    from moaspec.remote.server.auth import Credentials
+
+WEBSOCKETS = ("ws://", "wss://")
+
+KEY_TOKENS = 64
+"""First tokens that choose the server. Chat templates and short system prompts take fewer, so one
+of these does not draw all texts to one server."""
+
+AVOID_S = 10.0
+"""Seconds for which a server comes last that cannot be reached or that drains."""
+
+BUSY_S = 2.0
+"""The same for a server without room."""
+
+MAX_LATE = 2
+"""Attempts to reach a session's own server that may take too long: a short cut of the device's own
+link should not cost it the server that knows its text."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server of a fleet.
+
+    Attributes:
+        address: as the user gave it; TLS checks its name.
+        ip: where the name has several addresses, one of them.
+    """
+
+    address: str
+    ip: str = ""
+
+
+class MakeTransport(Protocol):
+    """Makes the transport to a server."""
+
+    def __call__(self, server: Server, affinity: str) -> Transport:
+        """Return a transport that shows load balancers the `affinity` of a text.
+
+        Raises:
+            InputError: the address or the credentials cannot be used.
+        """
+        ...
+
+
+class Fleet:
+    """Servers of one target; a `ServerTransport`, and a `Transport` for each session (`route`).
+
+    Args:
+        addresses: of the servers. A name with several addresses of one family is as many servers.
+        make: makes the transport to one of them; it may make no calls but `connect` if nothing
+            else is called.
+
+    Raises:
+        InputError: see `MakeTransport`.
+    """
+
+    def __init__(self, addresses: Sequence[str], make: MakeTransport) -> None:
+        self.addresses, self._make = tuple(addresses), make
+        self._avoided: dict[Server, float] = {}
+        for address in self.addresses:
+            make(Server(address), "")
+
+    @staticmethod
+    def at(addresses: Sequence[str], credentials: Credentials | None = None) -> Fleet:
+        """The fleet at some addresses.
+
+        Args:
+            addresses: HOST:PORT for gRPC, ws://HOST:PORT or wss://HOST:PORT for WebSockets.
+            credentials: of this device.
+
+        Raises:
+            InputError: an address or the credentials cannot be used.
+        """
+
+        # A device imports the libraries of the transports that it uses.
+        def make(server: Server, affinity: str) -> Transport:
+            where = server.address, credentials
+            if server.address.startswith(WEBSOCKETS):
+                from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+
+                return WebSocketTransport(*where, ip=server.ip, affinity=affinity)
+            from moaspec.remote.protocol.grpc_transport import GrpcTransport
+
+            return GrpcTransport(*where, ip=server.ip, affinity=affinity)
+
+        return Fleet(addresses, make)
+
+    @staticmethod
+    def of(transport: Transport) -> Fleet:
+        """The fleet itself, or a fleet of one server."""
+        if isinstance(transport, Fleet):
+            return transport
+        return Fleet([""], lambda *_: transport)
+
+    def through(self, wrap: Callable[[Transport], Transport]) -> Fleet:
+        """The same servers behind transports that `wrap` returns."""
+        return Fleet(self.addresses, lambda *server: wrap(self._make(*server)))
+
+    def route(self) -> Route:
+        """The transport of one session."""
+        return Route(self)
+
+    def transport(self, server: Server, key: bytes) -> Transport:
+        """The transport of a text to a server."""
+        return self._make(server, key.hex())
+
+    def avoid(self, server: Server, seconds: float) -> None:
+        """Let a server come last for some time."""
+        self._avoided[server] = time.monotonic() + seconds
+
+    def avoids(self, server: Server) -> bool:
+        """Whether a server comes last."""
+        return self._avoided.get(server, 0.0) > time.monotonic()
+
+    async def ranked(self, key: bytes, own: Server | None = None) -> list[Server]:
+        """All servers in the order in which a text tries them.
+
+        Args:
+            key: of the text.
+            own: the server that knows the text; it comes first, unless it is avoided.
+        """
+        found = await asyncio.gather(*map(_servers, self.addresses))
+
+        def rank(server: Server) -> tuple[float, bool, bytes]:
+            until_s = self._avoided[server] if self.avoids(server) else 0.0
+            return until_s, server != own, _score(key, server)
+
+        return sorted({server for one in found for server in one}, key=rank)
+
+    async def connect(self) -> Connection:
+        """Connect to a server for no text in particular; see `Transport`."""
+        return await self.route().connect()
+
+    async def describe(self) -> pb.Description:
+        """Ask the first server that answers; see `ServerTransport`."""
+        error = LinkError("There is no server.")
+        for server in await self.ranked(b""):
+            try:
+                return await self._calls(server, b"").describe()
+            except LinkError as broken:
+                error = broken
+                self.avoid(server, AVOID_S)
+        raise error
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
+    ) -> AsyncGenerator[pb.Generated]:
+        """Let a server decode alone; see `ServerTransport`.
+
+        When it fails, the next one writes the text again, and what is known already is left out.
+        """
+        key, written = key_of(request.token_ids), list[int]()
+        error = LinkError("There is no server.")
+        for server in await self.ranked(key):
+            messages = self._calls(server, key).generate(request, timeout_s)
+            try:
+                async with contextlib.aclosing(_after(written, messages)) as further:
+                    async for message in further:
+                        written += message.token_ids
+                        yield message
+                return
+            except LinkError as broken:
+                error = broken
+                self.avoid(server, AVOID_S)
+        raise error
+
+    def _calls(self, server: Server, key: bytes) -> ServerTransport:
+        transport: ServerTransport = self.transport(server, key)  # type: ignore[assignment]
+        return transport
+
+
+class Route:
+    """The transport of one session: leads to the server of its text, or to the next.
+
+    A session stays with its server, also after a cut, until that server drains, has no room or
+    cannot be reached.
+
+    Args:
+        fleet: the servers.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._key = fleet, b""
+        self._own: Server | None = None
+        self._tried: Server | None = None
+        self._late = 0
+        self._servers: list[Server] = []
+
+    def aim(self, token_ids: Sequence[int]) -> None:
+        """Let the beginning of this text choose a server, when the next one is chosen."""
+        self._key = key_of(token_ids)
+
+    def leave(self, seconds: float) -> bool:
+        """Avoid the server of the latest connection.
+
+        Returns:
+            Whether the next connection will lead to another server.
+        """
+        if self._own is not None:
+            self._fleet.avoid(self._own, seconds)
+        return not all(map(self._fleet.avoids, self._servers))
+
+    async def connect(self) -> Connection:
+        """Connect to the first server that can be reached; see `Transport`."""
+        self._judge_last()
+        self._servers = await self._fleet.ranked(self._key, self._own)
+        error = LinkError("There is no server.")
+        for server in self._servers:
+            self._tried = server
+            try:
+                connection = await self._fleet.transport(server, self._key).connect()
+            except LinkError as broken:
+                error = broken
+                self._fleet.avoid(server, AVOID_S)
+                self._tried = None
+                continue
+            self._own, self._tried, self._late = server, None, 0
+            return connection
+        raise error
+
+    def _judge_last(self) -> None:
+        """Avoid the server of an attempt that took too long, so that it was cancelled."""
+        if self._tried is None:
+            return
+        self._late += 1
+        if self._tried != self._own or self._late >= MAX_LATE:
+            self._fleet.avoid(self._tried, AVOID_S)
+            self._late = 0
+        self._tried = None
+
+
+def key_of(token_ids: Sequence[int]) -> bytes:
+    """The hash of a text's beginning, 8 bytes."""
+    first = ",".join(map(str, token_ids[:KEY_TOKENS]))
+    return hashlib.blake2b(first.encode(), digest_size=8).digest()
+
+
+def _score(key: bytes, server: Server) -> bytes:
+    return hashlib.blake2b(key + f"{server.address} {server.ip}".encode(), digest_size=8).digest()
+
+
+async def _servers(address: str) -> list[Server]:
+    """The servers of an address: one for each IP address, if there are several of one family.
+
+    One address of each family is a single server, and so is a name that cannot be looked up: its
+    transport says why.
+    """
+    if not address:
+        return [Server(address)]
+    place = address.partition("://")[2].partition("/")[0] or address
+    host, port = place, 0
+    with contextlib.suppress(Exception):
+        host, port = split_address(place, option="server")
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return [Server(address)]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        ips = {str(where[0]) for kind, _, _, _, where in found if kind == family}
+        if len(ips) > 1:
+            return [Server(address, ip) for ip in sorted(ips)]
+    return [Server(address)]
+
+
+async def _after(
+    written: Sequence[int], messages: AsyncGenerator[pb.Generated]
+) -> AsyncGenerator[pb.Generated]:
+    """The messages of a text, without the tokens that another server has sent.
+
+    Raises:
+        LinkError: the text is another one.
+    """
+    known = list(written)
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            same = min(len(known), len(message.token_ids))
+            if common_length(known, message.token_ids) < same:
+                raise LinkError("Another server writes another text.")
+            del known[:same], message.token_ids[:same], message.sources[:same]
+            if message.token_ids or message.stop_reason or not same:
+                yield message

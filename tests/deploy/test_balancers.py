@@ -1,0 +1,164 @@
+"""Load balancers as they are configured in deploy/, before real servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moaspec
+import serving
+import tiny
+from certificates import Authority
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.fleet import Fleet
+from moaspec.remote.server.auth import Credentials, server_credentials, server_tls
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.websocket_server import WebSocketOptions
+from transports import KINDS
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).parents[2] / "deploy/fleet/haproxy.cfg"
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+PROMPT = tiny.PROMPTS[1]
+NEW = tiny.NEW_TOKENS
+PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(*command: str) -> Iterator[None]:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def configured(directory: Path, authority: Authority, ports: dict[str, int]) -> Path:
+    """The configuration as it is, with the addresses, names and files of this machine."""
+    certificate, key = authority.certificate("localhost")
+    (directory / "site.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
+    text = CONFIG.read_text()
+    for number, host in zip(("1", "2", "3"), HOSTS, strict=True):
+        text = text.replace(f"server-{number}.internal", host)
+    text = text.replace("targets.internal", "localhost").replace("bind :", "bind 127.0.0.1:")
+    text = text.replace("/etc/haproxy/site.pem", str(directory / "site.pem"))
+    text = text.replace("/etc/haproxy/ca.pem", str(authority.ca))
+    text = re.sub(r"\b(50051|8443)\b", lambda found: str(ports[found[0]]), text)
+    # The servers share one process, which a busy machine may hold up.
+    text = re.sub(r"timeout (connect|check) \d+s", r"timeout \1 60s", text)
+    (directory / "haproxy.cfg").write_text(text)
+    return directory / "haproxy.cfg"
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+@pytest.mark.skipif(sys.platform != "linux", reason="uses several loopback addresses")
+@pytest.mark.parametrize("kind", KINDS)
+def test_haproxy_before_servers_that_drain(kind: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    files: Any = authority.certificate("localhost")
+    ports = {"50051": free_port(), "8443": free_port()}
+    config = configured(tmp_path, authority, ports)
+
+    def server(host: str) -> GrpcServer:
+        beside = WebSocketOptions(host=host, port=ports["8443"], tls=server_tls(*files))
+        options = ServerOptions(
+            host=host,
+            port=ports["50051"],
+            credentials=server_credentials(*files),
+            websocket=beside,
+        )
+        return GrpcServer(TargetService(tiny.target()), options)
+
+    def session() -> RemoteSession:
+        at = {
+            "grpc": f"localhost:{ports['50051']}",
+            "websocket": f"wss://localhost:{ports['8443']}",
+        }
+        fleet = Fleet.at([at[kind]], Credentials(ca=authority.ca))
+        device = LocalDevice(tiny.target(), moaspec.NgramProposer())
+        return RemoteSession(device, fleet, RemoteOptions(link=PATIENT, draft=Chain(2)))
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(server(host)) for host in HOSTS]
+            stack.enter_context(started("haproxy", "-db", "-f", str(config)))
+            # Texts with one beginning meet; other texts do not all go there.
+            used = []
+            for prompt in (PROMPT, PROMPT, *([number, 1, 2] for number in range(8))):
+                one = session()
+                await one.generate(prompt, max_new_tokens=2)
+                used.append([bool(len(at.service.sessions)) for at in servers].index(True))
+                await one.close()
+                while any(len(at.service.sessions) for at in servers):
+                    await asyncio.sleep(0.01)
+            assert used[0] == used[1]
+            assert len(set(used)) > 1
+            # A server that ends in the middle of a text.
+            one, text, left = session(), list[int](), list(servers)
+            async for event in one.stream(PROMPT, max_new_tokens=NEW):
+                text[event.start :] = event.token_ids
+                if len(text) >= 4 and len(left) == len(servers):
+                    left = [at for at in servers if not len(at.service.sessions)]
+                    (busy,) = set(servers) - set(left)
+                    await busy.drain(60.0)
+            assert text == list(tiny.own_texts("llama")[1])
+            assert one.stats.reopened == 1
+            await one.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(
+    find_spec("vllm_router") is None, reason="vllm-router is not installed (pip install)"
+)
+def test_vllm_router_before_openai_servers() -> None:
+    port, metrics = free_port(), free_port()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(serving.serving(serving.source())) for _ in range(2)]
+        command = [sys.executable, "-m", "vllm_router.launch_router", "--port", str(port)]
+        command += ["--prometheus-port", str(metrics), "--policy", "cache_aware"]
+        command += ["--worker-urls", *(one.url for one in workers)]
+        stack.enter_context(started(*command))
+        router = serving.Served(f"http://127.0.0.1:{port}", workers[0].source)
+        http = stack.enter_context(router.http())
+        while True:
+            try:
+                if http.get("/health").status_code == 200:
+                    break
+            except Exception:  # noqa: BLE001 - it does not listen yet
+                time.sleep(0.1)
+        client: Any = router.openai()
+        for question in ("why?", "how?", "who?"):
+            told = client.chat.completions.create(
+                model=serving.MODEL,
+                messages=serving.say(question),
+                max_tokens=serving.LONGEST,
+                temperature=0,
+                stream=True,
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in told if chunk.choices)
+            assert text == serving.own_text(question)
+        client.close()
