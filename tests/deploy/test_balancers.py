@@ -28,7 +28,8 @@ from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.server.auth import Credentials, server_credentials, server_tls
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.websocket_server import WebSocketOptions
 from transports import KINDS
 
@@ -89,8 +90,11 @@ def test_haproxy_before_servers_that_drain(kind: str, tmp_path: Path) -> None:
             port=ports["50051"],
             credentials=server_credentials(*files),
             websocket=beside,
+            sweep_s=0.1,
         )
-        return GrpcServer(TargetService(tiny.target()), options)
+        # A farewell may be lost where a connection is reset.
+        limits = ServiceOptions(sessions=StoreOptions(idle_s=0.0))
+        return GrpcServer(TargetService(tiny.target(), None, limits), options)
 
     def session() -> RemoteSession:
         at = {
@@ -125,7 +129,7 @@ def test_haproxy_before_servers_that_drain(kind: str, tmp_path: Path) -> None:
                     (busy,) = set(servers) - set(left)
                     await busy.drain(60.0)
             assert text == list(tiny.own_texts("llama")[1])
-            assert one.stats.reopened == 1
+            assert one.stats.reopened >= 1
             await one.close()
 
     asyncio.run(run())

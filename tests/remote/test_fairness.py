@@ -6,19 +6,26 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from statistics import quantiles
 from typing import Any
 
 import pytest
+import torch
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.large_batches import CPU_CLIENT_ROWS
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.protocols import TextProposer, VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.engine.large_batches import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.protocol.wire import chain
-from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.service import TargetService, wire_encoder
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
 from moaspec.sampling.params import GREEDY, SamplingParams
@@ -80,9 +87,113 @@ def test_an_owner_with_many_rows_takes_a_share_of_a_pass() -> None:
     assert len(all_at_once) == 48
 
 
-def test_on_a_cpu_rows_of_one_owner_are_limited() -> None:
+def test_on_a_cpu_rows_and_tokens_of_one_owner_are_limited() -> None:
     service = TargetService(tiny.target(), options=None)
     assert service.shared.options.owner_rows == CPU_CLIENT_ROWS
+    assert service.shared.options.owner_tokens == CPU_CLIENT_TOKENS
+
+
+def test_tokens_of_one_owner_take_a_share_of_a_pass() -> None:
+    """More of a draft is cut, more of a text waits for the next pass."""
+    first, *later = passes(("mallory", 40, 2), ("alice", 20, 1), owner_tokens=16)
+    assert sorted(first) == [("alice", 15), ("mallory", 15)]
+    assert later == [[("mallory", 15)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encode", [False, True])
+def test_a_text_that_is_split_is_verified_as_a_whole_one(encode: bool) -> None:
+    """Its parts are encoded with the last one, and only that one chooses a token."""
+    target = tiny.target()
+    drafter = tiny.random_drafter(target)
+    prompt = tuple(number % tiny.VOCAB for number in range(50))
+    request = VerifyRequest(0, 0, prompt, tree(3), GREEDY, len(prompt), encode)
+
+    async def run(owner_tokens: int) -> tuple[VerifyResult, int]:
+        encoder: Any = wire_encoder(drafter, target)
+        verifier = LocalVerifier(target, encoder)
+        shared = SharedVerifier(verifier, PassOptions(owner_tokens=owner_tokens, recent_s=600.0))
+        shared._asked_s["alice"] = time.monotonic()
+        assert shared.lease("bob") == 0
+        verdict, _ = await shared.decide(request)
+        shared.close(0)
+        await shared.stop()
+        return verdict, shared.counts.passes
+
+    whole, one = asyncio.run(run(1000))
+    split, several = asyncio.run(run(16))
+    assert (one, several) == (1, 4)
+    assert (split.accepted, split.next_token) == (whole.accepted, whole.next_token)
+    assert (whole.features is not None) is encode
+    # Passes of other widths add up in another order.
+    torch.testing.assert_close(split.features, whole.features, atol=1e-5, rtol=1e-4)
+
+
+class Noise(TextProposer):
+    """Drafts what the target never writes, as long as is asked for."""
+
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:  # noqa: ARG002
+        return chain([0] * shape.depth)
+
+
+async def write_texts(
+    service: TargetService, owner: str, prompts: Sequence[Sequence[int]], depth: int
+) -> None:
+    """A device that opens a session for each text."""
+    device = LocalDevice(tiny.target(), Noise())
+    options = RemoteOptions(
+        draft=Chain(depth), draft_ahead=False, link=LinkOptions(dead_after_s=60.0, retry_s=60.0)
+    )
+    for prompt in prompts:
+        session = RemoteSession(device, InProcessTransport(service, owner), options)
+        try:
+            await session.generate(prompt, max_new_tokens=12, stop_token_ids=())
+        finally:
+            await session.close()
+
+
+def tokens_waited(bob: int, depth: int, length: int) -> list[int]:
+    """How long alice's rounds wait beside so many devices of bob, as a CPU's time per token."""
+    service = TargetService(tiny.target())
+    verify, decide = service.verifier.verify, service.shared.decide
+    done, waited = 0, []
+
+    async def counted(requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+        nonlocal done
+        answers = await verify(requests)
+        done += CPU_CLIENT_TOKENS  # the time in which the weights are read
+        done += sum(len(one.new_tokens) + len(one.tree.tokens) for one in requests)
+        return answers
+
+    async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
+        before = done
+        answer = await decide(request)
+        if service.shared._used.get(request.cache_row) == "alice":
+            waited.append(done - before)
+        return answer
+
+    service.verifier.verify, service.shared.decide = counted, timed  # type: ignore[method-assign]
+
+    async def run() -> None:
+        short = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(8)]
+        long = [[number % tiny.VOCAB] * length for number in range(10_000)]
+        others = [asyncio.create_task(write_texts(service, "bob", long, depth)) for _ in range(bob)]
+        await asyncio.gather(*(write_texts(service, "alice", short, 4) for _ in range(4)))
+        for one in others:
+            one.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await service.stop()
+
+    asyncio.run(run())
+    return waited
+
+
+@pytest.mark.slow
+def test_a_flood_makes_another_tenant_wait_for_at_most_half_as_much_again() -> None:
+    """By the tokens of the passes that alice's rounds wait for, since clocks depend on load."""
+    before = quantiles(tokens_waited(bob=4, depth=4, length=8), n=100)[98]
+    flooded = quantiles(tokens_waited(bob=28, depth=60, length=100), n=100)[98]
+    assert flooded <= 1.5 * before
 
 
 def test_an_owner_alone_has_whole_passes() -> None:

@@ -23,6 +23,8 @@ MIN_SPLIT_TOKENS = 16  # fewest tokens of the parts of a prompt
 MAX_HEAD_NODES = 256  # most nodes whose logits exist at a time (but at least one request's)
 
 CPU_CLIENT_ROWS = 4
+CPU_CLIENT_TOKENS = 16
+"""About as many as a pass computes in the time in which it reads the weights."""
 
 
 def client_rows(device: torch.device) -> int:
@@ -32,6 +34,11 @@ def client_rows(device: torch.device) -> int:
     rows, and a limit would only lose tokens per second.
     """
     return CPU_CLIENT_ROWS if device.type == "cpu" else 1 << 30
+
+
+def client_tokens(device: torch.device) -> int:
+    """The same of its tokens."""
+    return CPU_CLIENT_TOKENS if device.type == "cpu" else 1 << 30
 
 
 def ragged_states(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier
-from moaspec.engine.large_batches import client_rows
+from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import LinkError, RefusedError, WireError
@@ -150,7 +150,11 @@ class TargetService:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = local_verifier(target, encoder)
-            passes = replace(passes, owner_rows=min(passes.owner_rows, client_rows(target.device)))
+            passes = replace(
+                passes,
+                owner_rows=min(passes.owner_rows, client_rows(target.device)),
+                owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
+            )
         costs = shaping.costs
         budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
         self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)

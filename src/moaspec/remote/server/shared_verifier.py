@@ -18,6 +18,7 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import run_now
+from moaspec.sampling.params import GREEDY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class PassOptions:
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
             Longer drafts are cut, which changes no text.
         owner_rows: requests of one owner, see `owner_drafted` and `client_rows`.
+        owner_tokens: tokens of one owner, of texts and drafts, see `owner_drafted`: or as many as
+            all others have in a pass. More of a text waits for the next pass.
         recent_s: see `owner_drafted`.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
@@ -40,6 +43,7 @@ class PassOptions:
     max_drafted: int = 1024
     owner_drafted: int = 64
     owner_rows: int = 64
+    owner_tokens: int = 1 << 30
     recent_s: float = 5.0
     min_pass_s: float = 0.0
 
@@ -49,6 +53,12 @@ class _QueuedRequest:
     request: VerifyRequest
     owner: str
     answer: asyncio.Future[tuple[VerifyResult, float]]
+    rest: VerifyRequest | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the text and of drafts."""
+        return len(self.request.new_tokens) + self.drafted
 
     @property
     def prefill(self) -> int:
@@ -67,6 +77,25 @@ class _QueuedRequest:
             kept = DraftTree(tree.tokens[:most], tree.parents[:most])
             self.request = replace(self.request, tree=kept)
 
+    def split(self, most: int) -> None:
+        """Take the first `most` tokens of the text only; `rest` is what remains to be done."""
+        whole = self.request
+        known, length = whole.new_tokens, whole.num_verified + len(whole.new_tokens)
+        if len(known) > most:
+            self.rest = replace(
+                whole, num_verified=whole.num_verified + most, new_tokens=known[most:]
+            )
+            # The last part makes up for what is not encoded here.
+            self.request = replace(
+                whole,
+                new_tokens=known[:most],
+                tree=DraftTree(),
+                sampling=GREEDY,
+                encode=False,
+                text_length=whole.text_length or length,
+            )
+        self.cut(most - len(self.request.new_tokens))
+
 
 @dataclass
 class _Pass:
@@ -75,34 +104,41 @@ class _Pass:
     Attributes:
         owner_drafted: most drafted tokens of one owner.
         owner_rows: most requests of one owner, or as many as all others have in this pass.
-        rows: requests by owner.
-        drafted: drafted tokens by owner.
+        owner_tokens: the same of its tokens.
+        rows, drafted, tokens: requests, drafted tokens and all tokens by owner.
     """
 
     options: PassOptions
     owner_drafted: int
     owner_rows: int
+    owner_tokens: int
     jobs: list[_QueuedRequest] = field(default_factory=list)
     prefill: int = 0
     rows: Counter[str] = field(default_factory=Counter)
     drafted: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
 
     def take(self, job: _QueuedRequest) -> bool:
-        """Add a request if it fits; the first always does."""
+        """Add a request, or the first part of its text, if it fits; the first always does."""
         drafted = min(job.drafted, self.owner_drafted)
-        rows = self.rows[job.owner]
+        rows, own = self.rows[job.owner], self.tokens[job.owner]
+        room = max(self.owner_tokens, self.tokens.total() - own) - own
+        prefill = min(job.prefill, room)
         fits = (
             len(self.jobs) < self.options.max_rows
             and rows < max(self.owner_rows, len(self.jobs) - rows)
-            and (not job.prefill or self.prefill + job.prefill <= self.options.prefill_tokens)
+            and room > 0
+            and (not prefill or self.prefill + prefill <= self.options.prefill_tokens)
             and self.drafted[job.owner] + drafted <= self.owner_drafted
             and self.drafted.total() + drafted <= self.options.max_drafted
         )
         if not fits and self.jobs:
             return False
         job.cut(self.owner_drafted)
+        job.split(max(1, room))
         self.jobs.append(job)
         self.rows[job.owner] += 1
+        self.tokens[job.owner] += job.tokens
         self.prefill += job.prefill
         self.drafted[job.owner] += job.drafted
         return True
@@ -241,15 +277,19 @@ class SharedVerifier:
         self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
         return taken.jobs
 
-    def _owner_limits(self) -> tuple[int, int]:
-        """The drafted tokens and rows of one owner, fewer if there is another owner."""
+    def _owner_limits(self) -> tuple[int, int, int]:
+        """The drafted tokens, rows and tokens of one owner, fewer if there is another owner."""
         since = time.monotonic() - self.options.recent_s
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         waiting = {job.owner for job in self._jobs}
         if len(waiting | self._asked_s.keys()) > 1:
-            return self.options.owner_drafted, self.options.owner_rows
-        return self.options.max_drafted, self.options.max_rows
+            return (
+                self.options.owner_drafted,
+                self.options.owner_rows,
+                self.options.owner_tokens,
+            )
+        return self.options.max_drafted, self.options.max_rows, 1 << 30
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.cache_row for job in jobs}
@@ -275,6 +315,10 @@ class SharedVerifier:
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
+                if job.rest is not None:
+                    job.request, job.rest = job.rest, None
+                    self._jobs.appendleft(job)
+                    continue
                 if self._budget is not None:
                     self._budget.count(job.request, answer)
                     answer = replace(answer, tree=job.request.tree)
