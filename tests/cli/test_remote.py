@@ -150,7 +150,9 @@ def test_the_options_of_the_link(cli: Cli, bundle: Path, address: str, tmp_path:
     token = tmp_path / "token"
     token.write_text("secret\n")
     output = cli(
-        *("remote", "w1 w2", "--server", address, "--bundle", str(bundle), "--json"),
+        # Of two servers one is not there.
+        *("remote", "w1 w2", "--server", f"127.0.0.1:1,{address}", "--bundle", str(bundle)),
+        "--json",
         *("--codec", "fp16", "--draft", "chain:2", "--num-target-layers", "0"),
         *("--prefix-dir", str(tmp_path / "prefixes"), "--token-file", str(token)),
         *("--max-new-tokens", "12"),
@@ -217,6 +219,7 @@ def test_options_that_cannot_be_read_are_refused_before_loading(
         (("--server", "http://example.org:50051"), "HOST:PORT"),
         (("--server", "example.org:99999"), "HOST:PORT"),
         (("--server", "example.org:0"), "name a port"),
+        (("--server", "example.org:50051,example.com"), "HOST:PORT"),
         (("--server", "ws://example.org/?token=secret"), "ws://HOST:PORT"),
         (("--bundle", "/nowhere/bundle"), "export-device"),
         (("--model", "somebody/else"), "export-device"),

@@ -3,8 +3,9 @@
 Each device writes conversations of two turns, greedy and sampled, with drafts that are right seven
 times of ten, and checks every text against plain decoding. All know four addresses; the fourth
 server starts late. No text may be wrong or lost, and the drained server must end with 0. The last
-line is JSON: seconds of rounds and texts by phase, and memory of each process in MiB when the
-first phase begins, ends, and at the end. In runs of five minutes and more memory must be flat.
+line is JSON: seconds of rounds and texts by phase, the passes of each server, and memory of each
+process in MiB when the first phase begins, ends, and at the end. In runs of five minutes and more
+memory must be flat. `--seconds` is that of four phases, without the time in which servers start.
 
     python tests/soak/fleet.py --seconds 600
 """
@@ -34,7 +35,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.fleet import Fleet
+from moaspec.remote.protocol.fleet import AVOID_S, Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
@@ -55,7 +56,7 @@ class Server:
     """A process of `moaspec target-server`."""
 
     def __init__(self, model: Path, address: str, metrics: int) -> None:
-        self.address, self.metrics = address, metrics
+        self.address, self.metrics, self._warm = address, metrics, 0
         command = [sys.executable, "-m", "moaspec", "target-server", "--model", str(model)]
         command += ["--dtype", "float32", "--threads", "1", "--max-sessions", "64"]
         command += ["--port", address.rpartition(":")[2], "--metrics-port", str(metrics)]
@@ -69,12 +70,20 @@ class Server:
         assert self.process.stdout is not None
         line = await asyncio.to_thread(self.process.stdout.readline)
         assert json.loads(line)["address"] == self.address
+        self._warm = await self._all_passes()
 
-    def metric(self, name: str) -> float:
-        """A metric without labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics") as told:
-            lines = told.read().decode().splitlines()
-        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+    async def passes(self) -> int:
+        """Number of passes for devices."""
+        return await self._all_passes() - self._warm
+
+    async def _all_passes(self) -> int:
+        told = await asyncio.to_thread(
+            lambda: urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics").read()
+        )
+        lines = told.decode().splitlines()
+        return int(
+            float(next(one for one in lines if one.startswith("moaspec_passes ")).split()[1])
+        )
 
     @property
     def mib(self) -> int:
@@ -87,7 +96,7 @@ class Devices:
 
     def __init__(self, target: moaspec.Target, addresses: list[str], number: int) -> None:
         self._target, self._fleet = target, Fleet.at(addresses)
-        self.number, self.phase = number, PHASES[0]
+        self.number, self.phase, self.ending = number, PHASES[0], False
         self.texts: Counter[str] = Counter()
         self.rounds_s: dict[str, list[float]] = defaultdict(list)
         self.texts_s: dict[str, list[float]] = defaultdict(list)
@@ -105,13 +114,13 @@ class Devices:
             prompt = [*prompt, *text]
         return turns, options
 
-    async def run(self, until_s: float) -> None:
-        """Let all devices write until then; each finishes its conversation."""
-        await asyncio.gather(*(self._device(number, until_s) for number in range(self.number)))
+    async def run(self) -> None:
+        """Let all devices write until `ending` is set; each finishes its conversation."""
+        await asyncio.gather(*(self._device(number) for number in range(self.number)))
 
-    async def _device(self, device: int, until_s: float) -> None:
+    async def _device(self, device: int) -> None:
         number = device
-        while time.monotonic() < until_s:
+        while not self.ending:
             turns, options = self._chats[number % len(self._chats)]
             known = [[*prompt, *text] for prompt, text in turns]
             drafter = moaspec.OracleProposer(known[1:], agreement=0.7, seed=device)
@@ -168,10 +177,10 @@ async def soak(seconds: float, number: int, model: Path) -> dict[str, Any]:
     try:
         await asyncio.gather(*(one.serving() for one in servers))
         mib = {"start": memory(servers)}
-        running = asyncio.create_task(devices.run(time.monotonic() + seconds))
+        running = asyncio.create_task(devices.run())
         await asyncio.sleep(seconds / 4)
         mib["warm"] = memory(servers)
-        used = [one.metric("moaspec_passes") for one in servers]
+        used = [await one.passes() for one in servers]
         killed, drained = servers.pop(0), servers.pop(0)
 
         devices.phase = PHASES[1]
@@ -181,21 +190,23 @@ async def soak(seconds: float, number: int, model: Path) -> dict[str, Any]:
         devices.phase = PHASES[2]
         drained.process.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(drained.process.wait)
-        await asyncio.sleep(seconds / 8)  # the added server needs time to start
+        await asyncio.sleep(seconds / 4)
 
         servers.append(Server(model, addresses[3], ports[7]))
         await servers[-1].serving()
         devices.phase = PHASES[3]
+        await asyncio.sleep(max(2 * AVOID_S, seconds / 4))
+        devices.ending = True
         await running
         mib["end"] = memory(servers)
-        used += [one.metric("moaspec_passes") for one in servers]
+        used += [await one.passes() for one in servers]
         return {
             "devices": number,
             "seconds": seconds,
             "texts": dict(devices.texts),
             "rounds_s": {phase: percentiles(s) for phase, s in devices.rounds_s.items()},
             "texts_s": {phase: percentiles(s) for phase, s in devices.texts_s.items()},
-            "passes": [int(one) for one in used],
+            "passes": used,
             "drained_exit": code,
             "mib": mib,
             "load": round(os.getloadavg()[0], 1),
