@@ -62,13 +62,13 @@ class Visit:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium(*flags: str) -> Iterator[Browser]:
     """The browser. Ends before other tests run: its event loop would be in their way."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM} (Debian: apt-get install chromium)")
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
+        browser = running.chromium.launch(executable_path=str(CHROMIUM), args=[*FLAGS, *flags])
         try:
             yield browser
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ from moaspec.target.target import Target
 
 PAUSE_S = 0.02
 """Before each message of a server, so that an answer lasts long enough to be cut."""
+
+READY = "document.querySelector('#model').textContent === 'tiny'"
+"""The page has its bundle."""
+
+KEPT = "navigator.serviceWorker.controller !== null"
+"""It would open without a server."""
 
 PACKAGE = Path(__file__).parents[1] / "packages" / "device-js"
 
@@ -64,13 +71,15 @@ class PageServer:
     scripts: Path
     port: int
     target: Target
+    tls: ssl.SSLContext | None = None
     stop: Any = None
     thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         """Address of the page."""
-        return f"http://127.0.0.1:{self.port}/"
+        host = "http://127.0.0.1" if self.tls is None else "https://localhost"
+        return f"{host}:{self.port}/"
 
     def start(self) -> None:
         """Listen; returns when it does."""
@@ -83,7 +92,7 @@ class PageServer:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self.stop = lambda: loop.call_soon_threadsafe(stop.set)
         page = DevicePage(self.directory / "bundle", self.scripts, model="tiny")
-        sockets = WebSocketOptions(port=self.port, http=page_protocols(page))
+        sockets = WebSocketOptions(port=self.port, tls=self.tls, http=page_protocols(page))
         service = TargetService(self.target, memorised_target.drafter())
         async with GrpcServer(service, ServerOptions(port=0, websocket=sockets)):
             ready.set()
@@ -98,7 +107,9 @@ class PageServer:
 
 
 @contextmanager
-def serving_pages(directory: Path, scripts: Path) -> Iterator[PageServer]:
+def serving_pages(
+    directory: Path, scripts: Path, tls: ssl.SSLContext | None = None
+) -> Iterator[PageServer]:
     """A server of the models in a directory, see `save_models`."""
     send = WebSocketConnection.send
 
@@ -106,7 +117,7 @@ def serving_pages(directory: Path, scripts: Path) -> Iterator[PageServer]:
         await asyncio.sleep(PAUSE_S)
         await send(connection, frame)
 
-    server = PageServer(directory, scripts, free_port(), memorised_target.target())
+    server = PageServer(directory, scripts, free_port(), memorised_target.target(), tls)
     with patch.object(WebSocketConnection, "send", send_late):
         server.start()
         try:

@@ -105,10 +105,10 @@ class Served:
 
 @contextmanager
 def serving(
-    of: TextSource, settings: ServeSettings | None = None, *, grace_s: float = 5.0
+    of: TextSource, settings: ServeSettings | None = None, *, grace_s: float = 5.0, port: int = 0
 ) -> Iterator[Served]:
-    """A real server on a free port."""
-    server = Server(config(create_app(of, settings), host="127.0.0.1", port=0), of, grace_s)
+    """A real server, on a free port unless one is given."""
+    server = Server(config(create_app(of, settings), host="127.0.0.1", port=port), of, grace_s)
     started = threading.Event()
 
     async def run() -> None:

@@ -167,25 +167,68 @@ def test_a_connection_has_one_request(server: PageServer) -> None:
     assert b"connection: close" in head.lower()
 
 
-def test_a_connection_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_goes_on_where_it_ended(client: httpx.Client) -> None:
+    whole = client.get("/bundle/tokenizer.json").content
+    rest = client.get("/bundle/tokenizer.json", headers={"Range": "bytes=100-"})
+    assert rest.status_code == 206
+    assert rest.content == whole[100:]
+
+
+async def until_cut(send_all: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+    """A client of an application that goes on sending, and the server to close."""
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(page_protocols(send_all), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return reader, writer, listener
+
+
+def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a response is on its way, no other deadline runs."""
-    monkeypatch.setattr("moaspec.serve.device_page.MAX_CONNECTION_S", 0.1)
+    monkeypatch.setattr("moaspec.serve.device_page.MAX_STALL_S", 0.1)
 
     async def silent(_scope: Any, receive: Any, _send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        listener = await loop.create_server(page_protocols(silent), "127.0.0.1", 0)
+        reader, writer, listener = await until_cut(silent)
         async with listener:
-            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-            writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
 
     asyncio.run(run())
+
+
+def test_a_slow_client_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is taken postpones the end."""
+    delays: list[float] = []
+    monkeypatch.setattr("moaspec.serve.device_page.MAX_STALL_S", 1234.5)
+    piece, num_pieces = bytes(1 << 20), 64
+
+    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for left in reversed(range(num_pieces)):
+            await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def call_later(delay: float, *rest: Any) -> asyncio.TimerHandle:
+            delays.append(delay)
+            return later(delay, *rest)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        reader, writer, listener = await until_cut(large)
+        async with listener:
+            assert len(await asyncio.wait_for(reader.read(), 60)) > num_pieces * len(piece)
+            writer.close()
+
+    asyncio.run(run())
+    # Sockets take some pieces at once; the rest waits for the client.
+    assert delays.count(1234.5) > 2
 
 
 @pytest.mark.parametrize(

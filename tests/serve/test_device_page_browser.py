@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +20,24 @@ import pytest
 import browsing
 import memorised_target
 import moaspec
+import serving
 from browsing import PHONE, Visit
-from chatpage import DONE, ask, asked, painted, raw_text, violations
-from device_pages import PageServer, built_scripts, free_port, serving_pages
+from chatpage import DONE, ask, asked, local_source, painted, raw_text, violations
+from device_pages import KEPT, READY, PageServer, built_scripts, free_port, serving_pages
 from memorised_target import ANSWER, QUESTION
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+Cut = Callable[[Visit, PageServer], AbstractContextManager[None]]
+
 pytestmark = pytest.mark.browser
 
-READY = "document.querySelector('#model').textContent === 'tiny'"
-KEPT = "navigator.serviceWorker.controller !== null"
 STARTED = "document.querySelector('.answer .text')?.textContent.length > 20"
 PROVISIONAL = "CSS.highlights.get('provisional').size > 3"
 DOWN = "document.querySelector('#link-state').dataset.state === 'down'"
 NUM_CUTS = 20
+MAX_DELAY_MS = 1000
 NEW_TOKENS = 48
 
 CUT_IN_THE_MIDDLE = """() => {
@@ -46,33 +51,23 @@ CUT_IN_THE_MIDDLE = """() => {
 }"""
 """Cuts the emulated link as soon as an answer has some words."""
 
-CUT_ONCE = """async (asked) => {
+BEGIN_ANSWER = """async (body) => {
   const { Server } = await import('/server.js');
-  const server = new Server();
+  const server = window.device ??= new Server();
   await server.about();
-  const found = [];
-  for (const { body, after } of asked) {
-    const ids = [];
-    let state = 'up', provisional = 0;
+  const told = window.told = { ids: [], most: 0, cutMs: Infinity, shownMs: 0, done: false };
+  window.addEventListener('offline', () => { told.cutMs = Date.now(); }, { once: true });
+  (async () => {
     for await (const { moaspec } of server.chat(body, new AbortController().signal)) {
-      ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
-      provisional = Math.max(provisional, moaspec.provisional?.length ?? 0);
-      if (state === 'up' && ids.length >= after) {
-        state = 'cut';
-        await server.cut(true);
-        // A drafter that believes that the text has ended shows nothing more.
-        setTimeout(() => server.cut(false), 5000);
-      }
-      if (state === 'cut' && provisional > 2) {
-        state = 'back';
-        await server.cut(false);
-      }
+      told.ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
+      const shown = moaspec.provisional?.length ?? 0;
+      told.most = Math.max(told.most, shown);
+      if (shown && Date.now() >= told.cutMs) told.shownMs ||= Date.now();
     }
-    found.push({ ids, provisional });
-  }
-  return found;
+    told.done = true;
+  })();
 }"""
-"""Answers that are cut once each: their ids, and the most provisional tokens that were shown."""
+"""An answer in the background: ids, most provisional tokens at once, times of cut and first one."""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +94,14 @@ def sampled(visited: Visit, seed: int) -> None:
     visited.page.click("#close-settings")
 
 
+def forgive_refused(visited: Visit) -> None:
+    """Forget what the browser logs of each refused connection, which it should."""
+    expected = "ERR_CONNECTION_", "ERR_INTERNET_"
+    visited.complaints[:] = [
+        said for said in visited.complaints if not any(one in said for one in expected)
+    ]
+
+
 def own_text(prompt: str, **settings: Any) -> str:
     """What `moaspec.generate` writes with the target alone."""
     of = memorised_target.target()
@@ -116,18 +119,30 @@ def test_an_answer_streams_with_drafts_of_the_browser(page: Visit, tmp_path: Pat
     assert float(page.text("#tau")) > 1
     for figure in ("#token-sent", "#token-received", "#draft-time"):
         assert float(page.text(figure).split()[0]) > 0
+    assert re.fullmatch(r"\d+%(, charging)?", page.text("#battery"))
     assert page.page.is_hidden("#download")
     assert not violations(page)
     page.page.screenshot(path=browsing.screenshots(tmp_path) / "device.png")
 
 
 def test_on_a_phone(server: PageServer, browser: Browser, tmp_path: Path) -> None:
+    pictures = browsing.screenshots(tmp_path)
     with browsing.visit(browser, server.url, size=PHONE) as visited:
         visited.shows(READY)
         asked(visited)
         assert raw_text(visited) == ANSWER
-        visited.page.screenshot(path=browsing.screenshots(tmp_path) / "device-phone.png")
+        visited.page.screenshot(path=pictures / "device-phone.png")
         assert not violations(visited)
+        visited.page.click("#fresh")
+        ask(visited)
+        visited.shows(STARTED)
+        with without_network(visited, server):
+            visited.shows(PROVISIONAL)
+            visited.shows(DOWN)
+            visited.page.screenshot(path=pictures / "device-phone-offline.png")
+            assert not violations(visited)
+        visited.shows(DONE)
+        assert raw_text(visited) == ANSWER
         assert not visited.complaints
 
 
@@ -139,38 +154,68 @@ def test_plain_decoding_has_the_same_text(page: Visit) -> None:
     assert "1.00 a pass" in page.page.locator(".speed").all_text_contents()[1]
 
 
-def test_cuts_change_no_text(page: Visit) -> None:
-    of, chance = memorised_target.target(), random.Random(3)
-    bodies: list[dict[str, Any]] = [
-        {
-            "messages": [{"role": "user", "content": f"{QUESTION[: -number or None]}"}],
-            "temperature": 0.0 if number % 2 else 0.8,
-            "seed": number,
-            "max_completion_tokens": NEW_TOKENS,
-        }
-        for number in range(NUM_CUTS)
-    ]
-    questions = [{"body": body, "after": chance.randrange(1, 25)} for body in bodies]
-    found = page.page.evaluate(CUT_ONCE, questions)
-    for body, answer in zip(bodies, found, strict=True):
-        prompt = memorised_target.prompt_ids(of, body["messages"][0]["content"])
-        settings = {"temperature": body["temperature"], "seed": body["seed"]}
+@contextmanager
+def without_network(visited: Visit, server: PageServer) -> Iterator[None]:  # noqa: ARG001
+    visited.page.context.set_offline(True)
+    try:
+        yield
+    finally:
+        visited.page.context.set_offline(False)
+
+
+@contextmanager
+def without_server(visited: Visit, server: PageServer) -> Iterator[None]:
+    """Kill the server, which forgets all sessions; the time is that of the page's clock."""
+    visited.page.evaluate("told.cutMs = Date.now()")
+    server.kill()
+    try:
+        yield
+    finally:
+        server.start()
+
+
+@pytest.mark.parametrize("cut", [without_network, without_server])
+def test_cuts_change_no_text(page: Visit, server: PageServer, cut: Cut) -> None:
+    """Ten answers, greedy and sampled, are cut once each; provisional text comes within a second.
+
+    The time is the one between two events in the page; a tiny drafter takes milliseconds of it.
+    """
+    of, chance, delays = memorised_target.target(), random.Random(3), []
+    for number in range(NUM_CUTS // 2):
+        question, after = QUESTION[: -number or None], chance.randrange(1, 25)
+        settings: Any = {"temperature": 0.0 if number % 2 else 0.8, "seed": number}
+        body = {"messages": serving.say(question), "max_completion_tokens": NEW_TOKENS} | settings
+        page.page.evaluate(BEGIN_ANSWER, body)
+        page.shows(f"told.ids.length >= {after}")
+        with cut(page, server):
+            # A drafter that believes that the text has ended shows nothing more.
+            page.shows("told.most > 2 || told.done || Date.now() > told.cutMs + 5000")
+        page.shows("told.done")
+        told = page.page.evaluate("told")
+        prompt = memorised_target.prompt_ids(of, question)
         result = moaspec.generate(of, prompt, max_new_tokens=NEW_TOKENS, **settings)
-        assert answer["ids"] == result.token_ids
+        assert told["ids"] == result.token_ids
+        if told["most"] > 2:
+            delays.append(told["shownMs"] - told["cutMs"])
     # Answers that end within the round of the cut show none.
-    assert sum(answer["provisional"] > 2 for answer in found) > NUM_CUTS / 2
+    assert len(delays) > NUM_CUTS / 4
+    assert max(delays) < MAX_DELAY_MS
+    forgive_refused(page)
 
 
 @pytest.mark.parametrize("seed", [None, 11])
-def test_offline_in_the_middle(page: Visit, seed: int | None) -> None:
+def test_offline_in_the_middle(
+    page: Visit, server: PageServer, tmp_path: Path, seed: int | None
+) -> None:
     if seed is not None:
         sampled(page, seed)
     ask(page)
     page.shows(STARTED)
-    page.page.context.set_offline(True)
-    page.shows(PROVISIONAL)
-    page.shows(DOWN)
-    page.page.context.set_offline(False)
+    with without_network(page, server):
+        page.shows(PROVISIONAL)
+        page.shows(DOWN)
+        page.page.screenshot(path=browsing.screenshots(tmp_path) / "device-offline.png")
+        assert not violations(page)
     page.shows(DONE)
     settings = {} if seed is None else {"temperature": 0.8, "seed": seed}
     assert raw_text(page) == own_text(QUESTION, **settings)
@@ -193,21 +238,19 @@ def test_a_lost_server_and_a_reload_without_one(page: Visit, server: PageServer)
         server.start()
     page.shows(DONE)
     assert raw_text(page) == ANSWER
-    # The browser logs each refused connection, which it should.
-    page.complaints[:] = [said for said in page.complaints if "ERR_CONNECTION_" not in said]
+    forgive_refused(page)
 
 
-def test_a_first_question_without_a_network(page: Visit) -> None:
+def test_a_first_question_without_a_network(page: Visit, server: PageServer) -> None:
     """There are no activations, so words are mostly wrong; they are replaced later."""
-    page.page.context.set_offline(True)
-    page.page.reload()
-    page.shows(READY)
-    ask(page)
-    page.shows(PROVISIONAL)
-    page.page.context.set_offline(False)
+    with without_network(page, server):
+        page.page.reload()
+        page.shows(READY)
+        ask(page)
+        page.shows(PROVISIONAL)
     page.shows(DONE)
     assert raw_text(page) == ANSWER
-    page.complaints[:] = [said for said in page.complaints if "ERR_INTERNET_" not in said]
+    forgive_refused(page)
 
 
 def test_a_stopped_answer_and_the_next(page: Visit) -> None:
@@ -248,6 +291,26 @@ def test_the_page_can_be_installed(page: Visit) -> None:
     session = page.page.context.new_cdp_session(page.page)
     errors = session.send("Page.getInstallabilityErrors")["installabilityErrors"]
     assert {error["errorId"] for error in errors} <= {"in-incognito"}
+
+
+def test_another_command_at_the_same_address(page: Visit, server: PageServer) -> None:
+    """Its page is shown, and nothing of this page is kept."""
+    server.kill()
+    try:
+        with serving.serving(local_source(), port=server.port):
+            # First the old page, until its service worker is replaced.
+            opened = itertools.count(1)
+            with page.page.expect_event("framenavigated", lambda _: next(opened) == 2):
+                page.page.reload()
+            page.shows("navigator.serviceWorker.controller === null")
+            page.shows("!document.querySelector('#downloaded')")
+            page.shows("caches.keys().then((names) => !names.length)")
+            page.shows(READY)
+            asked(page)
+            assert raw_text(page) == ANSWER
+    finally:
+        server.start()
+    forgive_refused(page)
 
 
 def test_a_damaged_bundle_is_reported(server: PageServer, browser: Browser) -> None:

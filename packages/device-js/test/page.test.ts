@@ -2,6 +2,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import type { ReadFile } from "../src/bundle/bundle.js";
 import { BundleCache } from "../src/page/bundle_cache.js";
+import { download } from "../src/page/download.js";
 import type { FromWorker, ToWorker } from "../src/page/messages.js";
 
 const KEPT = "http://here/prefix/print";
@@ -185,4 +186,46 @@ test.each([false, true])("a bundle is read with and without room for it (%s)", a
   storage.full = false;
   await cache.keep(manifest);
   expect(storage.stored.get("moaspec-bundle")!.size).toBe(full ? 0 : 2);
+});
+
+/** A response that ends before all bytes have come. */
+function broken(...bytes: number[]): Response {
+  const source = { pull: (to: ReadableStreamDefaultController) => bytes.length
+    ? to.enqueue(Uint8Array.of(bytes.shift()!)) : to.error(new TypeError("network error")) };
+  return new Response(new ReadableStream(source));
+}
+
+test.each([[206, [3, 4], [1, 1, 1, 1]], [200, [1, 2, 3, 4], [1, 1, -2, 1, 1, 1, 1]]])(
+  "a broken download goes on (status %i)", async (status, rest, progress) => {
+    const [asked, counts]: [unknown[], number[]] = [[], []];
+    const answers = [() => broken(1, 2), () => { throw new TypeError("no network"); }, () => {
+      const pieces = new ReadableStream({ start: (to) => {
+        for (const one of rest) to.enqueue(Uint8Array.of(one));
+        to.close();
+      } });
+      return new Response(pieces, { status });
+    }];
+    vi.useFakeTimers();
+    vi.stubGlobal("fetch", async (_: string, init: RequestInit) => (asked.push(init), answers.shift()!()));
+    const found = download(new URL("http://here/bundle/drafter.onnx"), 4, (count) => counts.push(count));
+    await vi.runAllTimersAsync();
+    expect([...await found]).toEqual([1, 2, 3, 4]);
+    expect(counts).toEqual(progress);
+    const range = { headers: { Range: "bytes=2-" } };
+    expect(asked).toEqual([{}, range, range]);
+    vi.useRealTimers();
+  },
+);
+
+test("a download ends: by a refusal, a longer file, or a minute without a byte", async () => {
+  vi.stubGlobal("fetch", async () => new Response("", { status: 404 }));
+  await expect(download(new URL("http://here/a"), 4, () => {})).rejects.toThrow("HTTP status 404");
+  vi.stubGlobal("fetch", async () => new Response("too long"));
+  expect((await download(new URL("http://here/a"), 4, () => {})).length).toBe(5);
+  vi.useFakeTimers();
+  vi.stubGlobal("fetch", async () => { throw new TypeError("no network"); });
+  const lost = expect(download(new URL("http://here/a"), 4, () => {})).rejects.toThrow("no network");
+  await vi.runAllTimersAsync();
+  await lost;
+  vi.useRealTimers();
 });

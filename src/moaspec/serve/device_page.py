@@ -59,8 +59,9 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 
-MAX_CONNECTION_S = 600.0
-"""Longest life of a connection; one whose client does not read would keep its place for ever."""
+MAX_STALL_S = 600.0
+"""Longest time in which a client takes nothing; its connection would keep its place for ever. Slow
+links need minutes: a system's buffer of some megabytes counts as one piece."""
 
 
 def find_scripts(given: Path | None = None) -> Path:
@@ -192,11 +193,16 @@ def page_protocols(app: ASGIApp) -> Callable[[], asyncio.Protocol]:
     from moaspec.serve.uvicorn_server import HeadDeadline, config
 
     class PageConnection(HeadDeadline):
-        """A connection that ends after `MAX_CONNECTION_S`."""
+        """A connection that ends when its client has taken nothing for `MAX_STALL_S`."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            self._end = self.loop.call_later(MAX_CONNECTION_S, transport.abort)
+            self._end = self.loop.call_later(MAX_STALL_S, transport.abort)
             super().connection_made(transport)
+
+        def resume_writing(self) -> None:
+            self._end.cancel()
+            self._end = self.loop.call_later(MAX_STALL_S, self.transport.abort)
+            super().resume_writing()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end.cancel()

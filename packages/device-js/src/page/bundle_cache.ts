@@ -3,6 +3,7 @@ import { fromUrl } from "../bundle/bundle.js";
 import type { ReadFile } from "../bundle/bundle.js";
 import { MANIFEST_FILE, parseManifest } from "../bundle/manifest.js";
 import type { Manifest } from "../bundle/manifest.js";
+import { download } from "./download.js";
 
 const CACHE = "moaspec-bundle";
 /** Time that the server has to send the manifest, before the one in the cache is taken. */
@@ -38,7 +39,7 @@ export class BundleCache {
       this.advance(data.length);
       return data;
     }
-    const data = await fromUrl(this.base, (count) => this.advance(count))(name, maxBytes);
+    const data = await download(new URL(name, this.base), maxBytes, (count) => this.advance(count));
     // Without room the page works, too; it downloads the bundle again next time.
     await cache.put(this.key(name), new Response(data as BodyInit)).catch(() => { this.complete = false; });
     return data;

@@ -42,6 +42,13 @@ export class DownloadBar {
   }
 }
 
+/** A device's battery; TypeScript does not know it. */
+interface Battery extends EventTarget {
+  /** 0 to 1. */
+  readonly level: number;
+  readonly charging: boolean;
+}
+
 /** Data and time that drafting here takes, below the link's figures. */
 export class DeviceFigures {
   private readonly values = new Map<string, HTMLElement>();
@@ -52,6 +59,7 @@ export class DeviceFigures {
       ["token-sent", "sent per token"],
       ["token-received", "received per token"],
       ["draft-time", "per draft step"],
+      ["battery", "battery"],
     ] as const) {
       const [row, value] = [element("div"), element("dd", "–")];
       value.id = id;
@@ -59,6 +67,20 @@ export class DeviceFigures {
       list?.append(row);
       this.values.set(id, value);
     }
+    void this.showBattery();
+  }
+
+  /** Charge now, and after each change. Most browsers do not tell it. */
+  private async showBattery(): Promise<void> {
+    const { getBattery } = navigator as { getBattery?(): Promise<Battery> };
+    const battery = await getBattery?.call(navigator).catch(() => undefined);
+    const show = (): void => {
+      const charge = `${Math.round(100 * battery!.level)}%`;
+      this.set("battery", battery!.charging ? `${charge}, charging` : charge);
+    };
+    for (const change of ["levelchange", "chargingchange"]) battery?.addEventListener(change, show);
+    if (battery) show();
+    else this.values.get("battery")!.parentElement!.hidden = true;
   }
 
   show(stats: Stats, link: Link): void {

@@ -1,0 +1,57 @@
+/** A download that goes on where a network ended it. */
+import { BundleError, LinkError } from "../errors.js";
+
+/** Time without a byte after which a download fails. */
+const GIVE_UP_MS = 60_000;
+/** Time between a broken connection and the next one. */
+const PAUSE_MS = 1000;
+
+/**
+ * Download a file. Where a connection ends early, the next one asks for the rest.
+ *
+ * @param url of the file
+ * @param maxBytes the download stops after so many bytes, and one more
+ * @param onBytes called with the number of bytes that arrived; negative where they are dropped
+ * @throws BundleError the server refuses the file
+ * @throws LinkError no byte arrived for a minute
+ */
+export async function download(
+  url: URL,
+  maxBytes: number,
+  onBytes: (count: number) => void,
+): Promise<Uint8Array> {
+  const data = new Uint8Array(maxBytes + 1);
+  let size = 0;
+  let lastMs = performance.now();
+  const advance = (count: number): void => {
+    size += count;
+    lastMs = performance.now();
+    onBytes(count);
+  };
+  for (;;) {
+    try {
+      const response = await fetch(url, size ? { headers: { Range: `bytes=${size}-` } } : {});
+      if (!response.ok || !response.body) {
+        throw new BundleError(`${url} cannot be read: HTTP status ${response.status}.`);
+      }
+      if (response.status !== 206 && size) advance(-size);
+      const reader = response.body.getReader();
+      for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
+        const taken = piece.value.subarray(0, data.length - size);
+        data.set(taken, size);
+        advance(taken.length);
+        if (size === data.length) {
+          await reader.cancel();
+          break;
+        }
+      }
+      return data.subarray(0, size);
+    } catch (error) {
+      if (error instanceof BundleError) throw error;
+      if (performance.now() - lastMs > GIVE_UP_MS) {
+        throw new LinkError(`${url} cannot be downloaded: ${(error as Error).message}`);
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+  }
+}
