@@ -29,6 +29,7 @@ from moaspec.evaluate.pass_costs import pass_s
 from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.device_parts import Device
+from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
@@ -145,11 +146,18 @@ async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
             say(await side.answer(job))
 
 
+def load(bundle: str) -> Device:
+    """A device of either kind of bundle."""
+    if not is_onnx_bundle(bundle):
+        return load_device(bundle)
+    from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+
+    return OnnxDevice(bundle)
+
+
 async def decode(settings: dict[str, Any], say: Say, hear: Hear) -> None:
     """Run the process of the device."""
-    devices: dict[str, Device] = {
-        kind: load_device(path) for kind, path in settings["bundles"].items()
-    }
+    devices = {kind: load(path) for kind, path in settings["bundles"].items()}
     side = DeviceSide(devices, settings["address"], settings["prompts"])
 
     async def ask(what: str) -> float:
