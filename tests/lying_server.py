@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moaspec.backends.load import load_target
 from moaspec.errors import LinkError, WireError
@@ -23,9 +23,9 @@ RANDOM = random.Random(0)
 HUGE = bytes(3 << 20)
 
 
-def verdict(base: int, tokens: list[int]) -> pb.ServerMessage:
+def verdict(base: int, tokens: list[int], dropped: Sequence[int] = ()) -> pb.ServerMessage:
     """A verdict on a text of this length."""
-    return pb.ServerMessage(verdict=pb.Verdict(base=base, tokens=tokens))
+    return pb.ServerMessage(verdict=pb.Verdict(base=base, tokens=tokens, dropped=dropped))
 
 
 def problem(kind: pb.Problem.Kind, **facts: object) -> pb.ServerMessage:
@@ -38,6 +38,7 @@ LIES: tuple[Callable[[int], pb.ServerMessage], ...] = (
     lambda base: verdict(base + 2**31, [1]),
     lambda base: verdict(base, [1] * 5000),
     lambda base: verdict(base, []),
+    lambda base: verdict(base, [1], dropped=[0, 2**31]),
     lambda base: verdict(base, [RANDOM.randrange(256)]),
     lambda base: verdict(base, [RANDOM.randrange(256) for _ in range(3)]),
     lambda base: pb.ServerMessage(activations=pb.Activations(start=0, count=base, data=HUGE)),

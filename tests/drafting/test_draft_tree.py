@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix, walk
-from moaspec.drafting.tree_shapes import DEFAULT_TREE, Chain, PricedTree, parse_shape, without
+from moaspec.drafting.tree_shapes import (
+    DEFAULT_TREE,
+    Chain,
+    PricedTree,
+    dropped_nodes,
+    parse_shape,
+    without,
+)
 from moaspec.errors import InputError, ShapeError
 
 
@@ -226,4 +234,6 @@ def test_a_tree_without_some_nodes(tree: DraftTree, cut: set[int], copied: int) 
     gone = ancestor_matrix(tree.parents)[:, [node for node in cut if node < len(tree.tokens)]]
     kept = [node for node in range(len(tree.tokens)) if not gone[node].any()]
     assert paths(rest) == [paths(tree)[node] for node in kept]
+    # Of nodes that share parent and token any may be the one that was cut.
+    assert without(tree, dropped_nodes(tree, rest)) == replace(rest, num_copied=0)
     assert rest.num_copied == sum(node >= len(tree.tokens) - copied for node in kept)

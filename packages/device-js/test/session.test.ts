@@ -65,6 +65,17 @@ test.each([0, 0.5, 1])("a drafter that is right at a share of %s of texts", asyn
   if (share === 1) expect(Math.max(...acceptLengths)).toBe(4);
 });
 
+test("drafts that the server did not verify are neither right nor wrong", async () => {
+  const { server, session } = made({ draft: 3 }, { share: 0 });
+  server.lie = (answer, to) =>
+    answer.case === "verdict" && to.kind.case === "draft"
+      ? [{ case: "verdict", value: { ...answer.value, dropped: [1, 2] } }]
+      : [answer];
+  await read(session, PROMPT, { maxNewTokens: 20 });
+  expect(Math.max(...session.result!.drafted)).toBe(1);
+  expect(Math.max(...session.stats.rounds.map((round) => round.drafted))).toBe(1);
+});
+
 test("a sampled text follows the seed", async () => {
   const { session } = made({ draft: 3 }, { noise: 7n });
   const { text } = await read(session, PROMPT, { maxNewTokens: 30, temperature: 0.8, seed: 7 });

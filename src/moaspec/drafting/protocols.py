@@ -69,8 +69,9 @@ class VerifyResult:
         encode_s: seconds of encoding in the whole pass.
         pass_s: seconds of the target's pass and head; None if unknown, as across a network or on a
             GPU, which computes asynchronously.
-        tree: the tree of `accepted`, if it is not the request's: a verifier across a network may
-            have sent newer drafts while the request waited.
+        tree: the drafts that were verified, to which `accepted` belongs, if they are not the
+            request's: a verifier across a network may have sent newer drafts while the request
+            waited, and a loaded server drops some.
         num_read_again: verified tokens that were processed again, because a target with recurrent
             states cannot go on from everywhere.
     """

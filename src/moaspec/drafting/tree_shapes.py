@@ -135,6 +135,18 @@ def merged(
     )
 
 
+def dropped_nodes(tree: DraftTree, rest: DraftTree) -> list[int]:
+    """The nodes of a tree that `rest`, the same tree `without` some nodes, does not have."""
+    places, dropped = {-1: -1}, list[int]()
+    kept = [*zip(rest.parents, rest.tokens, strict=True), None]
+    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+        if kept[len(places) - 1] == (places.get(parent), token):
+            places[node] = len(places) - 1
+        else:
+            dropped.append(node)
+    return dropped
+
+
 def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
     """A tree less some of its nodes and what hangs below them."""
     places = {-1: -1}

@@ -136,15 +136,16 @@ class VLLMVerifier:
         encode_s = time.perf_counter() - started
         return [
             VerifyResult(
-                tuple(chain[node] for node in decision.accepted),
+                tuple(decision.accepted),
                 decision.next_token,
                 feature,
                 decision.logprobs,
                 encode_s,
                 decision.top_logprobs,
+                tree=pending.request.tree,
                 pass_s=pass_s,
             )
-            for decision, chain, feature in zip(decisions, chains, features, strict=True)
+            for decision, pending, feature in zip(decisions, batch, features, strict=True)
         ]
 
     def _schedule(self, request: VerifyRequest, chain: Sequence[int]) -> PendingVerification:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from links import Restartable
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import VerifyRequest
-from moaspec.drafting.tree_shapes import Chain
+from moaspec.drafting.tree_shapes import Chain, without
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
@@ -73,3 +74,40 @@ def test_texts_are_the_targets_own(agrees: bool, monkeypatch: pytest.MonkeyPatch
     assert any(row.tree.tokens for one in rounds for row in one)
     assert any(len(one) > 2 and not any(row.tree.tokens for row in one) for one in rounds)
     assert any(not row.encode for one in rounds for row in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [Chain(4), moaspec.Tree(2, 2, 4), "auto"])
+def test_dropped_drafts_are_not_counted_as_wrong(
+    shape: moaspec.Tree | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the device nor by the server."""
+    target = tiny.target()
+    verified: list[int] = []
+
+    def without_some(_: PassBudget, requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
+        rest = [replace(one, tree=without(one.tree, {1, 3})) for one in requests]
+        verified.extend(len(one.tree.tokens) for one in rest)
+        return rest
+
+    monkeypatch.setattr(PassBudget, "applied", without_some)
+
+    async def run() -> tuple[RemoteSession, float | None]:
+        shaping = DraftSettings(costs=STEEP, prior=[[0.6]])
+        service = TargetService(target, tiny.agreeing_drafter("llama"), shaping=shaping)
+        device = LocalDevice(target, tiny.agreeing_drafter("llama"))
+        session = RemoteSession(
+            device, Restartable(lambda: service).transport(), RemoteOptions(draft=shape)
+        )
+        await session.generate(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS)
+        await session.close()
+        counted = service.observer.registry.get_sample_value
+        await service.stop()
+        return session, counted("moaspec_tokens_total", {"kind": "drafted"})
+
+    session, counted = asyncio.run(run())
+    result, rounds = session.result, session.stats.rounds
+    own = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS).token_ids
+    assert result.token_ids == own
+    assert 0 < result.num_drafted == sum(verified) == sum(one.drafted for one in rounds) == counted
+    assert max(result.drafted_depths) == (2 if shape == moaspec.Tree(2, 2, 4) else 1)

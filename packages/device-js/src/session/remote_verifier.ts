@@ -264,7 +264,8 @@ export class RemoteVerifier {
         this.check(pending, verdict);
         const tokens = verdict.tokens.slice(skip);
         this.committed = [...text, ...tokens];
-        this.resolve(pending, tokens, verdict.logprobs.slice(skip));
+        const dropped = verdict.base === text.length ? verdict.dropped.length : 0;
+        this.resolve(pending, tokens, verdict.logprobs.slice(skip), dropped);
         this.note(pending, verdict.passS);
       }
     }
@@ -292,12 +293,15 @@ export class RemoteVerifier {
     pending: PendingRequest,
     tokens: readonly number[],
     logprobs: readonly number[],
+    dropped = 0,
   ): void {
     const all = [...pending.kept, ...tokens];
     const path = all.slice(0, -1);
+    // Drafts that a loaded server did not verify are neither right nor wrong.
+    const sent = [pending.request.drafts, pending.drafts];
+    const chains = sent.map((drafts) => drafts.slice(0, Math.max(0, drafts.length - dropped)));
     // The text may be longer than any known request: a verdict tells everything that is committed.
-    const chains = [pending.request.drafts, pending.drafts, path];
-    const chain = chains.find((drafts) => commonLength(drafts, path) === path.length)!;
+    const chain = [...chains, path].find((drafts) => commonLength(drafts, path) === path.length)!;
     const unknown = new Array<number>(pending.kept.length).fill(Number.NaN);
     pending.result = {
       tokens: all,
@@ -318,7 +322,7 @@ export class RemoteVerifier {
       sentMs: pending.firstMs,
       receivedMs: now(),
       passMs: believed(1000 * passS),
-      drafted: pending.opening ? 0 : pending.drafts.length,
+      drafted: pending.opening ? 0 : pending.result!.drafts.length,
       accepted: pending.result!.tokens.length - 1 - pending.kept.length,
       ahead: this.options.ahead.ready().length,
     });

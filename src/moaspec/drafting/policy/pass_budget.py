@@ -86,7 +86,7 @@ class PassBudget:
 
     def count(self, request: VerifyRequest, result: VerifyResult) -> None:
         """Update the rate of a request's row by the drafts that were right."""
-        parents = request.tree.parents
+        parents = (result.tree or request.tree).parents
         for parent, node in zip((-1, *result.accepted), (*result.accepted, None), strict=True):
             if parent in parents:
                 rate = self._rates.get(request.cache_row, self._rate)

@@ -44,7 +44,7 @@ class RoundTrip:
     Attributes:
         sent_s, received_s: `time.monotonic` of the first request and of the verdict.
         pass_s: duration of the server's pass.
-        drafted: drafted tokens in the request.
+        drafted: drafted tokens that the server verified.
         accepted: accepted tokens among them.
         ahead: tokens that were drafted meanwhile.
     """

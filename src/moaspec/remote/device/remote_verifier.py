@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree, children
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import without
 from moaspec.engine.position_rules import TargetFacts
 from moaspec.errors import RefusedError, WireError
 from moaspec.remote.device.draft_ahead import AheadDrafter
@@ -185,7 +186,7 @@ class RemoteVerifier:
         if pending is not None and not pending.answer.done():
             self._committed = None  # the server does not have these tokens
             pending.kept = tokens[:-1]
-            self._resolve(pending, tokens[-1:], [])
+            self._resolve(pending, tokens[-1:], [], ())
 
     def _send(self) -> None:
         """Send the waiting request in its current form."""
@@ -255,7 +256,8 @@ class RemoteVerifier:
                     return
                 self._check(pending, verdict)
                 self._committed = [*text, *verdict.tokens[skip:]]
-                self._resolve(pending, verdict.tokens[skip:], verdict.logprobs[skip:])
+                dropped = set[int]() if skip else set(verdict.dropped)
+                self._resolve(pending, verdict.tokens[skip:], verdict.logprobs[skip:], dropped)
                 self._note(pending, verdict)
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
@@ -274,11 +276,19 @@ class RemoteVerifier:
             )
 
     def _resolve(
-        self, pending: PendingRequest, tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        pending: PendingRequest,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        dropped: Collection[int],
     ) -> None:
-        """Resolve a request with a tree that contains these tokens."""
+        """Resolve a request with a tree that contains these tokens.
+
+        Drafts that the server dropped are not in it: they are neither right nor wrong.
+        """
         *path, last = [*pending.kept, *tokens]
-        tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
+        sent = [without(tree, dropped) for tree in (pending.request.tree, pending.tree)]
+        tree, nodes = _tree_with(path, sent)
         told = (*[math.nan] * len(pending.kept), *logprobs) if logprobs else ()
         pending.answer.set_result(VerifyResult(tuple(nodes), last, logprobs=told, tree=tree))
         self.wake()
@@ -290,8 +300,9 @@ class RemoteVerifier:
             self.link.stats.ahead_misses += not ready
 
     def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
-        drafted = 0 if pending.opening else len(pending.tree.tokens)
-        accepted = len(pending.answer.result().accepted) - len(pending.kept)
+        found = pending.answer.result()
+        drafted = 0 if pending.opening or found.tree is None else len(found.tree.tokens)
+        accepted = len(found.accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
         self.link.stats.rounds.append(
             RoundTrip(pending.first_s, now(), _seconds(verdict.pass_s), drafted, accepted, ready)

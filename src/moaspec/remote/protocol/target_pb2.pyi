@@ -241,18 +241,20 @@ class ServerMessage(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., problem: _Optional[_Union[Problem, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s")
+    __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s", "dropped")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATIONS_FIELD_NUMBER: _ClassVar[int]
     PASS_S_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     base: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     activations: Activations
     pass_s: float
-    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., pass_s: _Optional[float] = ...) -> None: ...
+    dropped: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., pass_s: _Optional[float] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Activations(_message.Message):
     __slots__ = ("start", "count", "data")

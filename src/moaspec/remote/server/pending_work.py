@@ -86,7 +86,10 @@ class PendingWork:
         else:
             with self._observer.work("verify"):
                 activations = await session.verify(drafted.tree)
-            self._observer.verified(len(drafted.tree.tokens), len(session.token_ids) - committed)
+            dropped = len(session.dropped)
+            self._observer.verified(
+                len(drafted.tree.tokens) - dropped, dropped, len(session.token_ids) - committed
+            )
             session.answer(committed, activations)
 
     def _fail(self, session: ServerSession, error: Exception) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import dropped_nodes
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
@@ -55,6 +56,7 @@ class ServerSession:
         row: index of the row.
         token_ids: committed tokens, with the prompt.
         num_verified: number of these tokens whose keys and values are in the target's cache.
+        dropped: nodes of the newest drafts that were not verified.
         stream: of the device's connection; None while it has none.
         task: runs the session's requests; None while there is none.
         waiting: the request that comes next.
@@ -73,11 +75,13 @@ class ServerSession:
     sampling: SamplingParams = GREEDY
     records: ActivationRecords | None = None
     pass_s: float = 0.0
+    dropped: list[int] = field(default_factory=list)
     used_s: float = field(default_factory=time.monotonic)
     stream: ResponseStream | None = None
     task: asyncio.Task[None] | None = None
     waiting: TurnRequest | DraftRequest | None = None
     _opened: int = 0
+    _drafted_at: int = 0  # length of the text that the newest drafts followed
 
     @property
     def decided(self) -> bool:
@@ -104,7 +108,7 @@ class ServerSession:
         self.num_verified = min(common, self.num_verified) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)
         self.prompt_length, self.sampling = opening.prompt_length, sampling
-        self.logprobs = []
+        self.logprobs, self.dropped = [], []
         self._adopt(opening.asked)
 
     def _adopt(self, asked: RecordRequest | None) -> None:
@@ -141,7 +145,8 @@ class ServerSession:
 
     async def verify(self, tree: DraftTree) -> pb.Activations | None:
         """Verify drafts after the newest token; returns activations if they are small."""
-        start = self.num_verified
+        start, self._drafted_at = self.num_verified, len(self.token_ids)
+        self.dropped = list(range(len(tree.tokens)))
         if not self.rules.keeps_keys(start, len(self.token_ids)):
             # All keys change at this length, so the text is encoded again, without drafts.
             self.num_verified = 0
@@ -150,7 +155,8 @@ class ServerSession:
             async for _ in self.read():
                 pass
             return None
-        await self._decide(self.token_ids[start:], self._allowed(tree))
+        verified = await self._decide(self.token_ids[start:], self._allowed(tree))
+        self.dropped = dropped_nodes(tree, verified)
         return None if self.records is None else self.records.newest(start)
 
     def _allowed(self, tree: DraftTree) -> DraftTree:
@@ -161,8 +167,11 @@ class ServerSession:
 
     async def _decide(
         self, known: Sequence[int], tree: DraftTree | None = None, *, total: int = 0
-    ) -> None:
-        """Run one pass; with `total`, the text's length, it only encodes and chooses no token."""
+    ) -> DraftTree:
+        """Run one pass; returns the drafts that it verified.
+
+        With `total`, the text's length, it only encodes and chooses no token.
+        """
         request = VerifyRequest(
             self.row,
             self.num_verified,
@@ -174,7 +183,7 @@ class ServerSession:
             text_length=total,
         )
         verdict, self.pass_s = await self.shared.decide(request)
-        tree = verdict.tree or request.tree
+        tree = verdict.tree or request.tree  # without drafts that the server's load forbids
         accepted = [tree.tokens[node] for node in verdict.accepted]
         self.num_verified += len(known) + len(accepted)
         if self.records is not None and verdict.features is not None:
@@ -183,6 +192,7 @@ class ServerSession:
             self.token_ids += [*accepted, verdict.next_token]
             self.logprobs += verdict.logprobs
         self.used_s = time.monotonic()
+        return tree
 
     def _record(self, records: ActivationRecords, verdict: VerifyResult) -> None:
         count = verdict.features[0].shape[2]
@@ -228,6 +238,7 @@ class ServerSession:
             logprobs=self.logprobs[-past:] if past and self.logprobs else (),
             activations=activations,
             pass_s=self.pass_s,
+            dropped=self.dropped if base == self._drafted_at else (),
         )
         self.stream.answer(pb.ServerMessage(session=self.name, turn=self.turn, verdict=verdict))
 

@@ -230,7 +230,7 @@ class SharedVerifier:
     async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
         """Verify a request of one row; returns the result and the duration of its pass.
 
-        The result has the tree that was verified, if that is not the request's.
+        The result has the tree that was verified.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -315,13 +315,9 @@ class SharedVerifier:
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
-                if job.rest is not None:
-                    job.request, job.rest = job.rest, None
-                    self._jobs.appendleft(job)
-                    continue
+                answer = replace(answer, tree=answer.tree or job.request.tree)
                 if self._budget is not None:
                     self._budget.count(job.request, answer)
-                    answer = replace(answer, tree=job.request.tree)
                 job.answer.set_result((answer, seconds))
             else:
                 job.answer.set_exception(answer)

@@ -74,9 +74,10 @@ class Telemetry:
         """Count a session whose pass failed."""
         self._failed.labels(error).inc()
 
-    def verified(self, drafted: int, emitted: int) -> None:
-        """Count the tokens of a round."""
+    def verified(self, drafted: int, dropped: int, emitted: int) -> None:
+        """Count the tokens of a round: drafts that were verified and were not, and its text."""
         self._tokens.labels("drafted").inc(drafted)
+        self._tokens.labels("dropped").inc(dropped)
         self._tokens.labels("emitted").inc(emitted)
 
     @contextmanager
