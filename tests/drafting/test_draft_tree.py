@@ -17,6 +17,7 @@ from moaspec.drafting.tree_shapes import (
     PricedTree,
     dropped_nodes,
     parse_shape,
+    selected,
     without,
 )
 from moaspec.errors import InputError, ShapeError
@@ -234,6 +235,8 @@ def test_a_tree_without_some_nodes(tree: DraftTree, cut: set[int], copied: int) 
     gone = ancestor_matrix(tree.parents)[:, [node for node in cut if node < len(tree.tokens)]]
     kept = [node for node in range(len(tree.tokens)) if not gone[node].any()]
     assert paths(rest) == [paths(tree)[node] for node in kept]
-    # Of nodes that share parent and token any may be the one that was cut.
-    assert without(tree, dropped_nodes(tree, rest)) == replace(rest, num_copied=0)
+    flags = bytes(not one.any() for one in gone)
+    assert selected(DraftTree(tree.tokens, tree.parents, copied), flags) == rest
+    if len({*paths(tree)}) == len(tree.tokens):
+        assert without(tree, dropped_nodes(tree, rest)) == replace(rest, num_copied=0)
     assert rest.num_copied == sum(node >= len(tree.tokens) - copied for node in kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 
 from moaspec.drafting.draft_tree import DraftTree, Tree, candidates, children
 from moaspec.errors import ShapeError
@@ -136,7 +137,10 @@ def merged(
 
 
 def dropped_nodes(tree: DraftTree, rest: DraftTree) -> list[int]:
-    """The nodes of a tree that `rest`, the same tree `without` some nodes, does not have."""
+    """The nodes of a tree that `rest`, the same tree `without` some nodes, does not have.
+
+    No two nodes may share parent and token.
+    """
     places, dropped = {-1: -1}, list[int]()
     kept = [*zip(rest.parents, rest.tokens, strict=True), None]
     for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
@@ -145,6 +149,30 @@ def dropped_nodes(tree: DraftTree, rest: DraftTree) -> list[int]:
         else:
             dropped.append(node)
     return dropped
+
+
+def beginning(tree: DraftTree, count: int) -> DraftTree:
+    """The first `count` nodes of a tree."""
+    copied = max(0, tree.num_copied - len(tree.tokens) + count)
+    nodes = tree.tokens[:count], tree.parents[:count], copied, tree.levels, tree.num_expanded
+    return DraftTree(*nodes, tree.log_p[:count])
+
+
+def selected(tree: DraftTree, kept: bytes) -> DraftTree:
+    """The nodes of a tree whose byte in `kept` is 1, not 0; parents of kept nodes are kept."""
+    if (count := kept.find(0)) < 0:
+        return tree
+    if kept.find(1, count) < 0:
+        return beginning(tree, count)
+    places = [*accumulate(kept)]
+    return DraftTree(
+        (*compress(tree.tokens, kept),),
+        tuple([places[node] - 1 if node >= 0 else -1 for node in compress(tree.parents, kept)]),
+        sum(kept[len(kept) - tree.num_copied :]),
+        levels=tree.levels,
+        num_expanded=tree.num_expanded,
+        log_p=(*compress(tree.log_p, kept),),
+    )
 
 
 def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moaspec
 import tiny
@@ -13,7 +15,7 @@ from costs import by_cost, table
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.pass_budget import PassBudget, share_slots
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import Chain, PricedTree
+from moaspec.drafting.tree_shapes import Chain, PricedTree, without
 from moaspec.generation.local_engine import local_engine
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
@@ -48,6 +50,47 @@ def test_slots_go_to_the_drafts_that_most_probably_survive() -> None:
     assert sum(shared([chain(0.9)] * 8, 0.0, 0.0, 1.0)) == 2
 
 
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 9)), max_size=8), max_size=8),
+    st.lists(st.integers(0, 9), min_size=64, max_size=64),
+    st.integers(1, 64),
+)
+def test_the_choice_is_that_of_a_plain_search(
+    rows: list[list[tuple[int, int]]], steps: list[int], number: int
+) -> None:
+    """Any sizes, shapes, ties and prices, the number of prices too."""
+    trees = []
+    for nodes in rows:
+        log_p, parents = list[float](), list[int]()
+        for number_of, (tenths, parent) in enumerate(nodes):
+            parents.append(min(parent, number_of - 1))
+            log_p.append(math.log(tenths / 10) + (log_p[parents[-1]] if parents[-1] >= 0 else 0.0))
+        tokens = tuple(range(len(nodes)))
+        trees.append(DraftTree(tokens, tuple(parents), log_p=tuple(log_p), levels=len(nodes)))
+    prices = (np.cumsum(steps) / 8).tolist()[:number]
+    shape = PricedTree(number, 1, number, prices=tuple(prices))
+    found = share_slots(trees, {shape: [*range(len(trees))]})
+    drafts = sorted(
+        (-log_p, row, node)
+        for row, tree in enumerate(trees)
+        for node, log_p in enumerate(tree.log_p)
+    )
+    last = (prices[-1] - prices[-2]) if number > 1 else prices[-1]
+    prices += [prices[-1] + last * (i + 1) for i in range(len(drafts))]
+    gains = np.cumsum([math.exp(-one[0]) for one in drafts]) - prices[: len(drafts)]
+    best = int(gains.argmax()) + 1 if len(drafts) and gains.max() > 0 else 0
+    kept = {(row, node) for _, row, node in drafts[:best]}
+    if sum(bool(tree.tokens) for tree in trees) > 1:
+        assert [
+            [(row, token) in kept for token in tree.tokens] for row, tree in enumerate(trees)
+        ] == [
+            [token in found[row].tokens for token in tree.tokens] for row, tree in enumerate(trees)
+        ]
+        for old, new in zip(trees, found, strict=True):
+            cut = {node for node in range(len(old.tokens)) if node not in new.tokens}
+            assert (new, new.log_p) == (without(old, cut), without(old, cut).log_p)
+
+
 def test_a_row_alone_and_fixed_shapes_stay_whole() -> None:
     tree = chain(0.1, 0.1)
     dear = PricedTree(2, 1, 2, prices=(1.0, 2.0))
@@ -78,7 +121,7 @@ def test_drafts_of_a_device_go_by_its_earlier_ones() -> None:
     """Siblings by their order, because devices send no probabilities."""
     budget, tree = PassBudget(table(), 0.5), DraftTree((1, 2, 3), (-1, -1, 0))
     # Exact but for the rounding of float64.
-    assert [*map(math.exp, budget._rated(asked(0, tree)).log_p)] == pytest.approx([0.5, 0.25, 0.25])
+    assert [*map(math.exp, budget._log_p(asked(0, tree)))] == pytest.approx([0.5, 0.25, 0.25])
     for _ in range(40):
         budget.count(asked(0, tree), VerifyResult((0, 2), 9))
         budget.count(asked(1, tree), VerifyResult((), 9))

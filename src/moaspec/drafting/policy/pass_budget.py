@@ -10,14 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, repeat
 
 import numpy as np
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.cost_model import PRIOR, CostTable, Floats
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import PricedTree, without
+from moaspec.drafting.tree_shapes import PricedTree, selected
 
 NEWEST = 0.1
 """Weight of a device's newest draft in the share of its drafts that were right."""
@@ -42,7 +42,8 @@ def share_slots(
     rows = [i for _, own in priced for i in own if trees[i].log_p]
     if len(rows) > 1:  # the drafts of a single row have their slots already
         prices = max((shape.prices for shape, _ in priced), key=len)
-        for i, tree in zip(rows, _cut([trees[i] for i in rows], prices), strict=True):
+        cut = _cut([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
+        for i, tree in zip(rows, cut, strict=True):
             kept[i] = tree
     return kept
 
@@ -75,14 +76,20 @@ class PassBudget:
             num_rows=len(requests),
             num_tokens=sum(len(one.new_tokens) for one in requests),
         )
-        asked = []
-        for one, tree in zip(requests, _cut([*map(self._rated, requests)], prices), strict=True):
-            lost_all = bool(one.tree.tokens) and not tree.tokens
-            if lost_all:  # Its drafts may have become better meanwhile: only trying them tells.
-                rate = self._rates.get(one.cache_row, self._rate)
-                self._rates[one.cache_row] = rate + RETURN * (self._rate - rate)
-            asked.append(replace(one, tree=tree, encode=one.encode and not lost_all))
-        return asked
+        trees = _cut([one.tree for one in requests], [*map(self._log_p, requests)], prices)
+        return [
+            one if tree is one.tree else self._without(one, tree)
+            for one, tree in zip(requests, trees, strict=True)
+        ]
+
+    def _without(self, request: VerifyRequest, tree: DraftTree) -> VerifyRequest:
+        """The request with what is left of its drafts."""
+        if tree.tokens:
+            return replace(request, tree=tree)
+        # Its drafts may have become better meanwhile: only trying them tells.
+        rate = self._rates.get(request.cache_row, self._rate)
+        self._rates[request.cache_row] = rate + RETURN * (self._rate - rate)
+        return replace(request, tree=tree, encode=False)
 
     def count(self, request: VerifyRequest, result: VerifyResult) -> None:
         """Update the rate of a request's row by the drafts that were right."""
@@ -97,33 +104,42 @@ class PassBudget:
         """Let a row begin anew, for another device."""
         self._rates.pop(row, None)
 
-    def _rated(self, request: VerifyRequest) -> DraftTree:
-        """The tree with log-probabilities; siblings come in the order of their promise."""
-        tree, ranks, log_p = request.tree, Counter[int](), list[float]()
+    def _log_p(self, request: VerifyRequest) -> Sequence[float]:
+        """Log-probabilities of the drafts; siblings come in the order of their promise."""
+        tree = request.tree
         if tree.log_p or not tree.tokens:
-            return tree
+            return tree.log_p
         rate = min(max(self._rates.get(request.cache_row, self._rate), 0.01), 0.99)
         right, wrong = math.log(rate), math.log1p(-rate)
+        if tree.is_chain:
+            return [*accumulate(repeat(right, len(tree.tokens)))]
+        ranks, log_p = Counter[int](), list[float]()
         for parent in tree.parents:
             log_p.append(right + ranks[parent] * wrong + (log_p[parent] if parent >= 0 else 0.0))
             ranks[parent] += 1
-        return replace(tree, log_p=tuple(log_p))
+        return log_p
 
 
-def _cut(trees: Sequence[DraftTree], prices: Sequence[float] | Floats) -> list[DraftTree]:
+def _cut(
+    trees: Sequence[DraftTree],
+    log_p_RN: Sequence[Sequence[float]],
+    prices: Sequence[float] | Floats,
+) -> list[DraftTree]:
     """The trees with the drafts that promise the most accepted ones beyond their price."""
-    log_p = np.fromiter(chain.from_iterable(tree.log_p for tree in trees), float)
+    log_p = np.fromiter(chain.from_iterable(log_p_RN), float)
     # Stable, so that a parent comes before a child that is as probable.
     order = np.argsort(-log_p, kind="stable")
     gains = np.exp(log_p[order]).cumsum() - _extended(prices, len(log_p))
     number = int(gains.argmax()) + 1 if gains.max(initial=0.0) > 0.0 else 0
     if number == len(log_p):
         return list(trees)
-    dropped_N = np.zeros(len(log_p), bool)
-    dropped_N[order[number:]] = True
-    flags = iter(dropped_N.tolist())
-    cut = [[i for i in range(len(tree.tokens)) if next(flags)] for tree in trees]
-    return [without(tree, own) if own else tree for tree, own in zip(trees, cut, strict=True)]
+    kept_N = np.zeros(len(log_p), bool)
+    kept_N[order[:number]] = True
+    flags, stops = kept_N.tobytes(), accumulate(len(tree.tokens) for tree in trees)
+    return [
+        selected(tree, flags[stop - len(tree.tokens) : stop])
+        for tree, stop in zip(trees, stops, strict=True)
+    ]
 
 
 def _extended(prices: Sequence[float] | Floats, number: int) -> Floats:

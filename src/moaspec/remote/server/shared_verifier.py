@@ -14,9 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import beginning
 from moaspec.engine.engine import run_now
 from moaspec.sampling.params import GREEDY
 
@@ -74,8 +74,7 @@ class _QueuedRequest:
         """Drop drafted tokens after the first `most`; parents always precede their children."""
         tree = self.request.tree
         if len(tree.tokens) > most:
-            kept = DraftTree(tree.tokens[:most], tree.parents[:most])
-            self.request = replace(self.request, tree=kept)
+            self.request = replace(self.request, tree=beginning(tree, most))
 
     def split(self, most: int) -> None:
         """Take the first `most` tokens of the text only; `rest` is what remains to be done."""
