@@ -1,17 +1,56 @@
-"""llama.cpp's plain decoding, the yardstick of the engine's benchmark.
+"""Own engine and `moaspec serve` beside llama.cpp's server, with 1 to 64 streams at once.
 
-Through the binding `xllamacpp`, which only this needs: pip install xllamacpp
+All read one GGUF file and use as many threads. They take turns, several times over: each answers
+the same prompts, all at once, plainly, and ours also with drafts. Tokens are counted from the first
+request to the last token, prompts included. A gap is the time between two pieces of a text that
+reach its reader; drafts that are accepted together are one piece, so p99 is no better than per
+token. CPU seconds are those of the process that decodes: on a busy machine their ratios still hold.
+Every text of the engine with drafts must be the target's own, or there are no figures.
+
+llama.cpp comes with the binding `xllamacpp`, which only this needs: pip install xllamacpp. Other
+servers with OpenAI's API, vLLM's for one, can be named with --other.
+
+    python benchmarks/llamacpp.py --threads 2 --suite spec_bench.jsonl
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import json
 import multiprocessing
-from collections.abc import Sequence
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
+import psutil
+from common import load, parser, setting, spread, trusted
+
+from moaspec import Target
+from moaspec.cli.prompts import chat_ids
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.evaluate.prompt_suites import Prompt, read_prompts
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.shaping import shaping_for
+from moaspec.model.moa import MoADrafter
 from moaspec.target.names import ALIASES, packaged_gguf
+
+STREAMS = (1, 4, 16, 64)
+SERVERS = ("serve", "llama.cpp")
+WAIT_S = 300.0
+"""A server must answer within this time of its start."""
 
 
 def gguf_of(alias: str) -> Path:
@@ -23,7 +62,7 @@ def gguf_of(alias: str) -> Path:
 
 
 class LlamaCpp:
-    """A model in llama.cpp, decoding greedily in a process of its own.
+    """llama.cpp's server with a model, in a process of its own.
 
     In ours, OpenMP would count llama.cpp's idle threads with ours as more than the machine has
     cores, and let threads sleep at every barrier: our decoding would take a fifth longer.
@@ -31,23 +70,41 @@ class LlamaCpp:
     Args:
         gguf: its file.
         threads: CPU threads.
-        context: tokens of its cache.
+        context: tokens of each text.
+        streams: texts at once.
+
+    Attributes:
+        version: of the binding.
+        url: of the server.
+        process: its process id.
     """
 
-    def __init__(self, gguf: Path, *, threads: int, context: int = 2048) -> None:
+    def __init__(
+        self, gguf: Path, *, threads: int, context: int = 2048, streams: int = 1
+    ) -> None:
         spawning = multiprocessing.get_context("spawn")
-        self._ours, theirs = spawning.Pipe()
+        ours, theirs = spawning.Pipe()
         child = spawning.Process(
-            target=_serve, args=(theirs, str(gguf), threads, context), daemon=True
+            target=_serve, args=(theirs, str(gguf), threads, context, streams), daemon=True
         )
         child.start()
         theirs.close()
-        self.version: str = self._answer()
+        self._ours, self.process = ours, child.pid
+        self.version, self.url = self._answer()
 
     def tokens_per_s(self, prompt_ids: Sequence[int], num_tokens: int) -> float:
         """Speed after the prompt's pass, by llama.cpp's own clock."""
-        self._ours.send((list(prompt_ids), num_tokens))
-        return float(self._answer())
+        body = {
+            "prompt": list(prompt_ids),
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked) as answer:
+            return float(json.load(answer)["timings"]["predicted_per_second"])
 
     def _answer(self) -> Any:
         try:
@@ -59,28 +116,286 @@ class LlamaCpp:
             ) from None
 
 
-def _serve(requests: Connection, gguf: str, threads: int, context: int) -> None:
-    """Answer with the binding's version, then each request with its tokens per second."""
+def _serve(parent: Connection, gguf: str, threads: int, context: int, streams: int) -> None:
+    """Tell the binding's version and the server's address, and serve as long as the parent runs."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = gguf
-    params.n_ctx, params.n_parallel = context, 1
+    params.model.path, params.port, params.verbosity = gguf, 0, -1
+    params.n_ctx, params.n_parallel = context * streams, streams
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server: Any = xllamacpp.Server(params)
-    requests.send(str(xllamacpp.__version__))
-    while True:
+    parent.send((str(xllamacpp.__version__), server.listening_address))
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+@dataclass
+class Run:
+    """What one way of decoding did with all prompts at once.
+
+    Attributes:
+        tokens: generated.
+        seconds: from the first request to the last token.
+        cpu_s: CPU time of the process that decoded; NaN if unknown.
+        gaps_s: times between two pieces of a text.
+        first_s: times until the first piece.
+        texts: token ids of each text, where known.
+    """
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    gaps_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+    def add(self, arrivals_s: Sequence[float], started_s: float) -> None:
+        """Note when the pieces of one text arrived."""
+        self.first_s.append(arrivals_s[0] - started_s if arrivals_s else np.nan)
+        self.gaps_s += [later - one for one, later in itertools.pairwise(arrivals_s)]
+
+
+Way = Callable[[Sequence[Prompt], str], Run]
+"""Decodes prompts, all at once; the second argument is a name of the run."""
+
+
+def engine_way(
+    target: Target, drafter: MoADrafter | None, shaping: DraftSettings | None, most: int
+) -> Way:
+    """The engine alone, without HTTP."""
+    layers = None if shaping is None else shaping.num_target_layers
+    engine = local_engine(target, drafter, num_target_layers=layers)
+
+    def decode(prompts: Sequence[Prompt], _: str) -> Run:
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        arrivals: dict[int, list[float]] = {}
+        results = []
+        for prompt in prompts:
+            handle = engine.add(
+                chat_ids(target, prompt.turns[0]),
+                max_new_tokens=most,
+                stop_token_ids=target.stop_token_ids,
+                shape=None if shaping is None else shaping.policy(),
+                free_branches=None if shaping is None else shaping.branches(),
+            )
+            arrivals[handle] = []
+            results.append(engine.result(handle))
+        while engine.num_active:
+            for event in engine.step():
+                arrivals[event.handle].append(time.perf_counter())
+        seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        texts = [result.token_ids for result in results]
+        run = Run(sum(map(len, texts)), seconds, cpu_s, texts=texts)
+        for times in arrivals.values():
+            run.add(times, started_s)
+        return run
+
+    return decode
+
+
+def server_way(url: str, process: int | None, most: int, **body: Any) -> Way:
+    """A server with OpenAI's API.
+
+    Args:
+        url: of the server.
+        process: id of the process that decodes; None if unknown.
+        most: tokens of an answer.
+        body: further fields of a request.
+    """
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        body["model"] = json.load(answer)["data"][0]["id"]
+    body |= {"temperature": 0, "max_tokens": most, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+
+    def decode(prompts: Sequence[Prompt], name: str) -> Run:
+        async def all_of() -> list[tuple[list[float], int]]:
+            bodies = [
+                body | {"messages": [{"role": "user", "content": one.turns[0]}]} for one in prompts
+            ]
+            return await asyncio.gather(*(_stream(url, one, name) for one in bodies))
+
+        started_s, cpu_s = time.perf_counter(), _cpu_s(process)
+        answers = asyncio.run(all_of())
+        seconds, cpu_s = time.perf_counter() - started_s, _cpu_s(process) - cpu_s
+        run = Run(sum(tokens for _, tokens in answers), seconds, cpu_s)
+        for times, _ in answers:
+            run.add(times, started_s)
+        return run
+
+    return decode
+
+
+def _cpu_s(process: int | None) -> float:
+    if process is None:
+        return float("nan")
+    times = psutil.Process(process).cpu_times()
+    return float(times.user + times.system)
+
+
+async def _stream(url: str, body: dict[str, Any], key: str) -> tuple[list[float], int]:
+    """When the pieces of an answer arrived, and its number of tokens."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=2**20)
+    content = json.dumps(body).encode()
+    # With a key of its own, no run finds what another one has left in a server's cache.
+    writer.write(
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    arrivals: list[float] = []
+    tokens = 0
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"{url} answers {status!r}: {(await reader.read())[-500:]!r}")
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        found = json.loads(line[6:])
+        if any(choice["delta"].get("content") for choice in found["choices"]):
+            arrivals.append(time.perf_counter())
+        if found.get("usage"):
+            tokens = found["usage"]["completion_tokens"]
+    writer.close()
+    return arrivals, tokens
+
+
+@contextlib.contextmanager
+def served(args: Any, streams: int) -> Iterator[tuple[str, int]]:
+    """`moaspec serve`: its address and process id."""
+    command = [sys.executable, "-m", "moaspec", "serve", "--port", str(args.port)]
+    for name in ("model", "drafter", "dtype", "threads"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += ["--max-active", str(streams), "--generation-config", "none"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            prompt_ids, num_tokens = requests.recv()
-        except EOFError:  # the parent process has ended
-            return
-        answer = server.handle_completions(
-            {
-                "prompt": prompt_ids,
-                "n_predict": num_tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": False,
-            }
-        )
-        requests.send(answer["timings"]["predicted_per_second"])
+            url, until_s = f"http://127.0.0.1:{args.port}", time.monotonic() + WAIT_S
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    raise SystemExit(f"No answer of {' '.join(command)}")
+                time.sleep(0.5)
+            yield url, process.pid
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models"):
+            return True
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """Print one line per way and number of streams, then one line of JSON."""
+    options = parser(__doc__)
+    options.add_argument("--suite", default="bundled")
+    options.add_argument("--streams", type=int, nargs="+", default=[*STREAMS])
+    options.add_argument("--max-new-tokens", type=int, default=128)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--servers", nargs="*", choices=SERVERS, default=[*SERVERS])
+    options.add_argument("--port", type=int, default=8765, help="Of moaspec serve.")
+    options.add_argument("--other", nargs="*", default=[], help="NAME=URL of further servers.")
+    args = options.parse_args()
+    target, drafter = load(args)
+    shaping = shaping_for(target, drafter)
+    prompts, most = read_prompts(args.suite), args.max_new_tokens
+    longest = most + max(len(chat_ids(target, one.turns[0])) for one in prompts)
+    facts = {"benchmark": "llamacpp", "setting": setting(target), "drafts": shaping.tree}
+    facts |= {"suite": Path(args.suite).name, "max_new_tokens": most}
+    ways: dict[str, Way] = {
+        "engine, plain": engine_way(target, None, None, most),
+        "engine": engine_way(target, drafter, shaping, most),
+    }
+    with contextlib.ExitStack() as running:
+        if "serve" in args.servers:
+            url, process = running.enter_context(served(args, max(args.streams)))
+            ways["serve, plain"] = server_way(url, process, most, moaspec={"speculation": False})
+            ways["serve"] = server_way(url, process, most)
+        if "llama.cpp" in args.servers:
+            gguf, streams = gguf_of(args.model), max(args.streams)
+            llama = LlamaCpp(gguf, threads=args.threads, context=longest, streams=streams)
+            facts["llama_cpp"] = llama.version
+            ways["llama.cpp"] = server_way(llama.url, llama.process, most, cache_prompt=False)
+        for one in args.other:
+            name, _, address = one.partition("=")
+            ways[name] = server_way(address, None, most)
+        runs = compared(ways, prompts, args, lambda *texts: check(args, target, *texts))
+    found = [figures(name, streams, of) for (streams, name), of in runs.items()]
+    print(table(found))
+    print(json.dumps(facts | {"found": found}))
+
+
+def compared(
+    ways: dict[str, Way], prompts: Sequence[Prompt], args: Any, check: Callable[..., None]
+) -> dict[tuple[int, str], list[Run]]:
+    """The runs by number of streams and way; every round takes other prompts."""
+    runs: defaultdict[tuple[int, str], list[Run]] = defaultdict(list)
+    for name, way in ways.items():
+        way(prompts[:1], f"warm-{name}")
+    for number, streams in itertools.product(range(args.rounds), args.streams):
+        chosen = [prompts[(number * streams + i) % len(prompts)] for i in range(streams)]
+        for name, way in ways.items():
+            run = way(chosen, f"{number}-{streams}-{name}".replace(" ", ""))
+            runs[streams, name].append(run)
+            print(
+                f"{streams:3} streams, {name:14} {run.tokens / run.seconds:7.1f} tokens/s, "
+                f"{run.tokens} tokens, {run.cpu_s:.1f} CPU seconds",
+                file=sys.stderr,
+                flush=True,
+            )
+        plain, drafted = (runs[streams, name][-1].texts for name in ("engine, plain", "engine"))
+        check(chosen, plain, drafted)
+    return runs
+
+
+def check(
+    args: Any,
+    target: Target,
+    prompts: Sequence[Prompt],
+    plain: Sequence[Sequence[int]],
+    drafted: Sequence[Sequence[int]],
+) -> None:
+    """Stop if a text with drafts is not the target's own."""
+    judging = trusted(args, target)
+    for prompt, own, text in zip(prompts, plain, drafted, strict=True):
+        if own == text:
+            continue
+        ids = chat_ids(target, prompt.turns[0])
+        found = judge(judging, ids, own, text, max_new_tokens=args.max_new_tokens)
+        if not found.lossless:
+            raise SystemExit(f"Texts differ ({found}); no figures.")
+
+
+def figures(name: str, streams: int, runs: Sequence[Run]) -> dict[str, Any]:
+    """What the runs of one way come to."""
+    gaps = [gap for run in runs for gap in run.gaps_s]
+    return {
+        "way": name,
+        "streams": streams,
+        "tokens_per_s": spread([run.tokens / run.seconds for run in runs]),
+        "tokens_per_cpu_s": spread([run.tokens / run.cpu_s for run in runs]),
+        "gap_ms": {f"p{p}": 1e3 * float(np.percentile(gaps or [0.0], p)) for p in (50, 99)},
+        "first_ms": 1e3 * statistics.median(one for run in runs for one in run.first_s),
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The figures, one line each."""
+    plain = {(f["way"], f["streams"]): f for f in found if f["way"].endswith(", plain")}
+    lines = ["streams  way             tokens/s  p50 ms  p99 ms  over plain  by CPU time"]
+    for one in found:
+        line = f"{one['streams']:7}  {one['way']:14} {one['tokens_per_s']['median']:9.1f} "
+        line += f"{one['gap_ms']['p50']:7.1f} {one['gap_ms']['p99']:7.1f}"
+        if own := plain.get((f"{one['way']}, plain", one["streams"])):
+            for speed in ("tokens_per_s", "tokens_per_cpu_s"):
+                line += f"{one[speed]['median'] / own[speed]['median']:12.3f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
