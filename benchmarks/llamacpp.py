@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import psutil
 from common import load, parser, setting, spread, trusted
@@ -79,9 +79,7 @@ class LlamaCpp:
         process: its process id.
     """
 
-    def __init__(
-        self, gguf: Path, *, threads: int, context: int = 2048, streams: int = 1
-    ) -> None:
+    def __init__(self, gguf: Path, *, threads: int, context: int = 2048, streams: int = 1) -> None:
         spawning = multiprocessing.get_context("spawn")
         ours, theirs = spawning.Pipe()
         child = spawning.Process(
@@ -101,10 +99,8 @@ class LlamaCpp:
             "ignore_eos": True,
             "cache_prompt": False,
         }
-        headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(asked) as answer:
-            return float(json.load(answer)["timings"]["predicted_per_second"])
+        answer = httpx.post(f"{self.url}/completion", json=body, timeout=WAIT_S).json()
+        return float(answer["timings"]["predicted_per_second"])
 
     def _answer(self) -> Any:
         try:
@@ -203,8 +199,7 @@ def server_way(url: str, process: int | None, most: int, **body: Any) -> Way:
         most: tokens of an answer.
         body: further fields of a request.
     """
-    with urllib.request.urlopen(f"{url}/v1/models") as answer:
-        body["model"] = json.load(answer)["data"][0]["id"]
+    body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     body |= {"temperature": 0, "max_tokens": most, "stream": True}
     body["stream_options"] = {"include_usage": True}
 
@@ -269,7 +264,7 @@ def served(args: Any, streams: int) -> Iterator[tuple[str, int]]:
     for name in ("model", "drafter", "dtype", "threads"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--max-active", str(streams), "--generation-config", "none"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:  # noqa: S603 - this Python
         try:
             url, until_s = f"http://127.0.0.1:{args.port}", time.monotonic() + WAIT_S
             while not _answers(url):
@@ -283,9 +278,8 @@ def served(args: Any, streams: int) -> Iterator[tuple[str, int]]:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/v1/models"):
-            return True
-    except OSError:
+        return httpx.get(f"{url}/v1/models").is_success
+    except httpx.TransportError:
         return False
 
 

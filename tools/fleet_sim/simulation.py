@@ -1,0 +1,386 @@
+"""A fleet in simulated time.
+
+Scheduler, budget and draft policy are the real ones: each server is a `SharedVerifier` with its
+`PassBudget`, each device has a `LinkPolicy`. Replaced are what takes time and what decides: a pass
+lasts as long as a cost table says, drafts are right where a trace has it, messages take as long as
+a link says. An event loop with a clock of its own skips all waiting.
+
+Assumptions: servers and devices differ in nothing but chance; a text goes to a server by chance, as
+by a hash of its prompt; a device always writes, at first from somewhere in a text; what crosses a
+link does not wait for other messages, and a lost packet is sent again after `RETRANSMIT_S`. Drafts
+at one place of a text are right or wrong regardless of whether the device drafted ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import selectors
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+
+from fleet_sim.traces import Trace
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.policy.cost_model import PRIOR, CostTable
+from moaspec.drafting.policy.pass_budget import PassBudget
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.link_policy import LinkPolicy
+from moaspec.remote.emulation import LinkProfile
+from moaspec.remote.protocol.wire import chain
+from moaspec.remote.server import shared_verifier
+from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
+
+Mode = Literal["plain", "sync", "ahead"]
+"""Plain: servers stream tokens and nobody drafts. Sync and ahead: devices draft, and in `ahead`
+they do so while they wait."""
+
+RETRANSMIT_S = 0.2
+"""Least time after which TCP sends a lost packet again (RFC 6298 says 1 s, Linux takes 0.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What is simulated.
+
+    Attributes:
+        mode: see `Mode`.
+        devices, servers: numbers of them.
+        costs: of a server's passes.
+        traces: that devices take turns with.
+        link: of each device.
+        step_s: of a drafted token on a device.
+        fixed: length of all drafts; 0 lets `LinkPolicy` choose.
+        token_bytes: of one verified token's activations; 0: the drafter needs none.
+        row_s: a server's time for one row besides its pass: messages, and the session.
+        turn_s: time that a device needs for a round besides drafting.
+        together: whether the devices share one processor, as scripted ones do.
+        sticky: whether a device stays with its server for all texts, and begins with a whole one.
+        budget: whether servers drop drafts that do not pay.
+        rate: see `PassBudget`.
+        seconds: that are counted, after `warm_s`.
+        lost: servers that fail at once in the middle of the time.
+        options: of a pass.
+    """
+
+    mode: Mode
+    devices: int
+    servers: int
+    costs: CostTable
+    traces: Sequence[Trace]
+    link: LinkProfile
+    step_s: float = 0.02
+    fixed: int = 0
+    token_bytes: int = 1040
+    row_s: float = 0.0005
+    turn_s: float = 0.0
+    together: bool = False
+    sticky: bool = False
+    budget: bool = True
+    rate: float = PRIOR[0][0]
+    seconds: float = 20.0
+    warm_s: float = 10.0
+    lost: int = 0
+    options: PassOptions = field(default_factory=PassOptions)
+    seed: int = 0
+
+
+@dataclass
+class Found:
+    """What happened.
+
+    Attributes:
+        pieces: of each verdict: when it arrived, how many seconds after the one before, how many
+            tokens, and whether its device had lost its server.
+        passes, rows: of all servers.
+    """
+
+    pieces: list[tuple[float, float, int, bool]] = field(default_factory=list)
+    passes: int = 0
+    rows: int = 0
+
+    def tokens_per_s(self, start_s: float, stop_s: float) -> float:
+        """Tokens that arrived in that time."""
+        tokens = sum(count for at, _, count, _ in self.pieces if start_s <= at < stop_s)
+        return tokens / (stop_s - start_s)
+
+    def token_s(
+        self, start_s: float, stop_s: float, percents: Sequence[float] = (50, 99)
+    ) -> list[float]:
+        """Percentiles of the seconds per token; tokens of a verdict share its time equally."""
+        found = [(s / n, n) for at, s, n, _ in self.pieces if start_s <= at < stop_s and n]
+        if not found:
+            return [float("nan")] * len(percents)
+        seconds, counts = np.array(found).T
+        return [
+            float(one) for one in np.percentile(np.repeat(seconds, counts.astype(int)), percents)
+        ]
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self._skipping = _SkippingSelector()
+        super().__init__(self._skipping)
+
+    def time(self) -> float:
+        """Simulated seconds."""
+        return self._skipping.now_s
+
+
+class _SkippingSelector(selectors.DefaultSelector):
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0)
+        if timeout is None and not found:
+            raise RuntimeError("The simulation waits for something that cannot come.")
+        if not found and timeout:
+            self.now_s += timeout
+        return found
+
+
+class Server(SharedVerifier):
+    """A target server whose passes take simulated time."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        budget = (
+            PassBudget(fleet.costs, fleet.rate) if fleet.budget and fleet.mode != "plain" else None
+        )
+        verifier: Any = SimpleNamespace(close=lambda _: None)
+        super().__init__(verifier, fleet.options, budget=budget)
+        self._fleet = fleet
+        self.failed = asyncio.Event()
+        self.places: dict[int, int] = {}
+        """How many drafts are right, by the row's place in its text."""
+
+    async def _pass(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+        results: list[VerifyResult | Exception] = []
+        encoded = 0
+        for one in requests:
+            accepted = min(len(one.tree.tokens), self.places.get(one.cache_row, 0))
+            results.append(VerifyResult(tuple(range(accepted)), 1))
+            encoded += (len(one.new_tokens) + accepted) * one.encode
+        costs = self._fleet.costs
+        seconds = pass_s(costs, requests) + len(requests) * self._fleet.row_s
+        await asyncio.sleep(seconds + (float(costs.accept_s(encoded)) if encoded else 0.0))
+        if self.failed.is_set():
+            await asyncio.Event().wait()
+        return results
+
+
+def pass_s(costs: CostTable, requests: Sequence[VerifyRequest]) -> float:
+    """Seconds of a pass; tokens of a prompt need no head."""
+    prompts = sum(len(one.new_tokens) - 1 for one in requests)
+    tokens = len(requests) + sum(len(one.tree.tokens) for one in requests)
+    context = sum(one.num_verified for one in requests) // len(requests)
+    body = replace(costs, head_s=(0.0,) * len(costs.head_s))
+    head_s = costs.verify_s(tokens, context) - body.verify_s(tokens, context)
+    return float(body.verify_s(prompts + tokens, context) + head_s) + costs.plain_rest_s
+
+
+class Device:
+    """A device that writes one text after another."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world, self._fleet, self._number = world, world.fleet, number
+        self._random = random.Random(f"{world.fleet.seed}-{number}")
+        self._waits_s = deque[float](maxlen=9)
+        self._lost = False
+        self.policy = LinkPolicy(
+            wait_s=self._wait_s,
+            step_s=lambda: self._fleet.step_s,
+            ahead=self._fleet.mode == "ahead",
+        )
+
+    async def run(self) -> None:
+        """Write for ever."""
+        await asyncio.sleep(self._random.random() * self._fleet.warm_s / 2)
+        for turn in itertools.count():
+            traces = self._fleet.traces
+            trace = traces[(self._number + turn) % len(traces)]
+            if not turn and not self._fleet.sticky:
+                # Somewhere in a text, so that not all devices end theirs at once.
+                place = self._random.randrange(len(trace.right))
+                trace = Trace(trace.prompt + place, trace.right[place:])
+            await self._write(trace)
+
+    async def _write(self, trace: Trace) -> None:
+        at = self._number if self._fleet.sticky else None
+        self._server = self._world.server(self._random, at)
+        self._row = self._server.lease(str(self._number))
+        self._trace, self._length, self._ready = trace, 0, 0
+        await self._read_prompt()
+        self._at_s = self._world.now_s
+        while self._length < len(trace.right):
+            try:
+                await self._round()
+            except ServerLostError:
+                # It is noticed by its silence; the text is opened again elsewhere.
+                await asyncio.sleep(LinkOptions().dead_after_s)
+                self._lost, self._ready = True, 0
+                self._server = self._world.server(self._random)
+                self._row = self._server.lease(str(self._number))
+                await self._read_prompt()
+        self._server.close(self._row)
+
+    async def _read_prompt(self) -> None:
+        """Have prompt and text so far encoded, in pieces; it ends with a token."""
+        total, done = self._trace.prompt + self._length, 0
+        size = self._fleet.options.prefill_tokens
+        await asyncio.sleep(self._delay_s())
+        while total - done > size:
+            await self._ask(done, size, DraftTree(), text_length=total)
+            done += size
+        await self._ask(done, total - done, DraftTree())
+        await asyncio.sleep(self._delay_s(total))
+        self._length += 1
+
+    async def _round(self) -> None:
+        drafting = self._fleet.mode != "plain"
+        tree = await self._draft() if drafting else DraftTree()
+        verified = self._trace.prompt + self._length - 1
+        asked_s = self._world.now_s
+        if drafting:
+            await asyncio.sleep(self._delay_s())
+        result = await self._ask(verified, 1, tree)
+        assert result.tree is not None
+        count = len(result.accepted) + 1
+        if drafting:
+            await asyncio.sleep(self._delay_s(count))
+            self._waits_s.append(self._world.now_s - asked_s)
+            self.policy.record_round(result.tree, result.accepted)
+            self._prepare(len(tree.tokens), count)
+        self._length += count
+        now_s = self._world.now_s
+        self._world.found.pieces.append((now_s, now_s - self._at_s, count, self._lost))
+        self._at_s, self._lost = now_s, False
+
+    def _wait_s(self) -> float | None:
+        """The median of the latest, as `RemoteSession` takes it."""
+        return sorted(self._waits_s)[len(self._waits_s) // 2] if self._waits_s else None
+
+    async def _draft(self) -> DraftTree:
+        """Draft what is not ready."""
+        fleet, left = self._fleet, len(self._trace.right) - self._length - 1
+        shape = self.policy.shape(0, 1)
+        assert shape is not None
+        wanted = max(0, min(fleet.fixed or shape.depth, left))
+        async with self._world.processor:
+            await asyncio.sleep(fleet.turn_s)
+        await asyncio.sleep(max(0, wanted - self._ready) * fleet.step_s)
+        self._ready = 0
+        return chain([1] * wanted)
+
+    def _prepare(self, drafted: int, count: int) -> None:
+        """Note how much was drafted ahead, if the text went as expected."""
+        right = self._trace.right[self._length - 1]
+        if self._fleet.mode == "ahead" and count == drafted + 1 and right > drafted:
+            # The first token drafted ahead is the bonus token.
+            ahead = int(self._waits_s[-1] / self._fleet.step_s)
+            self._ready = max(0, min(ahead, drafted + 1) - 1)
+
+    async def _ask(self, verified: int, new: int, tree: DraftTree, **more: Any) -> VerifyResult:
+        """One pass of the server.
+
+        Raises:
+            ServerLostError: it has failed.
+        """
+        server, row = self._server, self._row
+        place = self._length - 1
+        server.places[row] = self._trace.right[place] if place >= 0 else 0
+        drafting = self._fleet.mode != "plain"
+        encode = drafting and self._fleet.token_bytes > 0
+        asked = VerifyRequest(row, verified, (1,) * new, tree, encode=encode, **more)
+        if not self._fleet.lost:
+            return (await server.decide(asked))[0]
+        answer = asyncio.ensure_future(server.decide(asked))
+        failed = asyncio.ensure_future(server.failed.wait())
+        done, _ = await asyncio.wait({answer, failed}, return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        if answer in done:
+            return answer.result()[0]
+        answer.cancel()
+        raise ServerLostError
+
+    def _delay_s(self, tokens: int = 0) -> float:
+        """Of one message, with the activations of so many tokens."""
+        link = self._fleet.link
+        delay_s = max(0.0, self._random.gauss(link.delay_s, link.jitter_s))
+        if tokens and link.bits_per_s:
+            delay_s += 8 * min(tokens, 32) * self._fleet.token_bytes / link.bits_per_s
+        while self._random.random() < link.loss:
+            delay_s += RETRANSMIT_S
+        return delay_s
+
+
+class ServerLostError(Exception):
+    """The server of a device does not answer any more."""
+
+
+class World:
+    """A fleet that runs."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.found = fleet, Found()
+        self.servers = [Server(fleet) for _ in range(fleet.servers)]
+        self.processor = asyncio.Lock() if fleet.together else _Free()
+
+    @property
+    def now_s(self) -> float:
+        """Simulated time."""
+        return asyncio.get_running_loop().time()
+
+    def server(self, drawn: random.Random, device: int | None = None) -> Server:
+        """A server that has not failed; with a number, the one of that device."""
+        if device is not None:
+            return self.servers[device % len(self.servers)]
+        while (one := drawn.choice(self.servers)).failed.is_set():
+            pass
+        return one
+
+    async def run(self) -> Found:
+        """Let the devices write until the time is over."""
+        fleet = self.fleet
+        devices = [asyncio.create_task(Device(self, i).run()) for i in range(fleet.devices)]
+        await asyncio.sleep(fleet.warm_s + fleet.seconds / 2)
+        for server in self.servers[: fleet.lost]:
+            server.failed.set()
+        await asyncio.sleep(fleet.seconds / 2)
+        for one in devices:
+            one.cancel()
+        await asyncio.gather(*devices, return_exceptions=True)
+        total = Counter[str]()
+        for server in self.servers:
+            total.update(passes=server.counts.passes, rows=server.counts.rows)
+            await server.stop()
+        self.found.passes, self.found.rows = total["passes"], total["rows"]
+        return self.found
+
+
+class _Free:
+    """A processor of one's own: nobody waits for it."""
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+def simulate(fleet: Fleet) -> Found:
+    """What a fleet does."""
+
+    async def run() -> Found:
+        now = asyncio.get_running_loop().time
+        with mock.patch.object(shared_verifier, "time", SimpleNamespace(monotonic=now)):
+            return await World(fleet).run()
+
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        return runner.run(run())
