@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_the_traces_are_those_of_real_texts(tmp_path: Path) -> None:
     assert traces.load(tmp_path / "traces.json") == recorded
     assert [one.prompt for one in recorded] == [*map(len, tiny.PROMPTS)]
     for prompt, trace in zip(tiny.PROMPTS, recorded, strict=True):
-        settings = {"max_new_tokens": 12, "tree": moaspec.Chain(4), "free_branches": False}
+        settings: Any = {"max_new_tokens": 12, "tree": moaspec.Chain(4), "free_branches": False}
         result = moaspec.generate(target, prompt, drafter=drafter, **settings)
         place, lengths = 0, []
         while place < len(trace.right) - 1:

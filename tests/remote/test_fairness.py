@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -70,6 +71,36 @@ def passes(*owners: tuple[str, int, int], **options: int) -> list[list[tuple[str
         return made
 
     return asyncio.run(run())
+
+
+def test_rows_that_ask_again_at_once_share_the_next_pass() -> None:
+    """Else rows that once parted would take turns for ever, each in passes of its own."""
+    made, both = list[int](), threading.Event()
+
+    class Instant(Unused):
+        async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+            both.wait(60)
+            made.append(len(requests))
+            return [VerifyResult((), 1)] * len(requests)
+
+    async def write(shared: SharedVerifier) -> None:
+        row = shared.lease()
+        for place in range(5):
+            await shared.decide(VerifyRequest(row, place, (1,), DraftTree(), GREEDY, 1, False))
+
+    async def run() -> None:
+        shared = SharedVerifier(Instant())
+        first = asyncio.create_task(write(shared))
+        while not shared._running:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(write(shared))
+        await asyncio.sleep(0)
+        both.set()
+        await asyncio.gather(first, second)
+        await shared.stop()
+
+    asyncio.run(run())
+    assert made == [1, 2, 2, 2, 2, 1]
 
 
 def test_large_drafts_of_one_owner_take_a_share_of_a_pass() -> None:

@@ -83,7 +83,7 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--row-us", type=float, default=700.0, help="A row, besides its pass.")
     options.add_argument("--rate", type=float, default=0.45, help="Of right drafts, at first.")
     options.add_argument("--seconds", type=float, default=20.0)
-    options.add_argument("--warm-s", type=float, default=10.0)
+    options.add_argument("--warm-s", type=float, default=40.0)
     options.add_argument("--fleets", nargs="+", help="Of tables: DEVICES:SERVERS.")
     options.add_argument("--per-server", type=int, nargs="+", default=[32, 100], help="Of failure.")
     options.add_argument("--runs", nargs="+", default=CHECKS, help="Of check: MODE:DEVICES:SERVERS")

@@ -257,6 +257,8 @@ class SharedVerifier:
             self._wake.clear()
             while jobs := self._next():
                 await self._decide_together(jobs)
+                # Rows that this process decodes ask again at once: they share the next pass.
+                await asyncio.sleep(0)
 
     def _next(self) -> list[_QueuedRequest]:
         """Take the requests of the next pass: at least one, if any waits.
