@@ -4,8 +4,6 @@ Legend: B requests, T new tokens, N verified tokens of all requests, L target la
 key and value, W nodes of a level, S visible slots, E hidden size, C CA's KV heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -91,9 +89,10 @@ class MoAProposer(TreeProposer):
         (start,) = first or (self.num_encoded.get(row, 0),)
         if start != self.num_encoded.get(row, 0):
             self.first_encoded[row] = start
-        self.num_encoded[row] = start + key_1CTD.shape[2]
-        self.memory.reserve(row + 1, self.num_encoded[row])
+        stop = start + key_1CTD.shape[2]
+        self.memory.reserve(row + 1, stop)
         self.memory.append(row, start, key_1CTD, value_1CTD)
+        self.num_encoded[row] = stop
 
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""

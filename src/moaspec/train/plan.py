@@ -106,9 +106,9 @@ class Plan:
     host_memory: int
     pass_tokens: int  # at most, with pads
     steps: int
-    read_tokens: int  # that they read in all; at most, where no data was read
+    read_tokens: int  # that the steps read in all; at most, where no data was read
     loss_tokens: int  # those with loss; at most, where no data was read
-    operations: float
+    operations: float  # of the run
     problems: Mapping[str, str | None]  # see `moaspec.generation.destinations`
 
     @property
@@ -134,9 +134,9 @@ def make_plan(
     """
     # What would fail after the target is loaded.
     config.require_vocabulary(target)
-    config.require_processes(processes)
     if examples:
         config.require_enough(len(examples))
+    config.require_processes(processes)
     module = _drafter(target, config, examples)
     if config.warm_start and not config.initial and isinstance(module, MoADrafter):
         first_layer_weights(target, module)

@@ -41,7 +41,7 @@ class DeviceMoAProposer(FastMoAProposer, DeviceProposer):
         self.memory.reserve(row + 1, stop)
         self.memory.append(row, start, key_1CTD, value_1CTD)
         if activations.layers_2NHTD is not None:
-            assert self.target_cache is not None, "there is one with N > 0"
+            assert self.target_cache is not None, "share_target_cache() comes before last layers"
             self.target_cache.reserve(row + 1, stop)
             self.target_cache.append(row, start, *self._tensor(activations.layers_2NHTD))
         num_encoded = self.num_encoded.get(row, 0)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import BusyError, InputError
@@ -19,7 +19,6 @@ from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.emulation import Faults
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -50,6 +49,12 @@ class EdgeLimits(SourceLimits):
 
     active: int = 8
     waiting: int = 64
+
+
+class Cuttable(Protocol):
+    """An emulated link. While `cut` is True no message passes."""
+
+    cut: bool
 
 
 @dataclass(eq=False)
@@ -130,7 +135,7 @@ class EdgeSource(TextSource):
         name: str,
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
-        faults: Faults | None = None,
+        faults: Cuttable | None = None,
         server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
     ) -> None:
