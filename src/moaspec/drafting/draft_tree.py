@@ -136,9 +136,8 @@ def causal(size: int) -> npt.NDArray[np.bool_]:
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
     above = np.array([*parents, -1])  # index -1 is the last entry: the root's parent is the root
-    nodes = np.arange(len(parents))
+    nodes = level = np.arange(len(parents))
     matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)
-    level = nodes
     while (level >= 0).any():
         matrix[nodes, level] = True
         level = above[level]

@@ -56,7 +56,13 @@ class KVCache:
 
     @classmethod
     def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
-        """A cache in the target's dtype, on its device, for its own or a drafter's layers."""
+        """A cache in the target's dtype and on its device.
+
+        Args:
+            target: the target, or the part of it on a device.
+            layer: shape of a drafter's layer; None is a cache for the target's own layers.
+            num_layers: of the drafter.
+        """
         return cls(
             num_layers=target.num_layers if layer is None else num_layers,
             num_heads=target.num_kv_heads if layer is None else layer.num_kv_heads,
@@ -143,18 +149,15 @@ class KVCache:
     ) -> list[StoredAttention]:
         """Attention over the cache for each of its layers in one pass; see `writer`."""
         write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
-        return [
-            StoredAttention(write, mask_B1TS, layer, self.attend)
-            for layer in range(len(self._data))
-        ]
+        layers = range(len(self._data))
+        return [StoredAttention(write, mask_B1TS, layer, self.attend) for layer in layers]
 
 
 class KVWriter:
     """Writes and reads the T keys and values of each row of a pass, layer by layer."""
 
     def __init__(self, data: Tensor, slots: Slots, num_tokens: int) -> None:
-        self.slots = slots
-        self._data, self._num_tokens = data, num_tokens
+        self.slots, self._data, self._num_tokens = slots, data, num_tokens
 
     def __call__(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store both; keys and values of slots 0..S' - 1, each (B, H, S', D)."""

@@ -8,8 +8,6 @@ Legend: B requests, T new tokens, W nodes of a level, N nodes of all levels, U d
 first), C children of a node, E hidden size, V draft vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -71,7 +69,7 @@ class TreeProposer(Proposer):
         self.num_read: dict[int, int] = {}
 
     @abstractmethod
-    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> "DraftRound":
         """The passes of one round."""
 
     @torch.inference_mode()
@@ -108,9 +106,8 @@ class TreeProposer(Proposer):
             levels += 1
         # One copy from the device; float64 holds ids and parents exactly.
         ids_BN = self._token_ids(nodes.tokens)
-        columns_B3N = torch.stack(
-            (ids_BN.double(), nodes.parents.double(), nodes.scores.double()), 1
-        )
+        columns = (ids_BN, nodes.parents, nodes.scores)
+        columns_B3N = torch.stack([column_BN.double() for column_BN in columns], 1)
         return [
             CandidateNodes([*map(int, ids)], [*map(int, parents)], scores, levels, num_expanded)
             for ids, parents, scores in columns_B3N.tolist()
@@ -297,9 +294,8 @@ class DraftRound(ABC):
         position_BW = position_BW.expand(-1, width)
         mask = tree_mask(self.roots, sees_BWU, max(self.roots) + num_draft_slots)
         tokens_BW = token_ids_BN.gather(1, frontier_BW)
-        x_BWE = self.run_self_attention(
-            TokenBatch(tokens_BW, position_BW, starts, mask, parent_slots_BW)
-        )
+        nodes = TokenBatch(tokens_BW, position_BW, starts, mask, parent_slots_BW)
+        x_BWE = self.run_self_attention(nodes)
         return self.finish(x_BWE, position_BW, DraftSlots(starts, sees_BWU))
 
     def _slots_of(self, nodes_BW: Tensor) -> Tensor:

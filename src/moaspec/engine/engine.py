@@ -35,7 +35,11 @@ class Engine(RequestTable):
         return run_now(self.astep(only))
 
     async def astep(self, only: Collection[int] | None = None) -> list[Event]:
-        """Process new prompts; advance other requests (`only`: of these handles) by one round."""
+        """Process new prompts and advance every other request by one round.
+
+        Args:
+            only: handles of the requests that take part; the others wait. None: all.
+        """
         ended = self._end_empty()
         # In the order of cache rows: adjacent rows are read without a copy.
         requests = sorted(self._active.values(), key=lambda one: one.cache_row)
@@ -113,9 +117,8 @@ class Engine(RequestTable):
 
     def _keeps_keys(self, request: RequestState) -> bool:
         """Whether cached keys are still valid: some rotary embeddings change with the length."""
-        return self._rules is None or self._rules.keeps_keys(
-            request.num_verified, len(request.token_ids)
-        )
+        rules, length = self._rules, len(request.token_ids)
+        return rules is None or rules.keeps_keys(request.num_verified, length)
 
     def _verify_request(self, request: RequestState, tree: DraftTree) -> VerifyRequest:
         """The newest token and its drafts; the whole text without, if its keys became invalid."""

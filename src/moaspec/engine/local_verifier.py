@@ -42,11 +42,11 @@ class _Stopwatch:
 
 @dataclass(frozen=True)
 class PassRow:
-    """One row of a pass: the last of a request's new tokens, then its tree."""
+    """One row of a pass: a request's new tokens (of a long prompt, one chunk), then its drafts."""
 
     request: VerifyRequest
     start: int  # position of the first token
-    tokens: tuple[int, ...]  # new tokens, then drafts
+    tokens: tuple[int, ...]  # new tokens, then drafts, which only a prompt's last chunk has
     num_new: int  # how many of them are new tokens
 
     @property
@@ -165,9 +165,8 @@ class LocalVerifier:
         self.cache.reserve(max(cache_rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(row, longest) for row in rows])
         numbers = [[_padded(row.tokens, longest), _padded(row.positions, longest)] for row in rows]
-        tokens_BT, positions_BT = (
-            torch.from_numpy(np.array(numbers, np.int64)).to(self._device).unbind(1)
-        )
+        numbers_B2T = torch.from_numpy(np.array(numbers, np.int64)).to(self._device)
+        tokens_BT, positions_BT = numbers_B2T.unbind(1)
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
         with self._target_time:
             return self.target.run(
@@ -188,9 +187,7 @@ class LocalVerifier:
         decisions: list[Acceptance] = []
         for group in head_groups(rows) if len(rows) > 1 else [rows]:
             own = states[len(decisions) : len(decisions) + len(group)]
-            needed = [
-                states_TE[row.num_new - 1 :] for row, states_TE in zip(group, own, strict=True)
-            ]
+            needed = [x_TE[row.num_new - 1 :] for row, x_TE in zip(group, own, strict=True)]
             requests = [row.request for row in group]
             states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
             if any(one.sampling.needs_logits for one in requests):

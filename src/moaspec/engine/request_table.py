@@ -50,6 +50,7 @@ class RequestTable:
 
     @property
     def num_active(self) -> int:
+        """Requests that have not ended."""
         return len(self._active)
 
     def add(
@@ -137,7 +138,7 @@ class RequestTable:
         del self._kept[old.handle]
 
     def forget(self, handle: int) -> None:
-        """Drop an ended request's result and kept cache row; InputError if it has none."""
+        """Drop an ended request's result and kept cache row. InputError: it has neither."""
         if self._ended.pop(handle, None) is None or handle in self._kept:
             self._close(self._get_kept(handle))
             del self._kept[handle]
@@ -149,6 +150,7 @@ class RequestTable:
         return request.result
 
     def abort_all(self) -> None:
+        """End every request at once."""
         for handle in list(self._active):
             self.abort(handle)
 

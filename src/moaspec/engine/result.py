@@ -39,12 +39,14 @@ class Event:
     """Verified tokens of one row.
 
     Attributes:
+        handle: which request.
         token_ids: in order; never taken back.
         sources: who proposed each.
         stop_reason: set on the last event of a row.
         tree: what the round verified; empty for the prompt's pass and for plain rounds.
         accepted: nodes of it that the target chose, in order.
         logprobs: see `GenerationResult`, of these tokens.
+        top_logprobs: the same.
     """
 
     handle: int

@@ -7,10 +7,8 @@ stores and looks up keys and values. So training (whole sequences under a mask),
 Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -92,12 +90,12 @@ class Rope(nn.Module):
         self.attention_scaling = attention_scaling
 
     @classmethod
-    def plain(cls, head_dim: int, theta: float) -> Rope:
+    def plain(cls, head_dim: int, theta: float) -> Self:
         """Unscaled rotary embeddings (LSA over layer indices, CA over positions)."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return cls(1.0 / theta**exponent)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Rope:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow the module to its device, never to its dtype."""
         exact = dict(self._buffers)
         super()._apply(fn, recurse)

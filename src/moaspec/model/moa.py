@@ -20,8 +20,6 @@ Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E h
 layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch
@@ -79,7 +77,7 @@ class TargetEncoder(nn.Module):
         return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
-        """LSA, mean over layers and projection, (B, T, L, K) -> (B, T, E); keys are rotated."""
+        """LSA, mean, projection: (B, T, L, K), keys rotated -> (B, T, E) in the encoder's dtype."""
         return self.projection(self.mean_over_layers(kv_BTLK))
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
@@ -97,7 +95,12 @@ class TargetEncoder(nn.Module):
         return self.layer_self_attention.mean(x_MLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's rotated keys, and values, (B, C, T, D) each, at these int64 positions."""
+        """CA's key (rotated) and value of each verified token, (B, C, T, D) each.
+
+        Args:
+            states_BTE: output of `aggregate`.
+            position_ids_BT: (B, T) int64, the tokens' own positions.
+        """
         # Under mixed precision the projection's output has fewer bits than the norm's weight.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         normed_BTE = self.memory_norm(states_BTE)
@@ -113,7 +116,8 @@ class DraftDecoder(nn.Module):
     them.
 
     Attributes:
-        self_rope: SA's rotary embeddings; callers look up cosines and sines.
+        self_rope: SA's rotary embeddings; its output for the tokens' positions is SA's `cos_sin`.
+        cross_rope: CA's rotary embeddings; its output is CA's `cos_sin`.
 
     Source: arXiv 2410.03804, section 4.2.
     """
@@ -203,9 +207,11 @@ class MoADrafter(BlockTraining):
         return self.encoder.aggregate(kv_BTLK)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's key (after rotary embedding) and value, each (B, C, T, D)."""
         return self.encoder.project_kv(states_BTE, position_ids_BT)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
         self._check_width(kv_BTLK)
         return self.encoder.encode(kv_BTLK, position_ids_BT)
 
@@ -222,7 +228,7 @@ class MoADrafter(BlockTraining):
         return states_BTE if adapter is None else adapter(states_BTE)
 
     def adapter(self, num_target_layers: int) -> ExitAdapter | None:
-        """The adapter of CA's output for this N, or None; ShapeError if only others have one."""
+        """The adapter of CA's output for this N, or None. ShapeError: only other N have one."""
         if not self.exits:
             return None
         if str(num_target_layers) not in self.exits:

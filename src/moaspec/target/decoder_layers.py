@@ -74,10 +74,7 @@ class DecoderLayers:
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        """The last `num` layers and the final norm.
-
-        The other arguments are those of `Target.run`.
-        """
+        """The last `num` layers and the final norm; other arguments as for `Target.run`."""
         inputs = self._inputs(states_BTE, position_ids_BT, mask_B1TS, lengths_B)
         shared = {
             kind: {

@@ -98,10 +98,12 @@ class Target(TargetBase):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights, keys and values, as they are now."""
         return self.model.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.model.device
 
     def limited_threads(self) -> AbstractContextManager[None]:

@@ -44,6 +44,7 @@ class TokenRules:
 
     @property
     def token_ids(self) -> set[int]:
+        """All token ids in the rules."""
         words = (token for word in self.bad_words_ids for token in word)
         bos = () if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
         lists = (self.forced_eos_token_id, self.suppress_tokens, self.begin_suppress_tokens)

@@ -71,7 +71,12 @@ def is_baseline(directory: str | Path) -> bool:
 
 
 def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and tensors of any drafter; CheckpointError for none, or a damaged one."""
+    """`config.json` and tensors of a drafter of any kind, if they are all of one.
+
+    Raises:
+        CheckpointError: none there.
+        CorruptCheckpointError: unreadable, incomplete, or no drafter.
+    """
     config, tensors = read_config(directory), read_tensors(directory)
     if SECTION in config:
         load_baseline(directory)

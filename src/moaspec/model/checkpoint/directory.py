@@ -22,7 +22,13 @@ def is_directory(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; OSError, ValueError or RecursionError where it is none."""
+    """The value of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: no JSON, or over `MAX_JSON_BYTES`.
+        RecursionError: it nests too deeply.
+    """
     with path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
@@ -31,7 +37,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`; CheckpointError where it is missing or damaged."""
+    """The checkpoint's `config.json`.
+
+    Raises:
+        CheckpointError: no such file.
+        CorruptCheckpointError: it is not a JSON object.
+    """
     path = Path(directory) / CONFIG_FILE
     try:
         config = read_json(path)

@@ -56,7 +56,12 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors under published names; CheckpointError for missing or damaged files."""
+    """All tensors under their published names.
+
+    Raises:
+        CheckpointError: no such file.
+        CorruptCheckpointError: truncated, not safetensors, or a value is not finite.
+    """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(Path(directory)):
         tensors |= _read_file(path)
@@ -64,7 +69,12 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint's weights, one or shards; CheckpointError for missing ones."""
+    """The files of a checkpoint's weights: `model.safetensors`, or the shards of its index.
+
+    Raises:
+        CheckpointError: one is missing.
+        CorruptCheckpointError: the index cannot be read.
+    """
     index, files = directory / INDEX_FILE, [directory / WEIGHTS_FILE]
     if index.exists():
         try:
