@@ -103,7 +103,11 @@ def _is_altered(drafter: nn.Module) -> bool:
 
 
 def packed_copy(drafter: Module, *, exact: Collection[nn.Module] = ()) -> Module:
-    """The fastest copy of a drafter here, or itself; children in `exact` keep all bits."""
+    """The fastest copy of a drafter on this CPU; the drafter itself where there is nothing to gain.
+
+    Args:
+        exact: children whose outputs are more than drafts, so that their weights keep all bits.
+    """
     weight = next(drafter.parameters())
     if not can_pack(weight.dtype, weight.device):
         return drafter
@@ -275,7 +279,12 @@ def _fused_layer(
 
 
 class FastTargetEncoder(TargetEncoder):
-    """A `TargetEncoder` by CPU kernels, as far as they can compute it: `fused`, `in_one_call`."""
+    """A `TargetEncoder` by CPU kernels, as far as they can compute it.
+
+    Attributes:
+        fused: CA's norm, keys and values in one call, or None.
+        in_one_call: the whole encoder in one call, or None.
+    """
 
     def __init__(self, encoder: TargetEncoder) -> None:
         _adopt(self, encoder)

@@ -35,7 +35,7 @@ class AttentionInputs:
     """Inputs that all layers of one type share in a pass."""
 
     cos_BTR: Tensor  # cosines; float32 for kernels
-    sin_BTR: Tensor
+    sin_BTR: Tensor  # sines, likewise
     # Added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean where
     # kernels attend; None is plain causal attention.
     mask: Tensor | None

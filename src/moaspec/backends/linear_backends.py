@@ -3,7 +3,8 @@
 Speculation needs cheap passes over a few tokens. The kernels behind `nn.Linear` are slow there, in
 ways that depend on dtype and CPU:
 
-- bf16, where `moaspec.backends.cpu` can be had: the weight is laid out for them.
+- bf16, where the kernels of `moaspec.backends.cpu` are available: the weight is laid out for those
+  kernels.
 - bf16, elsewhere, with bf16 instructions: oneDNN copies the weight into its own layout on every
   call. It is laid out in advance instead.
 - bf16 without any of these: products are emulated, row by row; a second token adds half a pass.

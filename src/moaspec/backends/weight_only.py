@@ -33,7 +33,11 @@ ROWS = 2048  # outputs that are rounded at a time, to bound the memory that take
 
 
 def require_quantize(quantize: str, *, dtype: str, device: str) -> None:
-    """Refuse, before anything is loaded, what cannot be rounded here, by an InputError."""
+    """Refuse what cannot be done, before anything is loaded.
+
+    Raises:
+        InputError: an unknown kind, a device or dtype for which there is none, or no torchao.
+    """
     if quantize not in BITS:
         raise InputError(f"Unknown quantize={quantize!r}; choose one of {', '.join(BITS)}.")
     dtypes = DTYPES.get(torch.device(device).type)
@@ -109,7 +113,7 @@ def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
 
 
 def by_torchao(layers: nn.Module, quantize: str) -> None:
-    """Replace all linear weights by torchao's tensors; InputError for a device without kernels."""
+    """Replace all linear weights by torchao's tensors. InputError: no kernels for this device."""
     ao = _torchao()
     # Settings of inductor, which it would change, are the whole process's.
     if quantize == "int8":

@@ -52,7 +52,10 @@ def known_exits(
 
 
 def chosen_exit(exits: Sequence[Exit]) -> Exit:
-    """The exit that promises most tokens per second; without costs and rates, the first."""
+    """The exit that promises most tokens per second; the first where nothing is known of it.
+
+    An exit without costs or rates of its own is not taken.
+    """
     speedups = [one.speedup for one in exits]
     if speedups[0] is None:
         return exits[0]

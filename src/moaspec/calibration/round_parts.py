@@ -162,12 +162,16 @@ def pass_over(
     cache.reserve(num_rows, visible)
     positions_BT = torch.arange(context, context + tokens, device=target.device).repeat(num_rows, 1)
     chain_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=target.device).tril()
-    return lambda: target.run(
-        torch.zeros_like(positions_BT),
-        positions_BT,
-        mask_B1TS=tree_mask(starts, chain_TT.expand(num_rows, -1, -1), visible),
-        write=cache.writer(rows, starts, tokens, visible, kind=sizes.kind),
-    )
+
+    def run() -> Tensor:
+        return target.run(
+            torch.zeros_like(positions_BT),
+            positions_BT,
+            mask_B1TS=tree_mask(starts, chain_TT.expand(num_rows, -1, -1), visible),
+            write=cache.writer(rows, starts, tokens, visible, kind=sizes.kind),
+        )
+
+    return run
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

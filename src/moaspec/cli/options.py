@@ -193,7 +193,11 @@ def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | No
 
 
 def read_lines(option: str, path: Path) -> list[str]:
-    """The lines of a text file that are not blank; InputError where there are none."""
+    """The lines of a text file that are not blank.
+
+    Raises:
+        InputError: it cannot be read, or has none; names the option.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

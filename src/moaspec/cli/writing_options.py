@@ -64,7 +64,11 @@ class WritingOptions:
     ] = None
 
     def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
-        """How to write, and for how many seconds; `sampling`: other fields of `WriterOptions`."""
+        """How to write, and for how many seconds; refuses a file that cannot be written.
+
+        Args:
+            **sampling: the other fields of `WriterOptions`.
+        """
         from moaspec.train.dataset.response_writer import WriterOptions
 
         require_writable_file("--out", self.out)

@@ -34,7 +34,11 @@ def normal_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def normal_tool(tool: Any) -> dict[str, Any]:
-    """A tool in OpenAI's form, of a bare function, too; MalformedError for what is none."""
+    """A tool in OpenAI's form; a bare function is wrapped, and absent fields are filled in.
+
+    Raises:
+        MalformedError: something that is no function.
+    """
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         raise MalformedError(
             f"a tool must be a function: an object with 'name', got {short(tool)}."

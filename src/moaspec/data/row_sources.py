@@ -67,7 +67,11 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
-    """Uncompressed lines that are not blank; DataError for other than UTF-8, or one too long."""
+    """Lines that are not blank, uncompressed, without byte order mark.
+
+    Raises:
+        DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
+    """
     with _opened(path) as file:
         for number, line in enumerate(_lines(path, file), start=1):
             if number == 1:
@@ -206,7 +210,12 @@ def refuse(error: DataError) -> None:
 
 
 def require_sources(sources: Sequence[str]) -> None:
-    """Refuse sources that cannot be read at all, by an InputError or a DataError."""
+    """Refuse sources that cannot be read at all, before a target is loaded for them.
+
+    Raises:
+        InputError: there are none, or the extra `hub` is not installed.
+        DataError: a file that does not exist.
+    """
     if not sources:
         raise InputError("data must name at least one file.")
     for source in sources:

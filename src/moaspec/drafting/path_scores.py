@@ -39,7 +39,11 @@ of the drafts of rank 0 it chose 12% in the lowest fifth of margins, 60% in the 
 
 
 class Ranking:
-    """Orders and scores children of one round's beams; `token_ids_V`: the target's ids."""
+    """Orders and scores the children of one round's beams.
+
+    Args:
+        token_ids_V: the draft vocabulary's ids in the target's.
+    """
 
     def __init__(self, rows: Sequence[RequestText], token_ids_V: Tensor) -> None:
         self._sampled = [i for i, row in enumerate(rows) if row.sampling.samples]

@@ -78,7 +78,7 @@ def _summary(texts: Sequence[Continuation]) -> dict[str, Any]:
 
 
 def check_cut(after: int, max_new_tokens: int) -> None:
-    """Refuse a cut with no tokens before it, or none after it, by an InputError."""
+    """Refuse a cut. InputError: there are no tokens before it, or none after it."""
     if not 1 <= after < max_new_tokens:
         raise InputError(
             f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."

@@ -36,7 +36,7 @@ class MethodRun:
     # of it, and only the prompt's time and the total time are known.
     result: GenerationResult
     cpu_s: float = 0.0  # CPU time, divided like `seconds`
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # see `Meter`
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from moaspec.privacy.folding import folded_copies, unfolded
 from moaspec.privacy.spans import Span
 from moaspec.support.extras import require
 
-Recogniser = Callable[[str], Iterable[Span]]  # A function that finds private spans in a text
+Recogniser = Callable[[str], Iterable[Span]]  # finds private spans in a text
 
 _AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?")
 _DOT = r"(?:[.\u3002]| ?[\[({<] ?(?:dot|\.) ?[\])}>] ?)"

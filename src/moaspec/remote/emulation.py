@@ -98,7 +98,12 @@ class Pacer:
         self._window, self._window_delay = -1, 0.0
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """When a packet that is sent at `now` (ascending) arrives; None if it is lost."""
+        """Time at which a packet arrives, on the caller's clock; None if it is lost.
+
+        Args:
+            now: time at which it is sent; must not decrease between calls.
+            num_bytes: size on the wire.
+        """
         sent = max(now, self._free_at)
         if self.link.bits_per_s and sent - now > self.link.queue_s:
             return None

@@ -125,7 +125,7 @@ class Grammars:
         return matcher
 
     def _try(self, grammar: str) -> None:
-        """Refuse a grammar that could end this process, by an InputError."""
+        """Refuse a grammar that could end this process. InputError: says why."""
         digest = sha256(grammar.encode(errors="replace")).digest()
         with self._lock:
             if digest in self._tried:
@@ -155,7 +155,7 @@ def check_size(grammar: str) -> None:
 
 
 def _compile_elsewhere(grammar: str, vocab_size: int) -> None:
-    """Compile in a process that has less of everything than this one; InputError if it fails."""
+    """Compile in a process with limited memory, stack and time. InputError: it failed."""
     given = {
         "grammar": grammar,
         "vocab_size": vocab_size,

@@ -31,7 +31,11 @@ class Prefix:
 
 
 def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
-    """Logits after bias, penalties and rules; InputError for no token left, or another shape."""
+    """Logits after bias, penalties, rules and custom processors; the argument stays as it is.
+
+    Raises:
+        InputError: a processor returned another shape, or no token is left.
+    """
     sampling = prefix.sampling
     if not sampling.changes_logits:
         return logits_V

@@ -11,7 +11,11 @@ from moaspec.sampling.incremental_text import TextStream
 
 
 def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple, of None none; InputError for no string, or an empty one."""
+    """One or several stop strings as a tuple; None is none.
+
+    Raises:
+        InputError: an empty one, or something that is no string.
+    """
     if stop is None:
         return ()
     if not isinstance(stop, Iterable):

@@ -39,7 +39,12 @@ class ServeSettings:
 
 
 class ServerContext:
-    """State that all endpoints share. `created`: seconds since 1970."""
+    """State that all endpoints share.
+
+    Attributes:
+        created: start time, seconds since 1970.
+        preparation: threads that tokenise prompts and compile grammars.
+    """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
         self.source, self.settings = source, settings
@@ -70,7 +75,11 @@ class ServerContext:
     def variables(
         self, given: Mapping[str, Any] | None, reasoning_effort: str | None
     ) -> dict[str, Any]:
-        """Variables of the chat template, and the effort; RequestError if it reads none."""
+        """Variables of the chat template: those of the client, and the effort if it is read.
+
+        Raises:
+            RequestError: this template reads no effort.
+        """
         if reasoning_effort is None:
             return dict(given or {})
         if "reasoning_effort" not in self.template.source:
@@ -131,7 +140,12 @@ class ServerContext:
         grammar: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> list[Job]:
-        """A job for each choice of each prompt; `logprobs`: of how many alternatives."""
+        """A job for every choice of every prompt.
+
+        Args:
+            max_tokens: limit of each choice, besides the rest of the context.
+            logprobs: number of alternatives to report; None reports no log-probabilities.
+        """
         sampling = self._sampling(body, logprobs)
         return [
             Job(

@@ -107,7 +107,12 @@ class HeadDeadline(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which lets running answers finish for `grace_s` at shutdown."""
+    """Uvicorn's server, which lets running answers finish at shutdown.
+
+    Args:
+        source: decodes the requests. Closed after `grace_s`, which ends answers with an error.
+        ready: called when the server answers requests.
+    """
 
     def __init__(
         self,

@@ -222,7 +222,7 @@ def _temporary(default: Path | None) -> Path:
 
 
 def _own(reason: str | None = "the one that is set cannot be trusted") -> Path:
-    """A directory for temporary files that only this user can write; else InputError."""
+    """A directory for temporary files that only this user can write. InputError: there is none."""
     path = Path(tempfile.gettempdir()) / f"moaspec-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

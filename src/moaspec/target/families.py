@@ -22,9 +22,9 @@ from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 from moaspec.target.rope_fields import require_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_ONE_CALLER = Lock()
-"""Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that
-two threads with one target (a server and a device in one process) would get each other's."""
+_ROTARY_LOCK = Lock()
+"""Held while a rotary module runs. LongRoPE's module stores which frequencies the current call
+uses, so two threads sharing a target could get each other's."""
 
 BY_POSITION = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Kinds of rotary embeddings that depend on a token's position alone."""
@@ -38,7 +38,12 @@ _PLAIN_PARTS = {
 
 
 def require_supported(config: Any, name: str) -> None:
-    """Refuse a model of no family, or unlike its own, by an error that says what is supported."""
+    """Refuse a model of no family, and one that is unlike its family.
+
+    Raises:
+        UnsupportedTargetError: says why, and what is supported.
+        UnknownModelError: wrong rotary embeddings.
+    """
     families = ", ".join(SUPPORTED_FAMILIES)
     if not is_family(config):
         raise UnsupportedTargetError(
@@ -234,7 +239,7 @@ class RotaryEmbeddings:
     def embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
         """The output of the model's module."""
         options = {} if kind is None else {"layer_type": kind}
-        with _ONE_CALLER:
+        with _ROTARY_LOCK:
             cos, sin = self._module(like, position_ids_BT, **options)
         return cos, sin
 
@@ -262,7 +267,10 @@ def is_usual_norm(module: Any) -> bool:
 
 
 def norm_rounds_late(module: Any) -> bool:
-    """Whether the product with the weight is rounded (OLMo 2), instead of its factor."""
+    """Whether the norm multiplies by its weight in float32 and rounds the product (OLMo 2).
+
+    Others (Llama) round x / rms(x) before they multiply.
+    """
     return type(module).__name__ == "Olmo2RMSNorm"
 
 

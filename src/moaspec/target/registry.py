@@ -78,7 +78,14 @@ def read_target(
 def read_skeleton(
     name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
 ) -> Target:
-    """Read a target whose model lies on the meta device; errors as of `moaspec.load_target`."""
+    """Read a target without its weights: its model lies on the meta device.
+
+    Args:
+        dtype: see `read_target`.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+    """
     require_dtype(dtype)
     name = str(name)
     with _faults_named(name) as source:
@@ -179,7 +186,7 @@ def require_dtype(dtype: str, *others: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Refuse a device that cannot be used here: InputError says why."""
+    """Refuse a device that cannot be used here. InputError: says why."""
     try:
         if torch.empty(0, device=device).is_meta:
             raise InputError("Device 'meta' holds no numbers; try 'cpu'.")
@@ -306,7 +313,12 @@ def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
 
 
 def find_weights(name: str) -> str:
-    """Directory or hub id of a target's weights, as libraries load it; else UnknownModelError."""
+    """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
+
+    Raises:
+        UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
+            or a GGUF that cannot be read.
+    """
     alias = ALIASES.get(name)
     if alias is None:
         return _found(name)

@@ -288,7 +288,11 @@ class TrainConfig:
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read YAML and apply `key=value` overrides (`loss.kl=0.5`); InputError for faults."""
+    """Read a YAML file and apply `key=value` overrides (`loss.kl=0.5` reaches inside).
+
+    Raises:
+        InputError: unreadable YAML, an unknown key, or a value of the wrong type.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):

@@ -94,6 +94,7 @@ class FusedExit:
         )
 
     def run(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         width = self._parts[1].outputs
         assert x.shape[-1] == width
@@ -113,10 +114,10 @@ class TreePart:
 
     stack: FusedStack  # that has them as its last ones
     cos_TR: Tensor  # cosines of those tokens and of each level of drafts, float32, contiguous
-    sin_TR: Tensor
+    sin_TR: Tensor  # sines, likewise
     slots: Slots  # of the first of those tokens
     num: int = 1
-    norm: FusedNorm | None = None
+    norm: FusedNorm | None = None  # behind the last of them
 
     def described(self) -> Pass:
         """The pass over the first token."""

@@ -147,6 +147,7 @@ class FusedNorm:
         assert len(self.weight_E) % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == len(self.weight_E)
         x = x.contiguous()

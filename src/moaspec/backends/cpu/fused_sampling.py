@@ -33,7 +33,11 @@ def can_choose(logits_NV: Tensor) -> bool:
 
 
 def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
-    """The token of the largest logit (float32, CPU) / temperature + noise, of those left."""
+    """The token of the largest logit / temperature + noise, among those that the filters leave.
+
+    Args:
+        logits_NV: float32, on the CPU.
+    """
     assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
     tokens = (c_int64 * len(samplers))()

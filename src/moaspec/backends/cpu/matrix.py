@@ -38,7 +38,7 @@ class Matrix:
         bias: (O,), or None.
         bits: None: the fewest that represent every weight exactly. 16: as given. 4: weights are
             rounded to 16 equidistant numbers for each 32 inputs, and inputs to 255 for each 32.
-        moment_II: of the inputs, for rounding; see `codes.rounded`.
+        moment_II: of the inputs, for rounding; see `quantized_weight.rounded`.
     """
 
     def __init__(
@@ -114,7 +114,11 @@ class Matrix:
         return weight_OI[: self.outputs]
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:
-        """X (..., I) bf16 by the transposed weight, plus bias, (..., O); `single`: in float32."""
+        """The product of x, (..., I) bf16, and the transposed weight, plus the bias, (..., O).
+
+        Args:
+            single: leave the sums in float32 instead of rounding them to bf16.
+        """
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
         x = x.contiguous()

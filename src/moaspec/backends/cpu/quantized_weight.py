@@ -112,8 +112,8 @@ def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
 def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeight:
     """Four bits near a weight's: each block's smallest and largest numbers have codes 0 and 15.
 
-    Where it is known how inputs vary together, what rounding one of them changes in a product is
-    made up for by those after it, as far as they tell the same. Source: GPTQ, arXiv 2210.17323.
+    With `moment_II`, the rounding error of each input's weight is compensated in the weights of
+    later inputs, as far as those inputs are correlated with it (GPTQ, arXiv 2210.17323).
 
     Args:
         moment_II: mean of products of inputs, or None.

@@ -189,7 +189,11 @@ def target_server(
 
 
 def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
-    """The directory of the page's scripts, None without a page; else InputError."""
+    """The directory of the page's scripts; None without a page.
+
+    Raises:
+        InputError: options that do not go together, or no scripts.
+    """
     if page is None:
         if scripts is not None:
             raise InputError("--page-scripts needs --page.")

@@ -19,7 +19,7 @@ from moaspec.data.templates.control_tokens import ControlTokens
 from moaspec.data.templates.template_traits import TemplateTraits, message_tools
 from moaspec.errors import InputError
 
-GUARDED_ROLES = ("user", "tool")  # in their messages nothing is a control token
+GUARDED_ROLES = ("user", "tool")  # whose messages hold no control tokens, whatever they say
 
 INTRODUCTION = """\
 You can call functions. These exist, each described as JSON:
@@ -344,7 +344,7 @@ def _results_as_text(messages: Sequence[Message], *, alternate: bool) -> list[Me
 
 
 def require_characters(text: str) -> None:
-    """Refuse a text with a lone surrogate, which no tokenizer takes, by an InputError."""
+    """Refuse a text that no tokenizer takes. InputError: it holds a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

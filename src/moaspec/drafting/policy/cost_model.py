@@ -45,7 +45,12 @@ MEMORY = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Seconds of each part of a round, as `calibrate` measured them; InputError for odd ones."""
+    """Seconds of each part of a round, as `calibrate` measured them.
+
+    Raises:
+        InputError: lists that do not fit one another or do not ascend, or a number that is not a
+            positive time.
+    """
 
     contexts: tuple[int, ...]  # lengths of text at which passes were measured, ascending
     tokens: tuple[int, ...]  # widths of passes, ascending from 1

@@ -22,8 +22,8 @@ from moaspec.drafting.tree_shapes import PricedTree, selected
 NEWEST = 0.1
 """Weight of a device's newest draft in the share of its drafts that were right."""
 RETURN = 0.02
-"""Share of the way back to a new device's rate that a pass goes which drops all of a device's
-drafts: they are tried again some time."""
+"""When a pass drops all of a device's drafts, its rate moves by this share of the gap towards a new
+device's rate, so that its drafts are eventually tried again."""
 
 
 def share_slots(

@@ -30,8 +30,8 @@ MAX_LOSS = 0.03
 """Share of plain decoding's time that drafting may cost a row where it brings nothing."""
 
 CREDIT_TOKENS = 48
-"""Tokens whose share of that a row may lose, beyond what encoding its prompt takes, before it has
-written any."""
+"""Before it has written any token, a row may lose the time to encode its prompt plus `MAX_LOSS` of
+plain decoding this many tokens."""
 
 FIRST_ROUNDS = 4.0  # weight of the prior speed-up `GAIN`, in rounds
 
@@ -286,7 +286,10 @@ class AdaptivePolicy:
         return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
 
     def _earned_s(self, costs: RoundCosts) -> float:
-        """What a plain round adds to what may be lost, less the encoding that it puts off."""
+        """Seconds by which one plain round raises the loss limit, less the encoding of its token.
+
+        The encoding counts if it has to be caught up later.
+        """
         encoding_s = 0.0 if self._lags else costs.accept_s(LATE_TOKENS) / LATE_TOKENS
         return MAX_LOSS * costs.plain_s - encoding_s
 

@@ -57,7 +57,11 @@ def passes(
 
 
 def isolation(*, unsafe: bool = False) -> str:
-    """The sandbox here: `bwrap`, `namespaces`, or `none` if `unsafe` is set; else InputError."""
+    """The sandbox here: `bwrap`, `namespaces`, or `none` where there is none and `unsafe` is set.
+
+    Raises:
+        InputError: there is none, and `unsafe` is not set, or this is no POSIX system.
+    """
     found = _isolation()
     if found is not None:
         return found

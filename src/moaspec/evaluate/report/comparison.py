@@ -92,7 +92,11 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
-    """Compare methods that both reports have, prompt by prompt; DataError if they share none."""
+    """Compare every method that both reports have, prompt by prompt.
+
+    Raises:
+        DataError: the reports have no method or no prompt in common.
+    """
     names = [name for name in before["methods"] if name in after["methods"]]
     if not names:
         raise DataError(
@@ -170,7 +174,13 @@ def tau_interval(method: Facts) -> Interval | None:
 def interval(
     rows_PC: Array, conversations: Sequence[Hashable], figure: Callable[[Array], Array]
 ) -> Interval:
-    """A figure (..., C) -> (...) of summed rows, one per prompt, with a bootstrap interval."""
+    """A figure of summed rows, with a percentile bootstrap over conversations.
+
+    Args:
+        rows_PC: one row per prompt.
+        conversations: the key of each prompt's conversation.
+        figure: from sums (..., C) to (...).
+    """
     index_P = numbered(conversations)
     rows_TC = np.zeros((index_P.max() + 1, rows_PC.shape[1]))
     np.add.at(rows_TC, index_P, rows_PC)

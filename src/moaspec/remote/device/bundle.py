@@ -216,7 +216,12 @@ def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tenso
 
 
 def read_bundle_info(directory: str | Path) -> BundleInfo:
-    """Read a bundle's metadata; CheckpointError for none, a damaged one or another version."""
+    """Read the metadata of a bundle, without its weights.
+
+    Raises:
+        CheckpointError: no bundle, or another version of the format.
+        CorruptCheckpointError: the config is damaged.
+    """
     if is_onnx_bundle(directory):
         raise CheckpointError(
             f"{directory} is an ONNX bundle, for devices without PyTorch. Export it again without "
@@ -313,7 +318,11 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
 
 
 def _target_config(directory: Path, info: BundleInfo) -> Any:
-    """The target's config; CorruptCheckpointError where its layers are not the bundle's."""
+    """The target's config.
+
+    Raises:
+        CorruptCheckpointError: it has not as many layers as the bundle says, or too many.
+    """
     # Before transformers reads it: some families make a list of all layers.
     raw = read_config(directory)
     num_layers = raw.get("num_hidden_layers")

@@ -100,7 +100,11 @@ class DeviceTokenizer:
         return [token for token in dict.fromkeys(found) if token is not None]
 
     def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str:
-        """The template, the one with tools of several; ValueError where none is."""
+        """The template's text; where there are several, the one for conversations with tools.
+
+        Raises:
+            ValueError: none of these.
+        """
         template = self.chat_template
         if isinstance(template, dict):
             for name in ("tool_use", "default") if tools is not None else ("default",):
@@ -122,7 +126,12 @@ class DeviceTokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation; TemplateError or ValueError if it cannot."""
+        """Render a conversation.
+
+        Raises:
+            TemplateError: the template refuses it.
+            ValueError: the last message is to be continued, and the template does not write it.
+        """
         assert not tokenize, "`ChatTemplate` encodes the text"
         messages = [dict(message) for message in conversation]
         if continue_final_message:

@@ -21,7 +21,7 @@ Weights = Literal["float32", "int8", "int8-web", "int4"]
 standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits`
-REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits.
+REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
 SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16

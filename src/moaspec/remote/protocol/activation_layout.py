@@ -48,7 +48,11 @@ class ActivationLayout:
     def of(
         config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int
     ) -> ActivationLayout:
-        """The layout for a drafter, N and the target's head; InputError for no codec."""
+        """The layout for a drafter and N; `head_dim` is the target's.
+
+        Raises:
+            InputError: an unknown codec.
+        """
         ca = config.cross_attention
         memory = Codec(codec, 2 * ca.num_kv_heads, ca.head_dim)
         if not num_layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-PositionRange = tuple[int, int]  # positions start .. stop - 1.
+PositionRange = tuple[int, int]  # positions start .. stop - 1
 
 
 class PositionSet:

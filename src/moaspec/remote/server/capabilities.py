@@ -80,7 +80,12 @@ class Capabilities:
         )
 
     def opening(self, message: pb.ClientMessage) -> TurnRequest:
-        """Check a request for a turn, its grammar later; WireError or RefusedError."""
+        """Check a request for a turn; `with_grammar` compiles its grammar later.
+
+        Raises:
+            WireError: values out of range.
+            RefusedError: another target, drafter or protocol than the server's.
+        """
         asked = message.open
         if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
@@ -103,7 +108,11 @@ class Capabilities:
         )
 
     def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check a text, which must leave room for a token; else WireError."""
+        """Check a text, which must leave room for another token.
+
+        Raises:
+            WireError: the text is empty or too long, or an id is outside the vocabulary.
+        """
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
     async def with_grammar(

@@ -40,7 +40,11 @@ ChoicesBody = TypeVar("ChoicesBody", bound=ChoicesRequest)
 
 
 class Answer(Generic[Body]):
-    """Base of all endpoints' answers. Decodes a request's jobs, all or none, as `submit` does."""
+    """Base of the answers of all endpoints. Decodes the jobs of a request, all or none.
+
+    Raises:
+        InputError, BusyError: see `TextSource.submit`.
+    """
 
     endpoint: ClassVar[str]  # name in the metrics
     id_prefix: ClassVar[str]
@@ -163,8 +167,8 @@ class Answer(Generic[Body]):
 class ChoicesAnswer(Answer[ChoicesBody]):
     """Base of the answers with `choices`: chats and completions."""
 
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]  # field `object` of complete answers and of chunks
+    whole_object: ClassVar[str]  # field `object` of complete answers
+    chunk_object: ClassVar[str]  # field `object` of chunks
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError

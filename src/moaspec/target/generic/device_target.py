@@ -36,7 +36,11 @@ FACTOR = "factor"  # name of the number that a model's embedding multiplies its 
 def device_tensors(
     target: Target, *, num_layers: int, head_token_ids: Tensor | None
 ) -> dict[str, Tensor]:
-    """`excerpt_tensors`, and a generic embedding's factor, else UnsupportedTargetError."""
+    """`excerpt_tensors`, and of a `GenericTarget` the factor of its embedding.
+
+    Raises:
+        UnsupportedTargetError: the embedding does more than to multiply its rows.
+    """
     tensors = excerpt_tensors(target, num_layers=num_layers, head_token_ids=head_token_ids)
     if isinstance(target, GenericTarget):
         factor = _factor(target, tensors[f"{EMBEDDING}.weight"])

@@ -53,7 +53,11 @@ class GenericLayers(DecoderLayers):
         return next(exact, lists.get("layers", []))
 
     def measure(self, token_ids_1T: Tensor) -> KVShape:
-        """Layers' keys and values, found by a pass, else UnsupportedTargetError."""
+        """The keys and values that layers hand to the cache, found by a pass.
+
+        Raises:
+            UnsupportedTargetError: says why these are not one pair for each token and layer.
+        """
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def write(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,11 @@ from moaspec.target.target_base import TargetBase
 def target_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> Target:
-    """A `Target` for a family, else a `GenericTarget`; else UnsupportedTargetError says why."""
+    """A `Target` for a family of `moaspec.target.names`, a `GenericTarget` for other models.
+
+    Raises:
+        UnsupportedTargetError: says why this model cannot be drafted for.
+    """
     kind = Target if is_family(model.config) else GenericTarget
     return kind(model, tokenizer, **options)
 

@@ -30,7 +30,7 @@ LAST = frozenset({"out_proj", "o_proj"})
 
 
 class HybridCache(PassCache):
-    """A `PassCache` with the steps of the pass, None where it holds whole texts."""
+    """A `PassCache` with the pass's `steps`, None where it holds whole texts, as in training."""
 
     def __init__(self, write: WriteKV, shape: KVShape | None, num_visible: int) -> None:
         super().__init__(write, shape, num_visible)
@@ -70,7 +70,11 @@ class SteppedMixer(nn.Module):
             self._last = linears[last[0]]
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """Outputs of inputs, (B, T, E) each; `options`: a `HybridCache` among others."""
+        """Outputs of inputs, (B, T, E) each.
+
+        Args:
+            options: a `HybridCache`, and what transformers' module takes besides.
+        """
         cache: HybridCache = options.pop(self._cache_argument)
         if cache.steps is None:
             return cast(
@@ -79,22 +83,22 @@ class SteppedMixer(nn.Module):
         return cache.steps.run(cast(int, self.mixer.layer_idx), self, hidden_states)
 
     def read(self, hidden_BTE: Tensor, cache: MixerCache) -> Tensor:
-        """The whole module, for one or several tokens of each text."""
+        """The whole module, for one or several tokens of each text, (B, T, E)."""
         return cast(Tensor, self.mixer(hidden_BTE, **{self._cache_argument: cache}))
 
     def enter(self, hidden_N1E: Tensor) -> Tensor:
-        """The first projections, one after another in one tensor."""
+        """The first projections, one after another in one tensor, (N, 1, F)."""
         if not self.batches:
             return hidden_N1E
         return torch.cat([linear(hidden_N1E) for linear in self._first], dim=-1)
 
     def step(self, entered_N1F: Tensor, cache: MixerCache) -> Tensor:
-        """The module without them and without the last projection."""
+        """The module between these projections, for one token of each of N texts, (N, 1, G)."""
         inner = self._inner if self.batches else self.mixer
         return cast(Tensor, inner(entered_N1F, **{self._cache_argument: cache}))
 
     def leave(self, stepped_N1G: Tensor) -> Tensor:
-        """The last projection, for the tokens of all steps."""
+        """The last projection, for the tokens of all steps: outputs, (N, 1, E)."""
         return cast(Tensor, self._last(stepped_N1G)) if self.batches else stepped_N1G
 
 

@@ -174,7 +174,12 @@ class EndpointClient:
         return wanted, models.get(wanted)
 
     async def complete(self, fields: Mapping[str, Any]) -> Completion:
-        """A completion; UnusableAnswerError for one refusal, ServerError for all."""
+        """A completion.
+
+        Raises:
+            UnusableAnswerError: the server refuses this request.
+            ServerError: it refuses all, or cannot be reached.
+        """
         try:
             answer = await self._sent(Completion, "POST", "/v1/completions", fields)
         except UnusableAnswerError as error:

@@ -92,7 +92,16 @@ class Writer(Protocol):
 
 
 class ResponseWriter:
-    """Decodes groups of conversations with one target, with a drafter or plainly."""
+    """Decodes groups of conversations with one target.
+
+    Args:
+        drafter: for speculative decoding; None decodes plainly.
+        stop_token_ids: ids that end a turn; None takes the target's own.
+        advance: called with the progress.
+
+    Attributes:
+        finished: see `Writer`.
+    """
 
     def __init__(
         self,

@@ -43,7 +43,12 @@ they would dominate the regression."""
 def fit_output(
     target: Target, drafter: MoADrafter, sample: Iterable[tuple[Batch, TargetPass]]
 ) -> None:
-    """Fit CA's MLP, and every exit, to the target's states, in place, after `warm_start`."""
+    """Fit CA's MLP, and every exit, to the target's states, in place.
+
+    Args:
+        drafter: after `warm_start`.
+        sample: as for `warm_start`; the passes hold the states before each N's layers.
+    """
     numbers = drafter.config.num_target_layers
     middle_NE, wanted = _queries(target, drafter, sample)
     if not len(middle_NE):

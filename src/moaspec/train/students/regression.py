@@ -10,7 +10,11 @@ RIDGE = 1e-3  # relative to the mean square of the inputs
 
 
 def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:
-    """W of least |x W - y|^2 + penalty |W|^2, (K, E); the penalty relative to x's squares."""
+    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E).
+
+    Args:
+        strength: the penalty, relative to the sum of squares of an input.
+    """
     x, y = x_NK.double(), y_NE.double()
     gram = x.T @ x
     gram += (

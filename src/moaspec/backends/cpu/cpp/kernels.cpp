@@ -42,8 +42,8 @@ struct Exit {
   float scale;  // of its outputs
 };
 
-// A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
-// over its memory, and then by what it reuses of the target. Angles of drafts follow those of the text.
+// A drafter. `text` (SA) runs on every token. Nodes that get drafts also run through `memory` (CA), then
+// the exit and the reused target layers, if any. Angles of drafts follow those of the text.
 struct Drafter {
   const Layer *text, *memory;
   const Layer* last;  // of the target's layers
