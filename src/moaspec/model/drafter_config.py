@@ -91,8 +91,8 @@ class DrafterConfig:
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context length, which some scalings need.
-        trained_positions: LSA reads a key of position p as that of p % trained_positions (see
-            `FoldedPositions`); usually the length of the longest training texts. 0: as it is.
+        trained_positions: LSA reads keys of this position and later ones as keys of earlier ones
+            (see `FoldedPositions`); the length of the longest training texts. 0: as they are.
         prompt_window: how many tokens before the end of a prompt our own engine encodes; CA attends
             to these and to later ones. 0: all.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is

@@ -23,7 +23,9 @@ CHUNK_TOKENS = 512
 
 
 class FoldedPositions(nn.Module):
-    """Reads the key of position p as that of position p % `period`.
+    """Reads keys of later positions as keys of the second half of the trained positions.
+
+    Keys of the first positions are left out: there LSA knows the beginnings of prompts.
 
     Args:
         config: of a drafter with `trained_positions`; all layers of its target have the rotary
@@ -37,7 +39,7 @@ class FoldedPositions(nn.Module):
         super().__init__()
         if config.target is None:
             raise ShapeError("trained_positions needs the sizes of the target.")
-        self.period, self.head_dim = config.trained_positions, config.target.head_dim
+        self.trained, self.head_dim = config.trained_positions, config.target.head_dim
         rope = scaled_rope(self.head_dim, config.rope_parameters, config.max_position_embeddings)
         if isinstance(rope, LongRope):
             raise ShapeError("trained_positions must be 0 for a target with LongRoPE.")
@@ -50,7 +52,8 @@ class FoldedPositions(nn.Module):
             kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values.
             position_ids_BT: (B, T) int64, the tokens' positions.
         """
-        back_BT = position_ids_BT // self.period * self.period
+        half = max(1, self.trained // 2)
+        back_BT = ((position_ids_BT - self.trained) // half + 1).clamp(min=0) * half
         if back_BT.device.type == "cpu" and not back_BT.any():
             return kv_BTLK
         chunks = (kv_BTLK.split(CHUNK_TOKENS, dim=1), back_BT.split(CHUNK_TOKENS, dim=1))
