@@ -79,7 +79,7 @@ def test_positions_that_were_trained_stay_as_they_are() -> None:
 
 
 def test_a_drafter_drafts_far_into_a_text_as_at_its_beginning() -> None:
-    """LSA's output of a token is the same at a trained position p and p + 16, given its unrotated keys."""
+    """LSA says the same of a token at positions p and p + 16, given its unrotated keys."""
     drafter = tiny.random_drafter(tiny.target())
     folding = MoADrafter(dataclasses.replace(drafter.config, trained_positions=16)).eval()
     folding.load_state_dict(drafter.state_dict())
