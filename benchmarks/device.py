@@ -311,7 +311,9 @@ def features(target: Any, module: Any, ids: list[int]) -> tuple[Floats, Floats]:
     from moaspec.engine.engine import run_now
     from moaspec.engine.local_verifier import LocalVerifier
 
-    verifier = LocalVerifier(target, MoAProposer(module, target))
+    proposer = MoAProposer(module, target)
+    proposer.prompt_window = 0  # a server encodes whole texts for devices
+    verifier = LocalVerifier(target, proposer)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(ids))]))
     key, value = (one[0].numpy() for one in verdict.features)
     return key, value

@@ -175,3 +175,17 @@ def test_a_drafter_without_ca_has_no_window() -> None:
         windowed(drafter)
     with pytest.raises(ShapeError, match="prompt_window must be an integer >= 0, got -1"):
         windowed(tiny.random_drafter(tiny.target()), -1)
+
+
+def test_half_a_window_of_the_earlier_prompt_is_enough() -> None:
+    """It is not encoded again where prompts with one beginning branch off a little earlier."""
+    decoding = Decoding(
+        FastMoAProposer, tiny.target(), windowed(tiny.random_drafter(tiny.target()))
+    )
+    decoding.read(0, 14)
+    decoding.proposer.rollback(0, 12)
+    decoding.read(12, 13)
+    assert decoding.encoded == [[9, 10, 11, 12, 13], [12]]
+    decoding.proposer.rollback(0, 11)
+    decoding.read(11, 12)
+    assert decoding.encoded[2] == [7, 8, 9, 10, 11]

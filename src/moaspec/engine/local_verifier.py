@@ -226,7 +226,7 @@ class LocalVerifier:
                 continue
             stop = request.num_verified + len(request.new_tokens) + accepted
             lowest = max(0, stop - self.prompt_window) if self.prompt_window else 0
-            if not first <= lowest <= start:
+            if lowest > start or (lowest < first and 2 * (start - first) < self.prompt_window):
                 first = start = lowest
             activations.append(self._activations(request.cache_row, start, stop))
             positions += range(start, stop)

@@ -112,6 +112,8 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
     drafter = unfilled_drafter(target, config, vocabulary)
+    if isinstance(drafter, MoADrafter) and keys_rotate_alike(target.config):
+        _record_length(drafter, examples)
     random_weights(drafter)
     return drafter.float().to(target.device)
 
@@ -122,8 +124,6 @@ def unfilled_drafter(
     """Build a drafter of the kind `config.drafter`, with weights as PyTorch leaves them."""
     if config.drafter == "moa":
         shape = drafter_config(target, config.sizes, config.num_target_layers)
-        if keys_rotate_alike(target.config):
-            shape = dataclasses.replace(shape, trained_positions=config.max_length)
         return MoADrafter(shape, vocabulary)
     return KINDS[config.drafter](stack_config(target, config), vocabulary)
 
@@ -161,13 +161,19 @@ def load_initial_drafter(
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
         drafter = grown
     drafter.config = dataclasses.replace(drafter.config, target=target.identity)
-    trained = drafter.config.trained_positions
-    if trained and config.frozen_lsa < 1.0 and config.max_length > trained:
-        drafter.config = dataclasses.replace(drafter.config, trained_positions=config.max_length)
-        drafter.encoder.fold = FoldedPositions(drafter.config)
+    if drafter.config.trained_positions:
+        _record_length(drafter, examples)
     _grow_vocabulary(drafter, config, examples)
     drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
     return drafter, had[0] if grows else None
+
+
+def _record_length(drafter: MoADrafter, examples: Sequence[Example]) -> None:
+    """Raise `trained_positions` to the longest example, whose keys training reads as they are."""
+    longest = max(map(len, examples), default=0)
+    if longest > drafter.config.trained_positions:
+        drafter.config = dataclasses.replace(drafter.config, trained_positions=longest)
+        drafter.encoder.fold = FoldedPositions(drafter.config)
 
 
 def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
