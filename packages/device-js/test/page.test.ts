@@ -229,3 +229,18 @@ test("a download ends: by a refusal, a longer file, or a minute without a byte",
   await lost;
   vi.useRealTimers();
 });
+
+test("a download ends where each connection sends the same first bytes and breaks", async () => {
+  let [connections, here, most] = [0, 0, 0];
+  vi.useFakeTimers();
+  vi.stubGlobal("fetch", async () => {
+    // Without an end, the download would succeed at last.
+    return ++connections > 1000 ? new Response("abcd") : broken(1, 2);
+  });
+  const count = (bytes: number) => { most = Math.max(most, here += bytes); };
+  const lost = expect(download(new URL("http://here/a"), 4, count)).rejects.toThrow("network error");
+  await vi.runAllTimersAsync();
+  await lost;
+  expect([connections < 100, most]).toEqual([true, 2]);
+  vi.useRealTimers();
+});

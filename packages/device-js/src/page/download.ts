@@ -1,7 +1,7 @@
 /** A download that goes on where a network ended it. */
 import { BundleError, LinkError } from "../errors.js";
 
-/** Time without a byte after which a download fails. */
+/** Time without a new byte of the file after which a download fails. */
 const GIVE_UP_MS = 60_000;
 /** Time between a broken connection and the next one. */
 const PAUSE_MS = 1000;
@@ -13,7 +13,7 @@ const PAUSE_MS = 1000;
  * @param maxBytes the download stops after so many bytes, and one more
  * @param onBytes called with the number of bytes that arrived; negative where they are dropped
  * @throws BundleError the server refuses the file
- * @throws LinkError no byte arrived for a minute
+ * @throws LinkError connections broke, and for a minute none got further than those before it
  */
 export async function download(
   url: URL,
@@ -22,11 +22,14 @@ export async function download(
 ): Promise<Uint8Array> {
   const data = new Uint8Array(maxBytes + 1);
   let size = 0;
-  let lastMs = performance.now();
+  let furthest = 0;
+  let furthestMs = performance.now();
   const advance = (count: number): void => {
     size += count;
-    lastMs = performance.now();
     onBytes(count);
+    if (size <= furthest) return;
+    furthest = size;
+    furthestMs = performance.now();
   };
   for (;;) {
     try {
@@ -48,7 +51,7 @@ export async function download(
       return data.subarray(0, size);
     } catch (error) {
       if (error instanceof BundleError) throw error;
-      if (performance.now() - lastMs > GIVE_UP_MS) {
+      if (performance.now() - furthestMs > GIVE_UP_MS) {
         throw new LinkError(`${url} cannot be downloaded: ${(error as Error).message}`);
       }
     }
