@@ -244,3 +244,14 @@ test("a download ends where each connection sends the same first bytes and break
   expect([connections < 100, most]).toEqual([true, 2]);
   vi.useRealTimers();
 });
+
+test.each([[4, 1], [9, 2]])("a connection that breaks after the last byte has brought the file (%i bytes expected)", async (expected, connections) => {
+  const answers = [broken(1, 2, 3, 4), new Response("", { status: 416 })];
+  vi.useFakeTimers();
+  vi.stubGlobal("fetch", async () => answers.shift()!);
+  const found = download(new URL("http://here/a"), expected, () => {});
+  await vi.runAllTimersAsync();
+  expect([...await found]).toEqual([1, 2, 3, 4]);
+  expect(answers).toHaveLength(2 - connections);
+  vi.useRealTimers();
+});
