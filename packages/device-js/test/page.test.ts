@@ -1,6 +1,7 @@
 /** The page's parts without a browser: sessions that are renewed, texts that are forgotten, a full cache. */
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import type { ReadFile } from "../src/bundle/bundle.js";
+import { BundleError } from "../src/errors.js";
 import { BundleCache } from "../src/page/bundle_cache.js";
 import { download } from "../src/page/download.js";
 import type { FromWorker, ToWorker } from "../src/page/messages.js";
@@ -254,4 +255,24 @@ test.each([[4, 1], [9, 2]])("a connection that breaks after the last byte has br
   expect([...await found]).toEqual([1, 2, 3, 4]);
   expect(answers).toHaveLength(2 - connections);
   vi.useRealTimers();
+});
+
+/** Let no larger array of bytes be made. */
+function limitArrays(most: number): void {
+  const construct = (Made: Uint8ArrayConstructor, [length, ...more]: any[]) => {
+    if (typeof length === "number" && length > most) throw new RangeError("Array buffer allocation failed");
+    return new Made(length, ...more);
+  };
+  vi.stubGlobal("Uint8Array", new Proxy(Uint8Array, { construct }));
+}
+
+test("a download takes memory for the bytes that come, not for those that are announced", async () => {
+  const size = 5 << 20;
+  const whole = new Uint8Array(size).map((_, i) => i % 251);
+  vi.stubGlobal("fetch", async () => new Response(whole));
+  const found = () => download(new URL("http://here/a"), 2 ** 31, () => {});
+  limitArrays(2 * size);
+  expect(Buffer.compare(await found(), whole)).toBe(0);
+  limitArrays(size - 1);
+  await expect(found()).rejects.toThrow(new BundleError("http://here/a does not fit in memory: Array buffer allocation failed"));
 });

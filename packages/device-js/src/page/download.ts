@@ -5,6 +5,8 @@ import { BundleError, LinkError } from "../errors.js";
 const GIVE_UP_MS = 60_000;
 /** Time between a broken connection and the next one. */
 const PAUSE_MS = 1000;
+/** Bytes of the first buffer; it doubles until the file fits. */
+const FIRST_BYTES = 1 << 20;
 
 /**
  * Download a file. Where a connection ends early, the next one asks for the rest.
@@ -13,7 +15,7 @@ const PAUSE_MS = 1000;
  * @param maxBytes the size that the file should have; the download stops one byte after it, and a connection
  *   that breaks there has brought the whole file. The caller checks the file's hash.
  * @param onBytes called with the number of bytes that arrived; negative where they are dropped
- * @throws BundleError the server refuses the file
+ * @throws BundleError the server refuses the file, or it does not fit in memory
  * @throws LinkError connections broke, and for a minute none got further than those before it
  */
 export async function download(
@@ -21,7 +23,7 @@ export async function download(
   maxBytes: number,
   onBytes: (count: number) => void,
 ): Promise<Uint8Array> {
-  const data = new Uint8Array(maxBytes + 1);
+  let data = new Uint8Array(Math.min(FIRST_BYTES, maxBytes + 1));
   let size = 0;
   let furthest = 0;
   let furthestMs = performance.now();
@@ -43,10 +45,16 @@ export async function download(
       if (response.status !== 206 && size) advance(-size);
       const reader = response.body.getReader();
       for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
-        const taken = piece.value.subarray(0, data.length - size);
+        const taken = piece.value.subarray(0, maxBytes + 1 - size);
+        const needed = size + taken.length;
+        if (needed > data.length) {
+          const grown = new Uint8Array(Math.min(Math.max(2 * data.length, needed), maxBytes + 1));
+          grown.set(data);
+          data = grown;
+        }
         data.set(taken, size);
         advance(taken.length);
-        if (size === data.length) {
+        if (size > maxBytes) {
           await reader.cancel();
           break;
         }
@@ -54,6 +62,7 @@ export async function download(
       return data.subarray(0, size);
     } catch (error) {
       if (error instanceof BundleError) throw error;
+      if (error instanceof RangeError) throw new BundleError(`${url} does not fit in memory: ${error.message}`);
       if (size === maxBytes) return data.subarray(0, size);
       if (performance.now() - furthestMs > GIVE_UP_MS) {
         throw new LinkError(`${url} cannot be downloaded: ${(error as Error).message}`);
