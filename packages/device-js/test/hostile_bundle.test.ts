@@ -51,6 +51,13 @@ test("a bundle that is none of these", async () => {
   expect(new DeviceTokenizer(bundle).encode("ab")).toEqual([2]);
 });
 
+test("a manifest with the largest caches: as many numbers as two keys may have", async () => {
+  const sizes = { num_kv_heads: 512, head_dim: 128 };
+  const large = (changes: object) => readBundle(reading({ ...good, self_attention: sizes, cross_attention: sizes, ...changes }));
+  expect((await large({})).manifest.self_attention).toEqual(sizes);
+  await expect(large({ num_target_layers: 1 })).rejects.toThrow("the keys of a token have 131074 numbers; at most 131072");
+});
+
 const text = (value: string) => new TextEncoder().encode(value);
 const named = (name: string) => ({ ...good, files: { ...good.files, [name]: graph } });
 const graphIs = (changes: object) => ({ ...good, files: { ...good.files, "drafter.onnx": { ...graph, ...changes } } });
@@ -88,6 +95,11 @@ const MANIFESTS: Record<string, unknown> = {
   "a vocabulary below zero": { ...good, target: { ...good.target, vocab_size: -97 } },
   "positions as text": { ...good, max_positions: "400" },
   "2^30 reused layers": { ...good, num_target_layers: 2 ** 30 },
+  "more reused layers than the target has": { ...good, num_target_layers: 2 },
+  "a target of 2^20 layers": { ...good, target: { ...good.target, num_layers: 2 ** 20 } },
+  "keys of 2^26 numbers in all layers": {
+    ...good, num_target_layers: 1024, target: { ...good.target, num_layers: 1024, num_kv_heads: 512, head_dim: 128 },
+  },
   "stop tokens below zero": { ...good, stop_token_ids: [-1] },
   "no fingerprint": { ...good, fingerprint: null },
   "a prototype": text(`{"__proto__": ${JSON.stringify(good)}}`),

@@ -9,9 +9,11 @@ const PROTOCOL = 1;
 const SAMPLING_VERSION = 2;
 /** Numbers of the largest key of a token, all heads together, that is believed. */
 const MAX_WIDTH = 2 ** 16;
+/** Numbers of a token's keys in all caches that are believed: 512 MiB for the caches of 512 tokens. */
+const MAX_TOTAL_WIDTH = 2 ** 17;
 /** Largest number of positions, heads or dimensions that is believed. */
 const MAX_SIZE = 2 ** 24;
-/** Largest number of reused target layers that is believed. */
+/** Largest number of target layers that is believed. */
 const MAX_LAYERS = 1024;
 const MAX_FILES = 64;
 /** Bytes of the largest file that is believed. */
@@ -92,20 +94,24 @@ export function parseManifest(json: Uint8Array): Manifest {
     );
   }
   const growth = found.value("rope_growth");
-  return {
+  const target = targetIdentity(found.object("target"));
+  const manifest: Manifest = {
     protocol: PROTOCOL,
     law: SAMPLING_VERSION,
-    target: targetIdentity(found.object("target")),
+    target,
     fingerprint: found.text("fingerprint"),
     self_attention: cacheSizes(found.object("self_attention")),
     cross_attention: cacheSizes(found.object("cross_attention")),
-    num_target_layers: found.size("num_target_layers", 0, MAX_LAYERS),
+    num_target_layers: found.size("num_target_layers", 0, target.num_layers),
     top: found.size("top"),
     max_positions: found.size("max_positions"),
     rope_growth: growth === null ? null : found.size("rope_growth"),
     stop_token_ids: found.ids("stop_token_ids"),
     files: files(found.object("files")),
   };
+  const all = [manifest.self_attention, ...activationSizes(manifest)];
+  checkWidth("the keys of a token have", all.reduce((sum, one) => sum + width(one), 0), MAX_TOTAL_WIDTH);
+  return manifest;
 }
 
 /** Sizes of the caches that a server's activations fill: CA's, then those of each reused layer. */
@@ -116,7 +122,7 @@ export function activationSizes({ cross_attention, num_target_layers, target }: 
 function targetIdentity(found: Fields): TargetIdentity {
   return {
     model_type: found.text("model_type"),
-    num_layers: found.size("num_layers"),
+    num_layers: found.size("num_layers", 1, MAX_LAYERS),
     hidden_size: found.size("hidden_size"),
     ...cacheSizes(found),
     vocab_size: found.size("vocab_size"),
@@ -127,10 +133,17 @@ function targetIdentity(found: Fields): TargetIdentity {
 
 function cacheSizes(found: Fields): CacheSizes {
   const sizes = { num_kv_heads: found.size("num_kv_heads"), head_dim: found.size("head_dim") };
-  if (sizes.num_kv_heads * sizes.head_dim > MAX_WIDTH) {
-    throw new BundleError(`The bundle is damaged: a key has more than ${MAX_WIDTH} numbers.`);
-  }
+  checkWidth("a key has", width(sizes), MAX_WIDTH);
   return sizes;
+}
+
+/** Numbers of a token's key. */
+function width({ num_kv_heads, head_dim }: CacheSizes): number {
+  return num_kv_heads * head_dim;
+}
+
+function checkWidth(what: string, got: number, most: number): void {
+  if (got > most) throw new BundleError(`The bundle is damaged: ${what} ${got} numbers; at most ${most} are allowed.`);
 }
 
 function files(found: Fields): Record<string, FileFacts> {
