@@ -142,6 +142,11 @@ def edit(bundle: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def sizes(**changes: int) -> dict[str, int]:
+    """Those of the largest key, and of the deepest target, that are believed."""
+    return {"num_kv_heads": 512, "head_dim": 128, "num_layers": 1024} | changes
+
+
 def described_files(bundle: Path, more: str) -> dict[str, Any]:
     """The right list of files, and one outside the bundle that is there."""
     shutil.copy(bundle / "tokenizer.json", bundle / more)
@@ -171,6 +176,10 @@ CORRUPT: dict[str, Callable[[Path], object]] = {
     "layers below zero": lambda bundle: edit(bundle, num_target_layers=-1),
     "layers without sizes": lambda bundle: edit(bundle, num_target_layers=1, target={}),
     "no number": lambda bundle: edit(bundle, max_positions=None),
+    "more layers than the target": lambda bundle: edit(bundle, num_target_layers=1000),
+    "a target of many layers": lambda bundle: edit(bundle, target=sizes(num_layers=1025)),
+    "a wide key": lambda bundle: edit(bundle, cross_attention=sizes(num_kv_heads=513)),
+    "wide keys": lambda bundle: edit(bundle, num_target_layers=3, target=sizes()),
 }
 UNKNOWN: dict[str, Callable[[Path], object]] = {
     "another version": lambda bundle: edit(bundle, format_version=99),
@@ -187,6 +196,11 @@ def test_a_damaged_bundle(bundle: Path, name: str) -> None:
     CORRUPT[name](bundle)
     with pytest.raises(CorruptCheckpointError, match="Export it again"):
         read_manifest(bundle)
+
+
+def test_the_largest_caches(bundle: Path) -> None:
+    edit(bundle, self_attention=sizes(), cross_attention=sizes(), num_target_layers=0)
+    assert read_manifest(bundle).cross_attention == sizes()
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

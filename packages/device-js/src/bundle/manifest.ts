@@ -9,7 +9,7 @@ const PROTOCOL = 1;
 const SAMPLING_VERSION = 2;
 /** Numbers of the largest key of a token, all heads together, that is believed. */
 const MAX_WIDTH = 2 ** 16;
-/** Numbers of a token's keys in all caches that are believed: 512 MiB for the caches of 512 tokens. */
+/** Numbers of a token's keys in all caches that are believed: 512 MiB for caches of 512 tokens. */
 const MAX_TOTAL_WIDTH = 2 ** 17;
 /** Largest number of positions, heads or dimensions that is believed. */
 const MAX_SIZE = 2 ** 24;

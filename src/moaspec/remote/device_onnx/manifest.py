@@ -18,7 +18,12 @@ MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "drafter.onnx"
 FORMAT = "moaspec-device-onnx"
 FORMAT_VERSION = 1
-MOST = 2**24  # largest number of positions, heads or dimensions that is believed
+MOST = 2**24
+"""Largest number of positions, heads or dimensions that is believed."""
+MAX_WIDTH = 2**16
+"""Numbers of the largest key of a token, all heads together, that is believed."""
+MAX_TOTAL_WIDTH = 2**17
+"""Numbers of a token's keys in all caches that are believed: 512 MiB for caches of 512 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +142,21 @@ def _damaged_file(directory: Path, manifest: Manifest) -> str | None:
 
 def _check_numbers(manifest: Manifest) -> None:
     """Refuse sizes that would only fail when the caches are made."""
-    layers = manifest.num_target_layers
-    if not isinstance(layers, int) or not 0 <= layers <= MAX_LAYERS:
-        raise ValueError(f"{layers!r} is no number of reused layers")
-    sizes = [manifest.self_attention, manifest.cross_attention, *[manifest.target] * bool(layers)]
+    reused, layers = manifest.num_target_layers, manifest.target["num_layers"]
+    whole = isinstance(reused, int) and isinstance(layers, int)
+    if not whole or not 0 <= reused <= layers <= MAX_LAYERS:
+        raise ValueError(f"it has {reused!r} reused layers of {layers!r}")
+    sizes = [manifest.self_attention, manifest.cross_attention, manifest.target]
     numbers = [one[name] for one in sizes for name in ("num_kv_heads", "head_dim")]
     for number in (*numbers, manifest.max_positions):
         if not isinstance(number, int) or not 1 <= number <= MOST:
             raise ValueError(f"{number!r} is no size of a cache")
+    widths = [one["num_kv_heads"] * one["head_dim"] for one in sizes]
+    total = widths[0] + widths[1] + reused * widths[2]
+    if max(widths) > MAX_WIDTH or total > MAX_TOTAL_WIDTH:
+        raise ValueError(
+            f"its caches have {total} numbers a token, at most {MAX_TOTAL_WIDTH} are allowed"
+        )
 
 
 def _corrupt(directory: Path, why: str) -> CorruptCheckpointError:
