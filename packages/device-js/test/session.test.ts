@@ -76,6 +76,29 @@ test("drafts that the server did not verify are neither right nor wrong", async 
   expect(Math.max(...session.stats.rounds.map((round) => round.drafted))).toBe(1);
 });
 
+test.each(["a request", "an answer"])("drafts that were not verified, where %s was lost and more drafts were sent", async (lost) => {
+  const { server, transport, session } = made({ draft: 3, onCut: "wait" }, { share: 0 });
+  const cut = () => {
+    if (transport.hole || session.stats.cuts) return;
+    transport.hole = true;
+    setTimeout(() => (transport.hole = false), 150);
+  };
+  const decided = new Map<number, number[]>();
+  server.lie = (answer, to) => {
+    if (answer.case !== "verdict") return [answer];
+    const base = answer.value.base!;
+    if (to.kind.case === "draft") {
+      if (lost === "an answer") cut();
+      if (!decided.has(base)) decided.set(base, [...to.kind.value.tokens.keys()].slice(2));
+    }
+    return [{ case: "verdict", value: { ...answer.value, dropped: decided.get(base) ?? [] } }];
+  };
+  await read(session, PROMPT, { maxNewTokens: 12 }, () => lost === "a request" && cut());
+  const sent = server.received.flatMap(({ kind }) => (kind.case === "draft" ? [kind.value.tokens.length] : []));
+  expect(Math.max(...sent)).toBeGreaterThan(3);
+  expect(session.result!.drafted).toEqual([2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 0]);
+});
+
 test("a sampled text follows the seed", async () => {
   const { session } = made({ draft: 3 }, { noise: 7n });
   const { text } = await read(session, PROMPT, { maxNewTokens: 30, temperature: 0.8, seed: 7 });

@@ -264,8 +264,8 @@ export class RemoteVerifier {
         this.check(pending, verdict);
         const tokens = verdict.tokens.slice(skip);
         this.committed = [...text, ...tokens];
-        const dropped = verdict.base === text.length ? verdict.dropped.length : 0;
-        this.resolve(pending, tokens, verdict.logprobs.slice(skip), dropped);
+        const firstDropped = verdict.base === text.length ? verdict.dropped[0] : undefined;
+        this.resolve(pending, tokens, verdict.logprobs.slice(skip), firstDropped);
         this.note(pending, verdict.passS);
       }
     }
@@ -293,13 +293,14 @@ export class RemoteVerifier {
     pending: PendingRequest,
     tokens: readonly number[],
     logprobs: readonly number[],
-    dropped = 0,
+    firstDropped?: number,
   ): void {
     const all = [...pending.kept, ...tokens];
     const path = all.slice(0, -1);
-    // Drafts that a loaded server did not verify are neither right nor wrong.
+    // Drafts that a loaded server did not verify are neither right nor wrong. They end the chain that
+    // it decided; a chain that was sent before or after that one begins with the same drafts.
     const sent = [pending.request.drafts, pending.drafts];
-    const chains = sent.map((drafts) => drafts.slice(0, Math.max(0, drafts.length - dropped)));
+    const chains = sent.map((drafts) => drafts.slice(0, firstDropped));
     // The text may be longer than any known request: a verdict tells everything that is committed.
     const chain = [...chains, path].find((drafts) => commonLength(drafts, path) === path.length)!;
     const unknown = new Array<number>(pending.kept.length).fill(Number.NaN);
