@@ -256,7 +256,8 @@ class RemoteVerifier:
                     return
                 self._check(pending, verdict)
                 self._committed = [*text, *verdict.tokens[skip:]]
-                dropped = set[int]() if skip else set(verdict.dropped)
+                # Of a request that was sent again, the server may have verified either tree.
+                dropped = set[int]() if skip or pending.resent else set(verdict.dropped)
                 self._resolve(pending, verdict.tokens[skip:], verdict.logprobs[skip:], dropped)
                 self._note(pending, verdict)
         if verdict.HasField("activations"):

@@ -1,0 +1,86 @@
+"""Verdicts on requests that were sent more than once."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.remote.device.draft_ahead import AheadDrafter
+from moaspec.remote.device.events import LinkStats, now
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.remote_verifier import RemoteVerifier
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.wire import chain
+from moaspec.sampling.params import GREEDY
+
+
+def verdict_on(sent: DraftTree, longer: Sequence[int] | None) -> VerifyResult:
+    """The result of a verdict that accepts 5 and 6 and drops node 2 of the first tree.
+
+    With `longer`, the link is lost before, and the device sends these drafts on the next one.
+    """
+
+    async def run() -> VerifyResult:
+        proposer: Any = moaspec.NgramProposer()
+        ahead = AheadDrafter(proposer, needs_memory=False, clock=now)
+        target: Any = tiny.target()
+        verifier = RemoteVerifier(
+            ahead,
+            target=target,
+            opening=pb.Open(),
+            memory=None,
+            meanwhile=lambda _: False,
+            keep=False,
+        )
+        messages: list[pb.ClientMessage] = []
+        link: Any = SimpleNamespace(
+            stats=LinkStats(state="up"), options=LinkOptions(), refused=None, send=messages.append
+        )
+        verifier.link, verifier.text, verifier._committed = link, [1, 2], [1, 2, 3]
+        request = VerifyRequest(0, 2, (3,), sent, GREEDY, 1, False)
+        waiting = asyncio.create_task(verifier.verify([request]))
+        while not messages:
+            await asyncio.sleep(0)
+        if longer is not None:
+            ahead.expected = [1, 2, 3, *longer]
+            verifier.connected()
+            assert list(messages[-1].draft.tokens) == list(longer)
+        verifier.receive(
+            pb.ServerMessage(turn=0, verdict=pb.Verdict(base=3, tokens=[5, 6, 9], dropped=[2]))
+        )
+        (result,) = await waiting
+        return result
+
+    return asyncio.run(run())
+
+
+SENT = DraftTree((5, 6, 7), (-1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("longer", "tree"),
+    [
+        (None, DraftTree((5, 6), (-1, 0))),
+        ([5, 6, 9, 8], SENT),  # node 2 of this chain was not dropped
+    ],
+)
+def test_dropped_nodes_belong_to_the_tree_of_one_sending(
+    longer: list[int] | None, tree: DraftTree
+) -> None:
+    result = verdict_on(SENT, longer)
+    assert result.tree is not None
+    assert (result.tree.tokens, result.tree.parents) == (tree.tokens, tree.parents)
+    assert (result.accepted, result.next_token) == ((0, 1), 9)
+
+
+def test_drafts_after_a_cut_keep_what_the_server_accepted() -> None:
+    """The server drops a node of the first tree; the second one has an accepted token there."""
+    result = verdict_on(chain([5]), [5, 6, 9, 8])
+    assert result.tree is not None
+    assert result.tree.tokens == (5, 6, 9, 8)
