@@ -131,6 +131,22 @@ def test_tokens_of_one_owner_take_a_share_of_a_pass() -> None:
     assert later == [[("mallory", 15)]]
 
 
+def test_tokens_are_not_limited_for_an_owner_who_is_idle() -> None:
+    """Only owners who wait, or were in the last two passes, make the parts of a text small."""
+
+    async def lengths(last_pass: int) -> list[int]:
+        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16, recent_s=600.0))
+        shared._asked_s["alice"] = time.monotonic()
+        shared._served["alice"], shared.counts.passes = last_pass, 10
+        row = shared.lease("bob")
+        request = VerifyRequest(row, 0, (1,) * 100, DraftTree(), GREEDY, 100, False)
+        answer = asyncio.get_running_loop().create_future()
+        shared._jobs.append(_QueuedRequest(request, "bob", answer))
+        return [len(job.request.new_tokens) for job in shared._next()]
+
+    assert [asyncio.run(lengths(last_pass)) for last_pass in (8, 9, 10)] == [[100], [16], [16]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("encode", [False, True])
 def test_a_text_that_is_split_is_verified_as_a_whole_one(encode: bool) -> None:
@@ -145,6 +161,7 @@ def test_a_text_that_is_split_is_verified_as_a_whole_one(encode: bool) -> None:
         verifier = LocalVerifier(target, encoder)
         shared = SharedVerifier(verifier, PassOptions(owner_tokens=owner_tokens, recent_s=600.0))
         shared._asked_s["alice"] = time.monotonic()
+        shared._served["alice"] = 1000  # she is in every pass
         assert shared.lease("bob") == 0
         verdict, _ = await shared.decide(request)
         shared.close(0)

@@ -32,8 +32,9 @@ class PassOptions:
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
             Longer drafts are cut, which changes no text.
         owner_rows: requests of one owner, see `owner_drafted` and `client_rows`.
-        owner_tokens: tokens of one owner, of texts and drafts, see `owner_drafted`: or as many as
-            all others have in a pass. More of a text waits for the next pass.
+        owner_tokens: tokens of one owner, of texts and drafts, if another owner waits or was in
+            one of the last two passes: or as many as all others have in a pass. More of a text
+            waits for the next pass.
         recent_s: see `owner_drafted`.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
@@ -283,14 +284,15 @@ class SharedVerifier:
         since = time.monotonic() - self.options.recent_s
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
-        waiting = {job.owner for job in self._jobs}
-        if len(waiting | self._asked_s.keys()) > 1:
-            return (
-                self.options.owner_drafted,
-                self.options.owner_rows,
-                self.options.owner_tokens,
-            )
-        return self.options.max_drafted, self.options.max_rows, 1 << 30
+        active = {job.owner for job in self._jobs}
+        drafted, rows, tokens = self.options.max_drafted, self.options.max_rows, 1 << 30
+        if len(active | self._asked_s.keys()) > 1:
+            drafted, rows = self.options.owner_drafted, self.options.owner_rows
+        # A text is not encoded in small parts for an owner who is idle.
+        active |= {o for o, served in self._served.items() if served >= self.counts.passes - 1}
+        if len(active) > 1:
+            tokens = self.options.owner_tokens
+        return drafted, rows, tokens
 
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.cache_row for job in jobs}
