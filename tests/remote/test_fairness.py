@@ -131,6 +131,18 @@ def test_tokens_of_one_owner_take_a_share_of_a_pass() -> None:
     assert later == [[("mallory", 15)]]
 
 
+def test_drafts_that_are_cut_do_not_count_against_the_limit() -> None:
+    """Ten drafts and then sixty: four of these have room, which is within the limit of 64."""
+
+    async def run() -> list[tuple[str, int]]:
+        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16, recent_s=600.0))
+        for owner, drafted in (("bob", 10), ("bob", 60), ("alice", 1)):
+            asked(shared, owner, drafted)
+        return [(job.owner, job.drafted) for job in shared._next()]
+
+    assert asyncio.run(run()) == [("bob", 10), ("alice", 1), ("bob", 4)]
+
+
 def test_tokens_are_not_limited_for_an_owner_who_is_idle() -> None:
     """Only owners who wait, or were in the last two passes, make the parts of a text small."""
 

@@ -120,9 +120,10 @@ class _Pass:
 
     def take(self, job: _QueuedRequest) -> bool:
         """Add a request, or the first part of its text, if it fits; the first always does."""
-        drafted = min(job.drafted, self.owner_drafted)
         rows, own = self.rows[job.owner], self.tokens[job.owner]
         room = max(self.owner_tokens, self.tokens.total() - own) - own
+        left = max(0, room - len(job.request.new_tokens))
+        drafted = min(job.drafted, self.owner_drafted, left)
         prefill = min(job.prefill, room)
         fits = (
             len(self.jobs) < self.options.max_rows
