@@ -290,6 +290,8 @@ def test_a_guard_without_tokens_lets_nobody_in() -> None:
         ({}, "holds no token"),
         ({"alice": {"sha256": "secret"}}, "'alice' must be its token's SHA-256"),
         ({"bob": {"sha256": 64 * "é"}}, "'bob' must be its token's SHA-256"),
+        ({"eve": {"sha256": 64 * "0", "max_sessions": 0}}, "'eve' must be at least 1, got 0"),
+        ({"eve": {"sha256": 64 * "0", "max_sessions": -3}}, "'eve' must be at least 1, got -3"),
     ],
 )
 def test_a_file_of_tokens_that_guards_nothing(tmp_path: Path, entries: Any, why: str) -> None:

@@ -154,6 +154,12 @@ class CallAuth:
                     f"{path}: sha256 of {owner!r} must be its token's SHA-256, 64 hexadecimal "
                     f"digits, got {digest!r}."
                 )
+        for owner, number in most.items():
+            if number < 1:
+                raise InputError(
+                    f"{path}: max_sessions of {owner!r} must be at least 1, got {number}. Leave it "
+                    "out for the server's own limit, or remove the entry to refuse this owner."
+                )
         return CallAuth({digest: owner for owner, digest in digests.items()}, until, most)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:
