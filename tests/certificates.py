@@ -39,6 +39,7 @@ class Authority:
 
     def _signed(self, subject: x509.Name, key: Any, *, ca: bool) -> bytes:
         now = datetime.datetime.now(datetime.UTC)
+        names = [x509.DNSName(one) for one in ("localhost", "name")]
         builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -48,6 +49,6 @@ class Authority:
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
         )
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

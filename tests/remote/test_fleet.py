@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -92,7 +94,10 @@ def test_the_beginning_of_a_text_chooses_its_server() -> None:
     [
         (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
         (["10.0.0.1", "fd00::1"], [""]),  # one server of both families
-        (["10.0.0.1", "fd00::1", "fd00::2"], ["fd00::1", "fd00::2"]),
+        # The system sorts addresses: those that the network does not reach are last.
+        (["fd00::2", "fd00::1", "10.0.0.1", "10.0.0.2"], ["fd00::1", "fd00::2"]),
+        (["10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2"], ["10.0.0.1", "10.0.0.2"]),
+        (["10.0.0.1", "fd00::1", "fd00::2"], [""]),
         ([], [""]),  # unknown: the transport says so
     ],
 )
@@ -108,18 +113,75 @@ def test_a_name_with_several_addresses_is_a_fleet(
 
 def resolve(monkeypatch: pytest.MonkeyPatch, found: list[str]) -> None:
     """Let every name have these addresses."""
+    real = socket.getaddrinfo
 
-    async def look_up(_: Any, host: str, port: int, **__: Any) -> list[Any]:
-        if host[:1].isdigit():
-            return [(socket.AF_INET, 0, 0, "", (host, port))]
-        assert host in ("name", "localhost")
+    def look_up(host: str, port: int, *arguments: Any, **options: Any) -> list[Any]:
+        if host != "name":
+            return real(host, port, *arguments, **options)
         if not found:
             raise socket.gaierror
         return [
             (socket.AF_INET6 if ":" in ip else socket.AF_INET, 0, 0, "", (ip, port)) for ip in found
         ]
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def test_a_name_server_that_does_not_answer_blocks_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile, the last result is used, and the servers of other addresses."""
+    resolve(monkeypatch, ["10.0.0.1", "10.0.0.2"])
+    answers, asked = socket.getaddrinfo, list[str]()
+    answering = threading.Event()
+
+    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(host)
+        answering.wait(60)
+        return answers(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr("moaspec.remote.protocol.fleet.LATE_S", 0.01)
+    several = [Server("name:1", "10.0.0.1"), Server("name:1", "10.0.0.2")]
+
+    async def run() -> None:
+        only = Fleet(["name:1"], lambda *_: Alone([], breaks=False))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(only.ranked(b""), 0.01)
+        answering.set()
+        assert sorted(await only.ranked(b""), key=str) == several
+        answering.clear()
+        asked.clear()
+        for _ in range(3):
+            assert sorted(await only.ranked(b""), key=str) == several
+        both = Fleet(["name:1", "127.0.0.1:1"], lambda *_: Alone([], breaks=False))
+        for _ in range(3):
+            assert await both.ranked(b"") == [Server("127.0.0.1:1")]
+        assert asked == ["name"] * 2, "each fleet has one lookup"
+
+    asyncio.run(run())
+    answering.set()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "[::1]:1", "ws://10.0.0.1:1/path", "wss://[fd00::1]", "localhost:1"]
+)
+def test_what_is_no_name_is_not_looked_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: Any, **__: Any) -> None:
+        raise AssertionError(address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    fleet = Fleet([address], lambda *_: Alone([], breaks=False))
+    assert asyncio.run(fleet.ranked(b"")) == [Server(address)]
+    assert not fleet._lookups._running
+
+
+def test_a_fleet_forgets_servers_that_it_no_longer_avoids() -> None:
+    fleet = Fleet(ADDRESSES, lambda *_: Alone([], breaks=False))
+    past, avoided, _ = map(Server, ADDRESSES)
+    fleet.avoid(past, 0.0)
+    fleet.avoid(avoided, 60.0)
+    assert list(fleet._avoided) == [avoided]
 
 
 @pytest.mark.slow
@@ -291,7 +353,7 @@ def test_one_name_with_tls_and_a_server_that_ends(
 ) -> None:
     """Real servers at two addresses of one name, which their certificates bear."""
     authority = Authority(tmp_path, "ours")
-    files: Any = authority.certificate("localhost")
+    files: Any = authority.certificate("name")
     entry = {"phone": {"sha256": hashlib.sha256(b"secret").hexdigest(), "max_sessions": 7}}
     (tmp_path / "tokens.json").write_text(json.dumps(entry))
     guard = CallAuth.read(tmp_path / "tokens.json")
@@ -318,7 +380,7 @@ def test_one_name_with_tls_and_a_server_that_ends(
             await one.__aenter__()
         scheme = "" if kind == "grpc" else "wss://"
         credentials = Credentials(token="secret", ca=authority.ca)
-        fleet = Fleet.at([f"{scheme}localhost:{port}"], credentials)
+        fleet = Fleet.at([f"{scheme}name:{port}"], credentials)
         assert {one.ip for one in await fleet.ranked(b"")} == set(servers)
         device = LocalDevice(tiny.target(), moaspec.NgramProposer())
         session = RemoteSession(device, fleet, RemoteOptions(link=PATIENT, draft=Chain(2)))
@@ -353,6 +415,18 @@ def test_a_server_warms_up_and_leaves_nothing() -> None:
         await service.warm_up()
         assert service.shared.counts.passes > 1
         assert service.shared.num_rows == service.verifier.cache.num_bytes == 0
+        await service.stop()
+
+    asyncio.run(run())
+
+
+def test_a_text_has_room_for_a_token_after_its_prompt() -> None:
+    with pytest.raises(InputError, match="at least 2, got 1"):
+        ServiceOptions(max_tokens=1)
+
+    async def run() -> None:
+        service = TargetService(tiny.target(), options=ServiceOptions(max_tokens=2))
+        await service.warm_up()
         await service.stop()
 
     asyncio.run(run())

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +43,9 @@ BUSY_S = 2.0
 MAX_LATE = 2
 """Attempts to reach a session's own server that may take too long: a short cut of the device's own
 link should not cost it the server that knows its text."""
+
+LATE_S = 0.3
+"""Seconds after which the lookup of a name is late; an attempt to connect takes at most 1 s."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Fleet:
     def __init__(self, addresses: Sequence[str], make: MakeTransport) -> None:
         self.addresses, self._make = tuple(addresses), make
         self._avoided: dict[Server, float] = {}
+        self._lookups = _Lookups()
         for address in self.addresses:
             make(Server(address), "")
 
@@ -131,7 +138,9 @@ class Fleet:
 
     def avoid(self, server: Server, seconds: float) -> None:
         """Let a server come last for some time."""
-        self._avoided[server] = time.monotonic() + seconds
+        at = time.monotonic()
+        self._avoided = {one: until for one, until in self._avoided.items() if until > at}
+        self._avoided[server] = at + seconds
 
     def avoids(self, server: Server) -> bool:
         """Whether a server comes last."""
@@ -144,7 +153,11 @@ class Fleet:
             key: of the text.
             own: the server that knows the text; it comes first, unless it is avoided.
         """
-        found = await asyncio.gather(*map(_servers, self.addresses))
+        found: list[list[Server]] = []
+        for late_s in (LATE_S, None):  # if all names are late, wait for them
+            if not any(found):
+                lookups = (self._lookups.servers(one, late_s) for one in self.addresses)
+                found = await asyncio.gather(*lookups)
 
         def rank(server: Server) -> tuple[float, bool, bytes]:
             until_s = self._avoided[server] if self.avoids(server) else 0.0
@@ -264,28 +277,70 @@ def _score(key: bytes, server: Server) -> bytes:
     return hashlib.blake2b(key + f"{server.address} {server.ip}".encode(), digest_size=8).digest()
 
 
-async def _servers(address: str) -> list[Server]:
-    """The servers of an address: one for each IP address, if there are several of one family.
+class _Lookups:
+    """Looks names up, one lookup at a time for each address.
 
-    One address of each family is a single server, and so is a name that cannot be looked up: its
-    transport says why.
+    A name server that does not answer blocks a lookup for long. So each runs in a daemon thread,
+    which neither the event loop's executor nor the end of the process waits for.
     """
+
+    def __init__(self) -> None:
+        self._running: dict[str, Future[list[Server]]] = {}
+        self._known: dict[str, list[Server]] = {}
+
+    async def servers(self, address: str, late_s: float | None) -> list[Server]:
+        """The servers of an address: one for each IP address, if it is a name with several.
+
+        Args:
+            late_s: after this time the last result is returned, or nothing if there is none; None
+                waits for the lookup.
+        """
+        place = _name(address)
+        if place is None:
+            return [Server(address)]
+        running = self._running.get(address)
+        begins = running is None or running.done()
+        if running is None or begins:
+            running = self._running[address] = Future()
+            running.set_running_or_notify_cancel()  # waiters that give up do not cancel it
+            threading.Thread(
+                target=_look_up, args=(running, address, *place), name="lookup", daemon=True
+            ).start()
+        try:
+            self._known[address] = await asyncio.wait_for(asyncio.wrap_future(running), late_s)
+        except TimeoutError:
+            # Without an IP address the transport looks up as well: once for each late lookup.
+            return [one for one in self._known.get(address, ()) if one.ip or begins]
+        return self._known[address]
+
+
+def _name(address: str) -> tuple[str, int] | None:
+    """The host and port of an address whose host needs a lookup."""
     if not address:
-        return [Server(address)]
+        return None
     place = address.partition("://")[2].partition("/")[0] or address
     host, port = place, 0
     with contextlib.suppress(Exception):
         host, port = split_address(place, option="server")
-    try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return [Server(address)]
-    for family in (socket.AF_INET, socket.AF_INET6):
-        ips = {str(where[0]) for kind, _, _, _, where in found if kind == family}
-        if len(ips) > 1:
-            return [Server(address, ip) for ip in sorted(ips)]
-    return [Server(address)]
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return None
+    return None if host == "localhost" else (host, port)
+
+
+def _look_up(found: Future[list[Server]], address: str, host: str, port: int) -> None:
+    """Look up a name; `found` receives a server for each IP address of the preferred family.
+
+    One address is the server of the name itself, and so is a name that cannot be looked up: its
+    transport says why.
+    """
+    ips: set[str] = set()
+    with contextlib.suppress(OSError, UnicodeError):
+        results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # The system puts families that this network does not reach last (RFC 6724).
+        ips = {str(where[0]) for family, *_, where in results if family == results[0][0]}
+    several = [Server(address, ip) for ip in sorted(ips)] if len(ips) > 1 else []
+    found.set_result(several or [Server(address)])
 
 
 async def _after(

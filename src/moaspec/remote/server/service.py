@@ -14,7 +14,7 @@ from moaspec.drafting.protocols import Verifier
 from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.errors import LinkError, RefusedError, WireError
+from moaspec.errors import InputError, LinkError, RefusedError, WireError
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
@@ -62,6 +62,9 @@ class ServiceOptions:
         send_timeout_s: time for a device to read one message.
         sessions: limits of the number of sessions.
         passes: limits of one pass of the target.
+
+    Raises:
+        InputError: no prompt fits into `max_tokens`.
     """
 
     max_tokens: int | None = None
@@ -72,6 +75,13 @@ class ServiceOptions:
     send_timeout_s: float = 10.0
     sessions: StoreOptions = field(default_factory=StoreOptions)
     passes: PassOptions = field(default_factory=PassOptions)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise InputError(
+                f"max_tokens must be at least 2, got {self.max_tokens}: a prompt and a token after "
+                "it must fit."
+            )
 
     def longest(self, target: TargetSpec) -> int:
         """Length of the longest text, in tokens."""
