@@ -71,7 +71,7 @@ class ReusedLayers(NamedTuple):
 
 
 class TargetParts(NamedTuple):
-    """What a graph needs of the target."""
+    """What a graph needs of the target.
 
     Attributes:
         embedding_VE: its embedding.
@@ -86,8 +86,7 @@ class TargetParts(NamedTuple):
     embedding_VE: Tensor
     factor: float = 1.0
     head: Tensor | None = None
-    bias: Tensor | None = None  # of these rows, or None
-    # scale, cap: of the logits (`LMHead`).
+    bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
     reused: ReusedLayers | None = None

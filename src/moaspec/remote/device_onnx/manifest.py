@@ -46,23 +46,21 @@ class Manifest:
         files: `bytes` and `sha256` of each other file, by name.
     """
 
-    # protocol, law: versions of messages and of seeded sampling, for `Open`.
     protocol: int
     law: int
-    target: dict[str, Any]  # fields of the `TargetIdentity` that the server must have
-    fingerprint: str  # of the drafter whose encoder the server must have
-    weights: str  # see `onnx_ops.Weights`
-    opset: int  # version of ONNX's operators
-    # self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
+    target: dict[str, Any]
+    fingerprint: str
+    weights: str
+    opset: int
     self_attention: dict[str, int]
     cross_attention: dict[str, int]
-    num_target_layers: int  # N
-    draft_vocabulary: int  # number of tokens that can be drafted
-    top: int  # how many tokens a run returns
-    max_positions: int  # tokens of the longest text
-    rope_growth: int | None  # see `TargetSpec.rope_growth`
-    stop_token_ids: list[int]  # ids that end a turn
-    files: dict[str, dict[str, Any]]  # `bytes` and `sha256` of each other file, by name
+    num_target_layers: int
+    draft_vocabulary: int
+    top: int
+    max_positions: int
+    rope_growth: int | None
+    stop_token_ids: list[int]
+    files: dict[str, dict[str, Any]]
 
     def write(self, directory: Path) -> None:
         """Write it as JSON."""

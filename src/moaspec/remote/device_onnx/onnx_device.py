@@ -21,7 +21,15 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class BundledTarget:
-    """What a bundle says of its target; CorruptCheckpointError where it says nothing."""
+    """What a bundle says of its target; see `DeviceTarget`.
+
+    Args:
+        manifest: of the bundle.
+        directory: the bundle's.
+
+    Raises:
+        CorruptCheckpointError: the bundle records no target, or its tokenizer cannot be read.
+    """
 
     rope_switches: tuple[int, ...] = ()
 

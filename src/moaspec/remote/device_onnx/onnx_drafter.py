@@ -20,15 +20,21 @@ from moaspec.errors import InputError
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, read_manifest
 
 Floats = NDArray[np.float32]
-FIRST_SLOTS = 512  # slots of new caches, unless the target has fewer positions
+FIRST_SLOTS = 512
+"""Slots of new caches, unless the target has fewer positions."""
 TEXT, MEMORY = ("text_key", "text_value"), ("memory_key", "memory_value")
 
 
 class Drafts(NamedTuple):
-    """The most probable next tokens."""
+    """The most probable next tokens.
 
-    token_ids: NDArray[np.int64]  # (K,) int64, of the target's vocabulary, the most probable first
-    log_q: Floats  # (K,) their log-probabilities
+    Attributes:
+        token_ids: (K,) int64, of the target's vocabulary, the most probable first.
+        log_q: (K,) their log-probabilities.
+    """
+
+    token_ids: NDArray[np.int64]
+    log_q: Floats
 
 
 class OnnxDrafter:

@@ -13,7 +13,8 @@ from moaspec.remote.protocol.activation_layout import ActivationLayout, Activati
 from moaspec.remote.protocol.codec import Codec, CodecName
 from moaspec.remote.protocol.wire import chain
 
-READ_TOKENS = 256  # most tokens of a text in one run; bounds the memory of activations
+READ_TOKENS = 256
+"""Most tokens of a text in one run; bounds the memory of activations."""
 
 
 class OnnxProposer(DeviceProposer):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import beginning
@@ -319,6 +320,10 @@ class SharedVerifier:
             if job.answer.done():
                 continue
             if isinstance(answer, VerifyResult):
+                if job.rest is not None:
+                    job.request, job.rest = job.rest, None
+                    self._jobs.appendleft(job)
+                    continue
                 answer = replace(answer, tree=answer.tree or job.request.tree)
                 if self._budget is not None:
                     self._budget.count(job.request, answer)
