@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -307,8 +308,12 @@ def run(
 
 @contextmanager
 def _server(setting: dict[str, Any]) -> Any:
-    code = "import sys, json; from fleet_sim.real_runs import serve; serve(json.loads(sys.argv[1]))"
-    command = [sys.executable, "-c", code, json.dumps(setting)]
+    code = (
+        "import sys, json; sys.path.insert(0, sys.argv[2]); "
+        "from fleet_sim.real_runs import serve; serve(json.loads(sys.argv[1]))"
+    )
+    tools = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-c", code, json.dumps(setting), tools]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         try:

@@ -341,7 +341,9 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
     root = Path(__file__).parents[3]
     for file in ("README.md", "docs/concepts.md"):
         ids = target.tokenizer((root / file).read_text())["input_ids"][:240]
-        verifier = LocalVerifier(target, MoAProposer(drafter, target))
+        encoder = MoAProposer(drafter, target)
+        encoder.prompt_window = 0  # a server encodes whole texts for devices
+        verifier = LocalVerifier(target, encoder)
         (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(ids))]))
         key, value = verdict.features
         cache_2NHSD = verifier.cache.data[-number:, :, 0].transpose(0, 1)
