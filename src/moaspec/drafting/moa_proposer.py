@@ -76,7 +76,7 @@ class MoAProposer(TreeProposer):
     def encode(
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
-        """By request, CA's keys and values, (1, C, n, D), and with `prompt_window` where."""
+        """By request: CA's keys and values, (1, C, n, D); with `prompt_window` the position."""
         key, value = self.module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)
         parts = [key.split(sizes, dim=2), value.split(sizes, dim=2)]

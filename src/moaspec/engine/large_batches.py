@@ -37,7 +37,7 @@ def client_rows(device: torch.device) -> int:
 
 
 def client_tokens(device: torch.device) -> int:
-    """The same of its tokens."""
+    """Tokens of texts and drafts that one client may always have in a pass that others wait for."""
     return CPU_CLIENT_TOKENS if device.type == "cpu" else 1 << 30
 
 

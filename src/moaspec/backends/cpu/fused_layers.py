@@ -171,7 +171,7 @@ class Slots:
     It stands here, below `drafting`, because kernels take it as it is.
     """
 
-    cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers
+    cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous in D: keys and values of all layers
     rows_B: Sequence[int]
     starts_B: Sequence[int]  # first slot that each row writes
     visible: int  # slots that are read, from the first on

@@ -331,8 +331,8 @@ def _name(address: str) -> tuple[str, int] | None:
 def _look_up(found: Future[list[Server]], address: str, host: str, port: int) -> None:
     """Look up a name; `found` receives a server for each IP address of the preferred family.
 
-    One address is the server of the name itself, and so is a name that cannot be looked up: its
-    transport says why.
+    A name with one address is one server. So is a name that cannot be looked up: its transport
+    reports the fault.
     """
     ips: set[str] = set()
     with contextlib.suppress(OSError, UnicodeError):
