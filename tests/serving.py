@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ VOCAB = 264
 CONTEXT = 2048
 LONGEST = 24
 """Tokens of most texts here."""
+ENDS_WITHIN_S = 240.0
+"""A server that was told to end and runs on for longer has a fault."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -129,7 +133,15 @@ def serving(
         for client in served.clients:
             client.close()
         server.should_exit = True
-        thread.join()
+        thread.join(ENDS_WITHIN_S)
+        assert not thread.is_alive(), f"The server did not end; {busy_threads()}"
+
+
+def busy_threads() -> str:
+    """The functions in which threads are, on one line: a short summary shows the whole of it."""
+    calls = [traceback.extract_stack(frame)[-5:] for frame in sys._current_frames().values()]
+    stacks = [" < ".join(f"{c.name}:{c.lineno}" for c in reversed(one)) for one in calls]
+    return "threads: " + "; ".join(one for one in stacks if not one.startswith("_worker"))
 
 
 def say(text: str) -> list[dict[str, str]]:
