@@ -117,3 +117,28 @@ def test_kernels_of_other_numbers_of_tokens_take_the_place_of_earlier_ones() -> 
     )
     # Without a bound 250 MiB on a CPU with AVX-512; with one, no kernels are added.
     assert int(told.stdout) < 2**24
+
+
+TEAMS = """
+import psutil, torch
+from moaspec.process_memory import end_idle_threads
+
+def num_threads(team):
+    torch.set_num_threads(team)
+    torch.zeros(1 << 20).exp()
+    return psutil.Process().num_threads()
+
+alone, with_team = num_threads(1), num_threads(2)
+end_idle_threads()
+print(with_team - alone, psutil.Process().num_threads() - alone)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only libgomp counts threads")
+def test_the_team_of_a_loading_thread_ends() -> None:
+    """It would count against the team of the thread that decodes."""
+    made, left = map(int, subprocess.check_output([sys.executable, "-c", TEAMS]).split())
+    if not made:
+        pytest.skip("this PyTorch does without OpenMP's threads here")
+    assert not left

@@ -1,4 +1,4 @@
-"""A server's process: bounded caches, open files, and freed memory given back."""
+"""A server's process: bounded caches, open files, no idle threads, freed memory given back."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+from pathlib import Path
 
 RETURN_S = 30.0  # seconds between two returns of freed memory
 
@@ -20,6 +21,10 @@ OPEN_FILES = 8192
 
 SWITCH_S = 0.0005
 """Seconds for which a thread may hold the interpreter while another one waits for it."""
+
+
+PAUSE_SOFT = 1
+"""`omp_pause_soft` of OpenMP 5.0: ends threads, and keeps settings."""
 
 
 def prepare_process() -> None:
@@ -42,6 +47,20 @@ def prepare_process() -> None:
         most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def end_idle_threads() -> None:
+    """End the OpenMP threads that wait for the calling thread's next parallel loop.
+
+    While a process has more OpenMP threads than cores, libgomp lets them sleep at every barrier,
+    and passes take 1.7 times as long. The thread that loads a model leaves as many threads behind
+    as the thread that decodes needs. Other OpenMP libraries have no such rule.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or an old libgomp
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        paths = [line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line]
+        if paths:
+            ctypes.CDLL(paths[0]).omp_pause_resource_all(PAUSE_SOFT)
 
 
 def freeze_loaded_objects() -> None:

@@ -19,6 +19,7 @@ from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import beginning
 from moaspec.engine.engine import run_now
+from moaspec.process_memory import end_idle_threads
 from moaspec.sampling.params import GREEDY
 
 
@@ -235,6 +236,7 @@ class SharedVerifier:
         The result has the tree that was verified.
         """
         if self._task is None:
+            end_idle_threads()
             self._task = asyncio.create_task(self._run())
         owner = self._used.get(request.cache_row, "")
         self._asked_s[owner] = time.monotonic()

@@ -15,7 +15,7 @@ from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import BusyError, InputError
-from moaspec.process_memory import return_freed_memory
+from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Job,
@@ -112,6 +112,8 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread; call where the model was loaded."""
+        end_idle_threads()
         self._thread.start()
 
     def stop(self) -> None:
