@@ -35,7 +35,7 @@ from moaspec.model.layers import (
 )
 from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
 from moaspec.model.rope import LongRope
-from moaspec.process_memory import return_freed_memory
+from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.target import Target
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -118,6 +118,7 @@ def packed_copy(drafter: Module, *, exact: Collection[nn.Module] = ()) -> Module
     pack_linears(copied)
     copied = cast(Module, _replaced(copied, _fast))
     return_freed_memory()
+    end_idle_threads()  # another thread may decode
     return copied
 
 

@@ -20,7 +20,7 @@ from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears
 from moaspec.model.layers import CosSin
-from moaspec.process_memory import return_freed_memory
+from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
 from moaspec.target.generic.generic_layers import GenericLayers
@@ -45,6 +45,7 @@ def accelerate(target: Target) -> bool:
             target.lm_head = FastLMHead(target.lm_head)
     target.layers = FastDecoderLayers(target.layers, target.device)
     return_freed_memory()
+    end_idle_threads()  # another thread may decode
     return target.packed
 
 
