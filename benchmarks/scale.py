@@ -19,6 +19,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,12 +37,14 @@ from moaspec.calibration.round_parts import RoundParts, timed
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.tree_shapes import Chain, parse_shape
 from moaspec.evaluate.methods import Method
-from moaspec.evaluate.pass_costs import RoundCost, measure_costs
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 from moaspec.support.extras import require
 from moaspec.target.registry import DTYPES, skeleton_of
 from moaspec.train.run_config import DrafterSizes, drafter_config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from eval_studies.pass_costs import RoundCost, measure_costs
 
 CONTEXT = 512
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -31,10 +31,10 @@ from batch_writer import BatchWriter, Job
 from torch import Tensor
 
 from moaspec import Target, load_target
+from moaspec.data.messages import words
 from moaspec.model.moa import TargetEncoder
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import map_tensors
-from moaspec.train.dataset.overlap import words
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.run_config import TrainConfig, read_train_config
 from moaspec.train.trainer import Trainer

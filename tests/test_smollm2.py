@@ -12,6 +12,7 @@ from torch import Tensor
 import moaspec
 import tiny
 from bits import needs_packed_kernels, needs_unpacking
+from eval_studies.pass_costs import measure_costs
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
@@ -23,7 +24,6 @@ from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.method_names import MethodResources, parse_methods
-from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.race import TimedDecoding, compare_texts, run_race
 from moaspec.generation.bundled import bundled_drafters

@@ -207,7 +207,7 @@ def test_system_prompts(system: str, tokens: int, cli: Cli, loaded: Target, tmp_
 @pytest.mark.usefixtures("loaded")
 def test_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1, 2)), ("WIDTHS", (1, 2))):
-        monkeypatch.setattr(f"moaspec.evaluate.pass_costs.{name}", value)
+        monkeypatch.setattr(f"eval_studies.pass_costs.{name}", value)
     output = cli("eval", "--cost", "--methods", "plain,moa@chain:2", "--out", str(tmp_path))
     assert output.code == 0
     assert "GB/s" in output.words
@@ -236,10 +236,10 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "function", "name"),
     [
-        (("--cost",), "moaspec.evaluate.pass_costs._round_cost", "costs.json"),
+        (("--cost",), "eval_studies.pass_costs._round_cost", "costs.json"),
         (
             ("--cut", "3", "--max-new-tokens", "8"),
-            "moaspec.evaluate.cut_quality._texts",
+            "eval_studies.cut_quality._texts",
             "cut.json",
         ),
     ],
@@ -253,7 +253,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for length, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1,)), ("WIDTHS", (1, 2))):
-        monkeypatch.setattr(f"moaspec.evaluate.pass_costs.{length}", value)
+        monkeypatch.setattr(f"eval_studies.pass_costs.{length}", value)
     interrupt_after(1, function, monkeypatch)
     command = ("eval", *options, "--methods", "moa@chain:2", "--out", str(tmp_path))
     output = cli(*command)
@@ -278,8 +278,8 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
 @pytest.mark.parametrize(
     ("option", "function"),
     [
-        (("--cost",), "moaspec.evaluate.pass_costs.pass_s"),
-        (("--cut", "3"), "moaspec.evaluate.cut_quality._texts"),
+        (("--cost",), "eval_studies.pass_costs.pass_s"),
+        (("--cut", "3"), "eval_studies.cut_quality._texts"),
     ],
 )
 def test_ctrl_c_before_anything_was_measured(

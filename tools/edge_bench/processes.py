@@ -20,12 +20,12 @@ from transformers.utils import logging
 from edge_bench.case import Case, drafter_name
 from edge_bench.cutting import cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
+from eval_studies.cut_quality import score_text
+from eval_studies.pass_costs import pass_s
 from moaspec.backends.load import load_target
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.evaluate.cut_quality import score_text
-from moaspec.evaluate.pass_costs import pass_s
 from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.device_parts import Device

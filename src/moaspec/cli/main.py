@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from moaspec import __version__
+from moaspec.cli.checkout import add_tool_command
 from moaspec.cli.commands.calibrate import calibrate
 from moaspec.cli.commands.chat_command import chat
 from moaspec.cli.commands.check import check
@@ -13,7 +14,6 @@ from moaspec.cli.commands.checkpoint import app as checkpoint
 from moaspec.cli.commands.data import app as data
 from moaspec.cli.commands.demo import demo
 from moaspec.cli.commands.edge import edge
-from moaspec.cli.commands.edge_bench import add_edge_bench
 from moaspec.cli.commands.evaluate import app as evaluate
 from moaspec.cli.commands.generate import generate
 from moaspec.cli.commands.info import info
@@ -89,7 +89,7 @@ for command in (
 ):
     app.command()(command)
 app.command("target-server")(target_server)
-add_edge_bench(app)
+add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)

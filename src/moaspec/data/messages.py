@@ -1,6 +1,8 @@
 """The normal form of messages and tools, which is OpenAI's, and conversion of other forms to it."""
 
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ it stays a text only where the text is no JSON object.
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of one key, which transformers hands to templates under all of them."""
+WORD = re.compile(r"\w+")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -60,6 +63,11 @@ def short(value: Any) -> str:
     """A value as messages of errors quote it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A text's words, normalised in case, punctuation and typographic variants."""
+    return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def _part_text(part: Any) -> str:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_studies.statistics import padding_share
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import (
     Example,
     collate,
     epoch_batches,
     frequent_tokens,
-    padding_share,
 )
 from moaspec.train.dataset.read_examples import read_examples
 

@@ -10,13 +10,13 @@ import pytest
 
 import chat_tokenizers
 from chat_tokenizers import BREAK, END, START, SYSTEM, USER
+from moaspec.data.messages import words
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.errors import DataError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.overlap import words
 from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
 from moaspec.train.dataset.synth import PromptGenerator, synth, user_turn
 

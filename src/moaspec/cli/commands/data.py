@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moaspec.cli.options import MODEL, Json, Model, TopP, with_groups
+from moaspec.cli.checkout import add_tool_command
+from moaspec.cli.options import TopP, with_groups
+from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
-from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.cli.writing_options import EndpointOptions, WritingOptions, endpoint_writer, load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
-from moaspec.data.row_sources import read_records, refuse
 from moaspec.errors import DataError, InputError
-from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
 
 if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
-    from moaspec.train.dataset.overlap import Overlap
     from moaspec.train.dataset.response_writer import Writer
-    from moaspec.train.dataset.statistics import Statistics
 
 app = typer.Typer(name="data", help="Write and inspect training data.", no_args_is_help=True)
-SHOWN_FINDINGS = 20
 SAMPLES_PER_PROMPT = 20  # of `data synth`, on average, before it gives up
 
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        help="Files (JSON lines, JSON, Parquet; compressed too), directories of them, or "
-        "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
-    ),
-]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
-Skip = Annotated[
-    bool, typer.Option("--skip-malformed", help="Skip malformed rows, and count them.")
-]
 
 
 @app.command("synth")
@@ -113,7 +95,7 @@ def synth_command(
             bar.resume(journal.rows)
             limit = SAMPLES_PER_PROMPT * num if max_samples is None else max_samples
             synth(writer, generator, journal, num, max_samples=limit, report=report)
-    _report(journal, None)
+    console.out.print(f"{journal.rows} rows in {journal.path}")
 
 
 @app.command("regenerate")
@@ -148,10 +130,8 @@ def regenerate_command(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     systems = options.systems()
-    skipped = _Skipped() if skip_malformed else None
-    on_malformed = skipped or refuse
-    report = ReadReport()
-    found = list(islice(read_conversations(sources, on_malformed, report), limit))
+    malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
+    found = list(islice(read_conversations(sources, malformed, report), limit))
     endpoint = elsewhere.checked(
         drafter=options.drafter, threads=options.threads, adapter=options.adapter
     )
@@ -173,7 +153,7 @@ def regenerate_command(
 
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with status("Checking prompts"):
-        conversations = check_prompts(target, found, on_malformed)
+        conversations = check_prompts(target, found, malformed)
     if not conversations:
         raise DataError(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
@@ -189,190 +169,10 @@ def regenerate_command(
                 done = journal.groups * options.group_size + len(journal.kept)
                 bar.resume(min(done, len(conversations)))
                 regenerate(writer, conversations, journal)
-    _report(journal, skipped)
-    _tell_unused(report)
-
-
-@app.command("stats")
-def stats_command(
-    sources: Sources,
-    model: Model = MODEL,
-    max_length: Annotated[
-        int, typer.Option(help="Tokens of an example; longer ones are cut.")
-    ] = 2048,
-    skip_malformed: Skip = False,
-    as_json: Json = False,
-) -> None:
-    """Count the tokens of training data.
-
-    Prints lengths, coverage of trimmed vocabularies, and the size of the activation cache.
-
-    Example: moaspec data stats responses.jsonl.gz
-    """
-    target = load_spec(model, "auto")
-    skipped, report = _Skipped() if skip_malformed else None, ReadReport()
-    from moaspec.train.dataset.read_examples import read_examples
-    from moaspec.train.dataset.statistics import statistics
-
-    with status("Reading examples"), deferred_interrupts() as stopped:
-        examples = read_examples(
-            sources,
-            vocab_size=target.vocab_size,
-            max_length=max_length,
-            tokenizer=target.tokenizer,
-            stop_token_ids=target.stop_token_ids,
-            on_malformed=skipped or refuse,
-            report=report,
-            stopped=lambda: bool(stopped),
-        )
-    facts = statistics(examples, target.identity, always=target.stop_token_ids)
-    if as_json:
-        row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
-        row |= {"unused": vars(report), "complete": not stopped}
-        console.out.print(json.dumps(row))
-    else:
-        _show(facts)
-        _tell_unused(report)
-    _tell(skipped)
-    _leave_if(bool(stopped))
-
-
-@app.command("overlap")
-def overlap_command(
-    sources: Sources,
-    against: Annotated[
-        list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
-    ],
-    size: Annotated[
-        int, typer.Option(help="Number of successive words that count as overlap.")
-    ] = 8,
-    model: Annotated[
-        str | None, typer.Option(help="Target whose tokenizer decodes rows without text.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="New JSONL file for the rows without overlap.")
-    ] = None,
-    skip_malformed: Skip = False,
-    as_json: Json = False,
-) -> None:
-    """Find rows that share words with prompts.
-
-    The rows are training data, the prompts those of an evaluation. Exit code 1 if there are any.
-    With --out all other rows are written unchanged, and the exit code is 0.
-
-    Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
-    """
-    from moaspec.train.dataset.overlap import overlaps
-
-    if size < 1:
-        raise InputError(f"--size must be at least 1, got {size}.")
-    if out is not None and out.exists():
-        raise InputError(f"{out} exists; name another file.")
-    if out is not None:
-        require_writable_file("--out", out)
-    skipped = _Skipped() if skip_malformed else None
-    on_malformed = skipped or refuse
-    target = load_spec(model, "auto") if model else None
-    found: list[Overlap] = []
-    stopped = True
-    with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
-        for finding in overlaps(
-            read_conversations(sources, on_malformed),
-            read_conversations(against, on_malformed),
-            size=size,
-            decode=lambda ids: _decoded(target, ids),
-        ):
-            found.append(finding)
-        stopped = False
-    if as_json:
-        rows = [dataclasses.asdict(finding) for finding in found]
-        facts = {"size": size, "overlaps": rows, "complete": not stopped}
-        console.out.print(json.dumps(facts))
-    else:
-        for finding in found[:SHOWN_FINDINGS]:
-            console.print_wrapped(f"{finding.where} and {finding.against}: {finding.words}")
-        console.print_wrapped(f"{len(found)} rows share {size} words in a row with a prompt.")
-    _tell(skipped)
-    _leave_if(stopped)
-    if out is not None:
-        _write_others(out, sources, {finding.where for finding in found})
-    elif found:
-        raise typer.Exit(1)
-
-
-def _leave_if(stopped: bool) -> None:
-    if stopped:
-        said = "Stopped: this is what the rows before hold. Nothing is written."
-        console.warn(said)
-        raise typer.Exit(130)
-
-
-def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
-    """The rows of these sources but some; malformed ones were told of before."""
-    from moaspec.model.checkpoint.weight_files import replace_file
-
-    def write(scratch: Path) -> None:
-        with scratch.open("w", encoding="utf-8") as file:
-            for source in sources:
-                for record in read_records(source, lambda _: None):
-                    if record.where not in left_out:
-                        # Tables hold dates, which JSON does not.
-                        file.write(json.dumps(record.value, default=str) + "\n")
-
-    replace_file(out, write)
-
-
-class _Skipped:
-    """Counts malformed rows and shows the first few."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, error: DataError) -> None:
-        self.count += 1
-        if self.count <= 3:
-            console.warn(f"Skipped: {error}")
-
-
-def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:
-    if target is None or target.tokenizer is None:
-        raise InputError("Some rows have token ids only: name the target with --model.")
-    tokenizer: Any = target.tokenizer
-    return tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _report(journal: Journal, skipped: _Skipped | None) -> None:
     console.out.print(f"{journal.rows} rows in {journal.path}")
-    _tell(skipped)
+    malformed.tell()
+    tell_unused(report)
 
 
-def _tell(skipped: _Skipped | None) -> None:
-    if skipped is not None and skipped.count:
-        console.warn(f"{skipped.count} malformed rows skipped.")
-
-
-def _tell_unused(report: ReadReport) -> None:
-    for line in report.lines():
-        console.warn(line)
-
-
-def _show(facts: Statistics) -> None:
-    console.print_wrapped(
-        f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
-        f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
-    )
-    lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
-    console.print_wrapped(f"Tokens of an example: {lengths}.")
-    padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
-    console.print_wrapped(f"Pads: {padding}.")
-    console.print_wrapped(
-        f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
-        f"({facts.bytes_per_token} bytes a token)."
-    )
-    headings = ("sizes.draft_vocab", "share of response tokens in it", "of held-out ones")
-    held_out = facts.held_out_coverage
-    rows = [
-        (str(size), f"{one:.2%}", f"{held_out[size]:.2%}" if size in held_out else "too few rows")
-        for size, one in facts.coverage.items()
-    ]
-    show_table(Table(headings, rows))
+add_tool_command(app, "data_studies.command:stats", "moaspec data stats")
+add_tool_command(app, "data_studies.command:overlap", "moaspec data overlap")

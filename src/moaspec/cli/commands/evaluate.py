@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from moaspec.cli.checkout import add_tool_command, import_tool
 from moaspec.cli.loading import print_defaults
 from moaspec.cli.options import (
     Device,
@@ -20,16 +21,10 @@ from moaspec.cli.options import (
 )
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import loading, status
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
-from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompt_suites import read_prompts
-
-if TYPE_CHECKING:
-    from moaspec.evaluate.cut_quality import CutQuality
-    from moaspec.evaluate.methods import Method
-    from moaspec.evaluate.pass_costs import PassCosts
-    from moaspec.evaluate.prompt_suites import Prompt
+from moaspec.evaluate.report import REPORT
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -79,11 +74,17 @@ def evaluate(
     device: Device = "cpu",
     cost: Annotated[
         bool,
-        typer.Option("--cost", help="Measure only costs of passes and rounds, without prompts."),
+        typer.Option(
+            "--cost",
+            help="Measure only costs of passes and rounds, without prompts; in a checkout.",
+        ),
     ] = False,
     cut: Annotated[
         int | None,
-        typer.Option(help="Remove the target after this many tokens; judge the drafters' texts."),
+        typer.Option(
+            help="Remove the target after this many tokens; judge the drafters' texts; in a "
+            "checkout."
+        ),
     ] = None,
     accuracy: Annotated[
         bool,
@@ -118,9 +119,11 @@ def evaluate(
     _check_options(context.params, timed)
     read = {"suite": suite, "limit": limit, "turns": turns}
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
-    if accuracy:
-        _require_graders(prompts, unsafe=unsafe)
-    apart = cost or cut is not None
+    study = _study(
+        cost=cost, cut=cut, max_new_tokens=max_new_tokens, accuracy=accuracy, unsafe=unsafe
+    )
+    if study is not None:
+        study.check(prompts)
     with loading(asked.model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype
         from moaspec.cli.method_loading import (
@@ -130,16 +133,13 @@ def evaluate(
             load_reference_target,
             read_checkpoints,
         )
-        from moaspec.cli.terminal.report_tables import show, show_costs, show_cut
+        from moaspec.cli.terminal.report_tables import show
         from moaspec.evaluate.correctness.equality import RULE
-        from moaspec.evaluate.cut_quality import check_cut
         from moaspec.evaluate.method_names import require_known_noise
         from moaspec.evaluate.report.report import surroundings
         from moaspec.evaluate.results_store import ResultsStore, make_results_directory
         from moaspec.evaluate.runner import EvalSettings, measure
 
-        if cut is not None:
-            check_cut(cut, max_new_tokens)
         require_known_noise([*timed, *untimed], temperature)
         settings = EvalSettings(
             max_new_tokens=max_new_tokens,
@@ -163,24 +163,19 @@ def evaluate(
         around = {**sources.as_facts(), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
-        store = None if apart else ResultsStore(out, facts)
+        store = None if study else ResultsStore(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
-        trusted = None if apart else load_reference_target(loaded, sources)
+        trusted = None if study else load_reference_target(loaded, sources)
     print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
-    if cost:
-        costs = _measured_costs(loaded)
-        facts = {**costs.as_json(), "settings": around}
-        _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
-        return
-    if cut is not None:
-        found = _measured_cut(
-            loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy, unsafe=unsafe
-        )
-        around_cut = {**around, **read, "max_new_tokens": max_new_tokens}
+    encode = chat_encoder(loaded[0].target, system)
+    if study is not None:
+        found = study.measure(loaded, prompts, encode)
+        if cut is not None:
+            around = {**around, **read, "max_new_tokens": max_new_tokens}
         _put_out_apart(
-            {**found.as_json(), "settings": around_cut},
-            lambda: show_cut(found),
-            out and out / CUT,
+            {**found.as_json(), "settings": around},
+            lambda: study.show(found),
+            out and out / study.file_name,
             as_json=as_json,
         )
         return
@@ -188,7 +183,7 @@ def evaluate(
         report = measure(
             loaded[: len(timed)],
             prompts,
-            chat_encoder(loaded[0].target, system),
+            encode,
             settings,
             tau_only=loaded[len(timed) :],
             trusted=trusted,
@@ -226,10 +221,20 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--methods must name at least one method that is timed.")
 
 
-def _require_graders(prompts: Sequence[Prompt], *, unsafe: bool) -> None:
-    from moaspec.evaluate.correctness.accuracy import require_graders
+def _study(
+    *, cost: bool, cut: int | None, max_new_tokens: int, accuracy: bool, unsafe: bool
+) -> Any:
+    """What measures --cost or --cut, which are code of a checkout; None for neither.
 
-    require_graders(prompts, unsafe=unsafe)
+    Raises:
+        InputError: this is an installed package.
+    """
+    if not cost and cut is None:
+        return None
+    studies = import_tool("eval_studies.command", f"moaspec eval --{'cost' if cost else 'cut'}")
+    if cost:
+        return studies.CostStudy()
+    return studies.CutStudy(cut, max_new_tokens, accuracy, unsafe)
 
 
 @app.command()
@@ -251,32 +256,7 @@ def compare(
     _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
 
 
-@app.command()
-def page(
-    directory: Annotated[Path, typer.Argument(help="Directory that --out of moaspec eval named.")],
-    markdown: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Also write tables and plots into this Markdown file: between its lines "
-            f"`{BEGIN}` and `{END}` where it has them, else as a whole. May be given several times."
-        ),
-    ] = None,
-) -> None:
-    """Write report.html anew.
-
-    Example: moaspec eval page results --markdown docs/results.md
-    """
-    from moaspec.evaluate.report.pages import write_markdown, write_page
-
-    try:
-        with status("Drawing the report"):
-            written = [write_page(directory)]
-            for path in markdown or ():
-                write_markdown(directory, path)
-                written.append(path)
-    except OSError as error:
-        raise InputError(f"The page cannot be written: {error}.") from error
-    console.out.print(f"Written: {', '.join(map(str, written))}")
+add_tool_command(app, "eval_report.command:page", "moaspec eval page")
 
 
 def _put_out(
@@ -313,56 +293,14 @@ def _leave(what: str, kept: str | None) -> NoReturn:
 
 
 def _write_page(directory: Path) -> Path | None:
-    """The page, where there is a report to show; without matplotlib the rest still works."""
-    from moaspec.evaluate.report.pages import write_page
-
+    """The page, where there is a report to show; the rest works without tools and matplotlib."""
     if not (directory / REPORT).exists():
         return None
     try:
-        return write_page(directory)
+        return import_tool("eval_report.pages", "moaspec eval page").write_page(directory)
     except InputError as error:
-        console.warn(f"No {PAGE}: {error}")
+        console.warn(f"No report.html: {error}")
         return None
-
-
-def _measured_costs(methods: Sequence[Method]) -> PassCosts:
-    from moaspec.evaluate.pass_costs import measure_costs, num_measurements
-
-    with ProgressBar("measuring costs", num_measurements(methods)) as bar:
-        return measure_costs(methods, advance=bar.advance)
-
-
-def _measured_cut(
-    methods: Sequence[Method],
-    prompts: Sequence[Prompt],
-    lengths: tuple[int, int],
-    *,
-    system: str,
-    accuracy: bool,
-    unsafe: bool,
-) -> CutQuality:
-    """`lengths`: tokens before the cut, and of the whole text."""
-    from moaspec.cli.method_loading import chat_encoder
-    from moaspec.evaluate.correctness.accuracy import is_correct
-    from moaspec.evaluate.cut_quality import measure_cut
-
-    target = methods[0].target
-    encode, tokenizer = chat_encoder(target, system), cast(Any, target.tokenizer)
-
-    def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        return is_correct(prompt, text, unsafe=unsafe)
-
-    with ProgressBar("measuring", len(prompts)) as bar:
-        return measure_cut(
-            methods,
-            prompts,
-            lambda turn: encode([turn], []),
-            after=lengths[0],
-            max_new_tokens=lengths[1],
-            is_correct=right if accuracy else lambda *_: None,
-            advance=bar.advance,
-        )
 
 
 def _names(text: str) -> list[str]:

@@ -10,8 +10,6 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.table import Table, show_table
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.cut_quality import CutQuality
-    from moaspec.evaluate.pass_costs import PassCosts
     from moaspec.evaluate.report.comparison import Comparison, Interval
     from moaspec.evaluate.report.report import Report
 
@@ -61,7 +59,7 @@ def methods_table(facts: Facts) -> Table:
             name,
             _speed(method),
             *_speedups(facts, method),
-            _number(method["tau"]),
+            number(method["tau"]),
             " ".join(f"{share:.0%}" for share in method["acceptance_by_depth"]),
             _equal(method),
         )
@@ -77,9 +75,9 @@ def methods_costs_table(facts: Facts) -> Table:
     rows = [
         (
             name,
-            _number(method["first_token_s"]),
-            *(_ms(method["round_s"][part]) if method["round_s"] else "" for part in ROUND_PARTS),
-            _number(method["passes_per_token"]),
+            number(method["first_token_s"]),
+            *(in_ms(method["round_s"][part]) if method["round_s"] else "" for part in ROUND_PARTS),
+            number(method["passes_per_token"]),
             f"{method['cpu_s_per_token']:.3f}",
             "" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e6:.0f}",
         )
@@ -97,7 +95,7 @@ def parts_table(facts: Facts) -> Table:
         names = list(next(iter(parts.values()), ()))
         if len(names) > 1:
             rows = [
-                (name, *(_number(part[name]["tau"]) for part in parts.values())) for name in names
+                (name, *(number(part[name]["tau"]) for part in parts.values())) for name in names
             ]
             return Table((f"tau by {title}", *parts), rows)
     return Table((), ())
@@ -145,75 +143,6 @@ def _equal(method: Facts) -> str:
     return text
 
 
-def show_costs(found: PassCosts) -> None:
-    """Passes by width, rounds by context and batch, and what the machine allows."""
-    bound = found.bound
-    show_table(widths_table(found))
-    console.print_wrapped(
-        f"A pass reads {bound.weight_bytes / 1e6:.0f} MB of weights, which takes at least "
-        f"{_ms(bound.floor_s)} ms at {bound.bytes_per_s / 1e9:.1f} GB/s; the arithmetic of a token "
-        f"takes {_ms(bound.arithmetic_s)} ms at {bound.flops_per_s / 1e9:.0f} GFLOP/s. Passes over "
-        f"up to {bound.free_tokens} tokens cost about as much as over one."
-    )
-    if found.rounds:
-        console.out.print()
-        show_table(rounds_table(found))
-
-
-def widths_table(found: PassCosts) -> Table:
-    """What passes cost, and the most that drafting can bring."""
-    headings = ("tokens in a pass", "ms", "speed-up if all were right")
-    rows = [
-        (str(one.tokens), _ms(one.seconds), f"{found.bound.ceiling[one.tokens]:.2f}x")
-        for one in found.widths
-    ]
-    return Table(headings, rows)
-
-
-def rounds_table(found: PassCosts) -> Table:
-    """What the parts of a round cost."""
-    parts = (f"{part}, ms" for part in ("plain pass", "draft", "verify", "encode"))
-    rows = [
-        (
-            one.method,
-            str(one.context),
-            str(one.batch),
-            *map(_ms, (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
-            f"{one.break_even:.2f}",
-        )
-        for one in found.rounds
-    ]
-    return Table(("method", "context", "rows", *parts, "pays from tau"), rows)
-
-
-def show_cut(cut: CutQuality) -> None:
-    """What the target thinks of each continuation, and what was left out."""
-    show_table(cut_table(cut))
-    if cut.left_out:
-        console.print_wrapped(
-            f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
-            "the cut.",
-            "yellow",
-        )
-
-
-def cut_table(cut: CutQuality) -> Table:
-    """A row per continuation."""
-    facts = cut.as_json()["methods"]
-    headings = {
-        "log_likelihood": "log-probability per token",
-        "agreement": "agreement",
-        "same": "tokens as the target's own",
-        "accuracy": "accuracy",
-    }
-    if all(one["accuracy"] is None for one in facts.values()):
-        del headings["accuracy"]
-    rows = [(name, *(_number(one[key]) for key in headings)) for name, one in facts.items()]
-    rows = [(*row, str(facts[row[0]]["tokens"]), str(facts[row[0]]["judged"])) for row in rows]
-    first, last = f"alone after {cut.after} tokens", ("tokens", "texts")
-    return Table((first, *headings.values(), *last), rows)
-
-
 def show_comparison(found: Comparison) -> None:
     """Changes with their intervals, and why a speed is missing."""
     show_table(comparison_table(found))
@@ -229,7 +158,7 @@ def comparison_table(found: Comparison) -> Table:
         (
             one.method,
             str(one.prompts),
-            f"{_number(one.tau_before)} to {_number(one.tau_after)}",
+            f"{number(one.tau_before)} to {number(one.tau_after)}",
             _interval(one.tau, "+.2f"),
             _interval(one.speed, ".2f"),
         )
@@ -239,11 +168,13 @@ def comparison_table(found: Comparison) -> Table:
     return Table(headings, rows)
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """Seconds as a cell of milliseconds."""
     return f"{seconds * 1000:.1f}"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure as a cell; an empty one where there is none."""
     return "" if value is None else f"{value:.2f}"
 
 

@@ -53,7 +53,6 @@ RULE = (
     "whose passes have different widths."
 )
 """Explanation of the check; stored with results."""
-EARLIER_RULE = "Texts were compared with the baseline's by an earlier version of moaspec."
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moaspec.errors import DataError
-from moaspec.evaluate.file_names import REPORT
+from moaspec.evaluate.report import REPORT
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -139,7 +139,7 @@ def _change(name: str, before: Facts, after: Facts, *, timed: bool) -> MethodCha
         tau_before,
         tau_after,
         interval(counts_P4, conversations, _tau_difference) if has_tau else None,
-        interval(logs_P2, conversations, lambda sums: np.exp(_ratio(sums)))
+        interval(logs_P2, conversations, lambda sums: np.exp(ratio(sums)))
         if timed and len(logs_P2) == len(pairs)
         else None,
     )
@@ -163,14 +163,6 @@ def speed_ratio(prompt: Facts, other: Facts) -> float | None:
     return a / b
 
 
-def tau_interval(method: Facts) -> Interval | None:
-    """Tokens per round with its interval; None without rounds."""
-    if method["tau"] is None:
-        return None
-    counts_P2 = np.array([counts(prompt) for prompt in method["prompts"]])
-    return interval(counts_P2, [conversation(prompt) for prompt in method["prompts"]], _ratio)
-
-
 def interval(
     rows_PC: Array, conversations: Sequence[Hashable], figure: Callable[[Array], Array]
 ) -> Interval:
@@ -187,22 +179,6 @@ def interval(
     value = float(figure(rows_TC.sum(0)))
     with np.errstate(divide="ignore", invalid="ignore"):
         return bootstrap(value, len(rows_TC), lambda draws_RT: figure(draws_RT @ rows_TC))
-
-
-def median_interval(values: Sequence[float], conversations: Sequence[Hashable]) -> Interval:
-    """A median, with a percentile bootstrap over conversations."""
-    order_P = np.argsort(values)
-    sorted_P = np.asarray(values, dtype=np.float64)[order_P]
-    index_P = numbered(conversations)[order_P]
-
-    def medians(draws_RT: Array) -> Array:
-        # The middle of the sorted values, each counted as often as its conversation was drawn.
-        counts_RP = draws_RT[:, index_P].cumsum(axis=1)
-        half_R1 = counts_RP[:, -1:] / 2
-        below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
-        return (sorted_P[below_R] + sorted_P[above_R]) / 2
-
-    return bootstrap(float(np.median(values)), int(index_P.max()) + 1, medians)
 
 
 def numbered(conversations: Sequence[Hashable]) -> npt.NDArray[np.int64]:
@@ -226,15 +202,15 @@ def bootstrap(value: float, number: int, resample: Callable[[Array], Array]) -> 
     return Interval(value, float(low), float(high))
 
 
-def _ratio(sums: Array) -> Array:
+def ratio(sums: Array) -> Array:
     """The first of two columns over the second."""
     return sums[..., 0] / sums[..., 1]
 
 
 def _tau_difference(sums: Array) -> Array:
     """Difference of tau; columns: emitted and rounds before, emitted and rounds after."""
-    return _ratio(sums[..., 2:]) - _ratio(sums[..., :2])
+    return ratio(sums[..., 2:]) - ratio(sums[..., :2])
 
 
 def _tau(sums: Array) -> float | None:
-    return float(_ratio(sums)) if sums[1] else None
+    return float(ratio(sums)) if sums[1] else None

@@ -144,16 +144,6 @@ def _filled(by_length: Sequence[int], lengths: Sequence[int], tokens: int) -> li
     return batches
 
 
-def padding_share(examples: Sequence[Example], batches: Iterable[Sequence[int]]) -> float:
-    """Fraction of pads among the tokens of these batches."""
-    real = padded = 0
-    for batch in batches:
-        lengths = [len(examples[i]) for i in batch]
-        real += sum(lengths)
-        padded += max(lengths) * len(lengths)
-    return 1 - real / padded
-
-
 def frequent_tokens(
     examples: Sequence[Example], *, size: int, always: Iterable[int]
 ) -> Tensor | None:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.messages import Message
+from moaspec.data.messages import Message, words
 from moaspec.data.row_sources import read_records
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.overlap import words
 from moaspec.train.dataset.response_writer import (
     ConversationTask,
     OutputRow,

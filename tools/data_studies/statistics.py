@@ -1,6 +1,6 @@
 """Statistics of training data."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from moaspec.train.dataset.examples import (
     coverage,
     epoch_batches,
     frequent_tokens,
-    padding_share,
     response_counts,
 )
 from moaspec.train.students.target_activations import activation_widths, bytes_per_token
@@ -97,3 +96,13 @@ def _padding(examples: Sequence[Example]) -> dict[str, float]:
         )
         shares[name] = padding_share(examples, batches)
     return shares
+
+
+def padding_share(examples: Sequence[Example], batches: Iterable[Sequence[int]]) -> float:
+    """Fraction of pads among the tokens of these batches."""
+    real = padded = 0
+    for batch in batches:
+        lengths = [len(examples[i]) for i in batch]
+        real += sum(lengths)
+        padded += max(lengths) * len(lengths)
+    return 1 - real / padded

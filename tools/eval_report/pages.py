@@ -9,18 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from eval_report.plots import draw_plots
+from eval_report.verdict import eval_command, prompt_speedups, speedup, tau_interval, verdict
 from moaspec.errors import DataError, InputError
-from moaspec.evaluate.correctness.equality import EARLIER_RULE
-from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE
-from moaspec.evaluate.report.comparison import Facts, read_report, tau_interval
-from moaspec.evaluate.report.plots import draw_plots
-from moaspec.evaluate.report.verdict import eval_command, prompt_speedups, speedup, verdict
+from moaspec.evaluate.report.comparison import Facts, read_report
 from moaspec.evaluate.results_store import write_whole
+
+PAGE, COSTS, CUT = "report.html", "costs.json", "cut.json"
+"""Names of files in a directory of results."""
+
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+"""If a Markdown file has both lines, only the text between them is replaced."""
 
 SAME = ("model", "drafter", "dtype", "quantize", "adapter", "device", "threads")
 """Settings that all results on a page must share."""
+
+EARLIER_RULE = "Texts were compared with the baseline's by an earlier version of moaspec."
 
 NUM_SHORT_PLOTS = 2
 """Number of plots between the markers; a Markdown file without markers gets all plots."""
@@ -114,7 +120,7 @@ def _images(plots: Mapping[str, str], path: Path) -> dict[str, str]:
 
 def _rendered(template: str, **values: Any) -> str:
     environment = Environment(
-        loader=PackageLoader("moaspec.evaluate.report", ""),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=template.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,

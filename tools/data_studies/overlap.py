@@ -1,14 +1,12 @@
 """Find training rows that share long word sequences with evaluation prompts."""
 
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from moaspec.data.conversations import Conversation
+from moaspec.data.messages import words
 
 Ngram = tuple[str, ...]
-WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -18,11 +16,6 @@ class Overlap:
     where: str
     against: str
     words: str
-
-
-def words(text: str) -> Ngram:
-    """The text's words, normalised in case, punctuation and typographic variants."""
-    return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def overlaps(

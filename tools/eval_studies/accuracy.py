@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from moaspec.evaluate.correctness.sandbox import Trial, isolation, passes
+from eval_studies.sandbox import Trial, isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.support.extras import require
 

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.evaluate.correctness.accuracy import (
+from eval_studies.accuracy import (
     humaneval_tasks,
     is_correct,
     require_graders,
     trial,
 )
-from moaspec.evaluate.correctness.sandbox import isolation, passes
+from eval_studies.sandbox import isolation, passes
+from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import Prompt
 
 DOUBLE = {
@@ -28,7 +28,7 @@ PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(SOLUTION,))
 
 @pytest.fixture
 def _one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
+    monkeypatch.setattr("eval_studies.accuracy.humaneval_tasks", lambda: (DOUBLE,))
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_humaneval_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
-    monkeypatch.setattr("moaspec.evaluate.correctness.sandbox._isolation", lambda: None)
+    monkeypatch.setattr("eval_studies.accuracy.humaneval_tasks", lambda: (DOUBLE,))
+    monkeypatch.setattr("eval_studies.sandbox._isolation", lambda: None)
     with pytest.raises(InputError, match="no sandbox"):
         require_graders([PROMPT])
     require_graders([PROMPT], unsafe=True)

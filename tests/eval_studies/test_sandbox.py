@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from eval_studies import sandbox
+from eval_studies.sandbox import Trial, isolation, passes
 from moaspec.errors import InputError
-from moaspec.evaluate.correctness import sandbox
-from moaspec.evaluate.correctness.sandbox import Trial, isolation, passes
 
 RIGHT = "def f(x):\n    return x + 1\n"
 UNKNOWN = """
@@ -269,14 +269,14 @@ def test_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_processes_have_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_isolation", lambda: None)
-    monkeypatch.setattr("moaspec.evaluate.correctness.sandbox.os.name", "nt")
+    monkeypatch.setattr("eval_studies.sandbox.os.name", "nt")
     with pytest.raises(InputError, match="no sandbox"):
         isolation(unsafe=True)
 
 
 def test_other_systems_have_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._isolation.cache_clear()
-    monkeypatch.setattr("moaspec.evaluate.correctness.sandbox.sys.platform", "darwin")
+    monkeypatch.setattr("eval_studies.sandbox.sys.platform", "darwin")
     with pytest.raises(InputError, match="no sandbox"):
         isolation()
     sandbox._isolation.cache_clear()

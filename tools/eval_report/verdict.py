@@ -1,13 +1,24 @@
-"""The verdict of a report with its confidence interval, and the command that repeats it."""
+"""The verdict of a report with its confidence interval, and the command that repeats it.
+
+Legend: P prompts, T conversations, C columns, R resamples.
+"""
 
 import shlex
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from moaspec.evaluate.report.comparison import (
+    Array,
     Facts,
     Interval,
+    bootstrap,
     conversation,
-    median_interval,
+    counts,
+    interval,
+    numbered,
+    ratio,
     speed_ratio,
 )
 
@@ -107,3 +118,27 @@ def eval_command(facts: Facts) -> str:
     options += [("checkpoint", f"{kind}={path}") for kind, path in checkpoints.items()]
     words = [shlex.join((f"--{name}", value)) for name, value in options]
     return " \\\n    ".join(("moaspec eval", *words))
+
+
+def tau_interval(method: Facts) -> Interval | None:
+    """Tokens per round with its interval; None without rounds."""
+    if method["tau"] is None:
+        return None
+    counts_P2 = np.array([counts(prompt) for prompt in method["prompts"]])
+    return interval(counts_P2, [conversation(prompt) for prompt in method["prompts"]], ratio)
+
+
+def median_interval(values: Sequence[float], conversations: Sequence[Hashable]) -> Interval:
+    """A median, with a percentile bootstrap over conversations."""
+    order_P = np.argsort(values)
+    sorted_P = np.asarray(values, dtype=np.float64)[order_P]
+    index_P = numbered(conversations)[order_P]
+
+    def medians(draws_RT: Array) -> Array:
+        # The middle of the sorted values, each counted as often as its conversation was drawn.
+        counts_RP = draws_RT[:, index_P].cumsum(axis=1)
+        half_R1 = counts_RP[:, -1:] / 2
+        below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
+        return (sorted_P[below_R] + sorted_P[above_R]) / 2
+
+    return bootstrap(float(np.median(values)), int(index_P.max()) + 1, medians)

@@ -9,9 +9,10 @@ import torch
 
 import tiny
 from costs import know, rated, table, watch_reused
+from eval_studies import cut_quality
+from eval_studies.command import CutStudy
+from eval_studies.cut_quality import TARGET_NAME, continue_alone, measure_cut
 from moaspec.errors import InputError
-from moaspec.evaluate import cut_quality
-from moaspec.evaluate.cut_quality import TARGET_NAME, continue_alone, measure_cut
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompt_suites import Prompt
@@ -114,7 +115,13 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
     assert found.as_json()["methods"]["moa"]["texts"] == len(PROMPTS)
 
 
-@pytest.mark.parametrize(("names", "after"), [(("plain",), 3), (("moa",), 0), (("moa",), 8)])
-def test_what_cannot_be_cut(names: tuple[str, ...], after: int) -> None:
+@pytest.mark.parametrize("after", [0, 8])
+def test_a_cut_has_tokens_before_and_after_it(after: int) -> None:
+    study = CutStudy(after, 8, accuracy=False, unsafe=False)
     with pytest.raises(InputError, match="--cut"):
-        measure_cut(methods(*names), PROMPTS, encode, after=after, max_new_tokens=8)
+        study.check(PROMPTS)
+
+
+def test_a_cut_needs_a_drafter() -> None:
+    with pytest.raises(InputError, match="--cut"):
+        measure_cut(methods("plain"), PROMPTS, encode, after=3, max_new_tokens=8)

@@ -16,14 +16,13 @@ import pytest
 
 import browsing
 import tiny
+from eval_report.pages import BEGIN, END, page, write_markdown, write_page
+from eval_report.plots import draw_plots, scalable
+from eval_studies.cut_quality import measure_cut
+from eval_studies.pass_costs import measure_costs
 from moaspec.errors import DataError, InputError
-from moaspec.evaluate.cut_quality import measure_cut
-from moaspec.evaluate.file_names import BEGIN, END
 from moaspec.evaluate.method_names import MethodResources, parse_methods
-from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report.pages import page, write_markdown, write_page
-from moaspec.evaluate.report.plots import draw_plots, scalable
 from moaspec.evaluate.runner import EvalSettings, measure
 
 SETTINGS = {"model": "tiny", "dtype": "float32"}

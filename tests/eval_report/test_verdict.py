@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import typer
 
+from eval_report.verdict import (
+    eval_command,
+    median_interval,
+    prompt_speedups,
+    speedup,
+    tau_interval,
+    verdict,
+)
 from moaspec.cli.commands.evaluate import app
-from moaspec.evaluate.report.comparison import median_interval, tau_interval
-from moaspec.evaluate.report.verdict import eval_command, prompt_speedups, speedup, verdict
 
 SETTINGS = {"model": "tiny", "suite": "bundled", "limit": None, "max_new_tokens": 16}
 

@@ -77,14 +77,6 @@ def _summary(texts: Sequence[Continuation]) -> dict[str, Any]:
     }
 
 
-def check_cut(after: int, max_new_tokens: int) -> None:
-    """Refuse a cut. InputError: there are no tokens before it, or none after it."""
-    if not 1 <= after < max_new_tokens:
-        raise InputError(
-            f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."
-        )
-
-
 def measure_cut(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
@@ -103,7 +95,7 @@ def measure_cut(
         methods: methods with a drafter are measured; plain decoding is always measured.
         prompts: their first turns are used.
         after: tokens before the cut, at least 1.
-        max_new_tokens: of the whole text.
+        max_new_tokens: of the whole text, more than `after`.
 
     Raises:
         InputError: no method with a drafter, or all prompts are left out.
@@ -112,7 +104,6 @@ def measure_cut(
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
         raise InputError("--cut needs a method with a drafter, for example moa.")
-    check_cut(after, max_new_tokens)
     left_out, interrupted, lengths = 0, False, (after, max_new_tokens)
     names = (TARGET_NAME, *(method.name for method in drafted))
     texts: dict[str, list[Continuation]] = {name: [] for name in names}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from data_studies.overlap import overlaps
 from moaspec.data.conversations import Conversation
-from moaspec.train.dataset.overlap import overlaps, words
+from moaspec.data.messages import words
 
 PROMPTS = [
     Conversation(

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.backends.fast_target import accelerate
-from moaspec.evaluate.method_names import MethodResources, parse_methods
-from moaspec.evaluate.methods import Method
-from moaspec.evaluate.pass_costs import (
+from eval_studies.pass_costs import (
     MemoryBound,
     PassCosts,
     RoundCost,
     measure_costs,
     num_measurements,
 )
+from moaspec.backends.fast_target import accelerate
+from moaspec.evaluate.method_names import MethodResources, parse_methods
+from moaspec.evaluate.methods import Method
 from moaspec.target.target import Target
 
 LENGTHS: dict[str, Any] = {"contexts": (32, 64, 250), "batches": (1, 3), "widths": (1, 2, 4)}
@@ -83,7 +83,7 @@ def test_break_even() -> None:
 @pytest.mark.slow
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LENGTHS.items():
-        monkeypatch.setattr(f"moaspec.evaluate.pass_costs.{name.upper()}", value)
+        monkeypatch.setattr(f"eval_studies.pass_costs.{name.upper()}", value)
     calls: list[None] = []
     chosen = methods(tiny.target())
     found = measure_costs(chosen, advance=lambda: calls.append(None))

@@ -1,0 +1,53 @@
+"""Commands, and parts of commands, whose code is in tools/: only a checkout has them."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moaspec.errors import InputError
+
+TOOLS = Path(__file__).parents[3] / "tools"
+
+
+def import_tool(module: str, command: str, tools: Path = TOOLS) -> Any:
+    """Import a module of tools/; `command` needs it.
+
+    Raises:
+        InputError: this is an installed package, which has no tools.
+    """
+    if not _is_there(module, tools):
+        raise InputError(
+            f"`{command}` runs only in a checkout of the repository, because it is not part of the "
+            "installed package: clone the repository, run `make install` there, and use its "
+            ".venv/bin/moaspec."
+        )
+    if str(tools) not in sys.path:
+        sys.path.append(str(tools))
+    return import_module(module)
+
+
+def add_tool_command(app: typer.Typer, function: str, command: str, tools: Path = TOOLS) -> None:
+    """Add a command; in an installed package, a hidden one that says where it runs.
+
+    Args:
+        function: `module:function` in tools/.
+        command: what the user calls; its last word is the name.
+    """
+    module, _, attribute = function.partition(":")
+    name = command.rpartition(" ")[2]
+    if _is_there(module, tools):
+        app.command(name)(getattr(import_tool(module, command, tools), attribute))
+        return
+
+    @app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})
+    def unavailable(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        """Say that this command needs a checkout."""
+        del arguments
+        import_tool(module, command, tools)
+
+
+def _is_there(module: str, tools: Path) -> bool:
+    return (tools / module.partition(".")[0]).is_dir()

@@ -1,0 +1,48 @@
+"""Commands, and parts of commands, that only a checkout has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from commands import Cli
+from moaspec.cli.checkout import TOOLS, add_tool_command
+from moaspec.errors import InputError
+
+
+def _app(tools: Path) -> typer.Typer:
+    app = typer.Typer()
+    app.command("models")(lambda: None)  # an app with one command has no command names
+    add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench", tools)
+    return app
+
+
+@pytest.mark.parametrize("arguments", [[], ["--links", "none", "--json"]])
+def test_an_installed_package_says_that_it_needs_a_checkout(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    found = CliRunner().invoke(_app(tmp_path), ["edge-bench", *arguments])
+    assert isinstance(found.exception, InputError)
+    assert "`moaspec edge-bench` runs only in a checkout" in str(found.exception)
+
+
+def test_a_checkout_has_the_command() -> None:
+    found = CliRunner().invoke(_app(TOOLS), ["edge-bench", "--help"])
+    assert found.exit_code == 0
+    assert "--server-speed" in found.output
+
+
+@pytest.mark.parametrize("option", [("--cost",), ("--cut", "3")])
+def test_eval_names_the_option_that_needs_a_checkout(
+    option: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str, command: str) -> None:
+        raise InputError(f"{command} needs a checkout.")
+
+    monkeypatch.setattr("moaspec.cli.commands.evaluate.import_tool", refuse)
+    output = cli("eval", *option)
+    assert output.code == 2
+    assert f"moaspec eval {option[0]} needs a checkout" in output.err

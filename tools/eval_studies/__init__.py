@@ -1,0 +1,1 @@
+"""What `moaspec eval --cost` and `--cut` measure, in a checkout of the repository."""
