@@ -69,12 +69,9 @@ def test_a_table_with_more_columns_than_fit_is_turned() -> None:
     ]
 
 
-def test_a_table_with_too_much_of_both_comes_in_parts() -> None:
+def test_a_table_with_too_much_of_both_comes_row_by_row() -> None:
     many = Table(("n", *map(str, range(10, 20))), [(str(i), *["123"] * 10) for i in range(12)])
-    lines = shown(many, 30)
-    assert lines[0].split() == ["n", "10", "11", "12", "13", "14"]
-    assert lines[15].split() == ["n", "15", "16", "17", "18", "19"]
-    assert lines[17].split() == ["0", *["123"] * 5]
+    assert shown(many, 30)[:3] == ["n: 0", "  10: 123", "  11: 123"]
 
 
 def test_where_no_two_columns_fit_every_row_is_a_block() -> None:

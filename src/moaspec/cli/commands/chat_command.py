@@ -45,13 +45,12 @@ def chat(
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
     settings = decoding.settings(max_new_tokens)
-    if url is not None and (asked.quantize or asked.adapter):
-        raise InputError(
-            "--quantize and --adapter are for a target here; with --url the server has the target."
-        )
-    if url is not None and decoding.generation_config != "auto":
-        raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
+        if asked.quantize or asked.adapter or decoding.generation_config != "auto":
+            raise InputError(
+                "--quantize, --adapter and --generation-config are for a target here; with --url "
+                "they are the server's."
+            )
         _hold(ServerChat(url, settings, system))
         return
     target, module = load(asked, speculation=decoding.speculation)

@@ -1,8 +1,7 @@
 """`moaspec info CHECKPOINT`: shows what a checkpoint holds."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +12,9 @@ from rich.text import Text
 from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
-from moaspec.cli.terminal.table import GAP
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
-
-DIGEST = 16  # characters of a hash on the terminal; enough to tell two apart
-MIN_VALUE = 24  # columns for values on the narrowest terminals
-_HASH = re.compile(r"[0-9a-f]{32,}")
 
 
 def info(
@@ -45,28 +39,12 @@ def info(
         console.out.print(json.dumps(facts))
         return
     lines = list(_lines(facts))
-    shown = shortened(lines, console.out.width)
-    names = max(len(name) for name, _ in lines)
+    width = max(len(name) for name, _ in lines)
     console.out.print(Text(str(directory), style="bold"))
-    for name, value in shown:
-        console.out.print(f"{name:<{names}}{' ' * GAP}{value}")
-    if shown != lines:
-        console.print_wrapped("--json prints what was cut off here (…).", "dim")
-
-
-def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Cut hashes to their start, and other values to the rest of a terminal's line."""
-    room = max(MIN_VALUE, width - GAP - max(len(name) for name, _ in lines))
-    return [
-        (name, _shortened(value, DIGEST if _HASH.fullmatch(value) else room))
-        for name, value in lines
-    ]
-
-
-def _shortened(value: str, room: int) -> str:
-    text = Text(value)
-    text.truncate(room, overflow="ellipsis")
-    return text.plain
+    for name, value in lines:
+        line = Text(f"{name:<{width}}  {value}")
+        console.out.print(line, soft_wrap=False, no_wrap=True, overflow="ellipsis")
+    console.print_wrapped("--json prints long values whole.", "dim")
 
 
 def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

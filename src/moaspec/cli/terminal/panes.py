@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from moaspec.engine.result import Source
     from moaspec.evaluate.race import DecodingStats, Race, TimedDecoding
 
-SIDE_BY_SIDE = 70
-"""Columns from which on both panes have room beside each other; below they are stacked."""
-MIN_WIDTH, MAX_WIDTH = 40, 140
+MIN_WIDTH, MAX_WIDTH = 70, 140  # columns that both panes need, and may take
 MARGIN = 2
 """Columns that stay free on the right: a terminal echoes ^C there without beginning a line."""
 MIN_TEXT_ROWS, MAX_TEXT_ROWS = 3, 12
@@ -81,8 +79,6 @@ def frame(
         _panel(pane, text, _pane_width(screen), rows)
         for pane, text in zip(panes, texts, strict=True)
     ]
-    if _stacked(screen):
-        return Group(_heading(prompt, width), *drawn)
     beside = Table.grid(padding=0)
     beside.add_row(*drawn)
     return Group(_heading(prompt, width), beside)
@@ -197,17 +193,11 @@ def _width(screen: Console) -> int:
     return min(screen.width - MARGIN, MAX_WIDTH)
 
 
-def _stacked(screen: Console) -> bool:
-    return screen.width < SIDE_BY_SIDE
-
-
 def _pane_width(screen: Console) -> int:
-    return _width(screen) if _stacked(screen) else _width(screen) // 2
+    return _width(screen) // 2
 
 
 def _text_rows(screen: Console) -> int:
     """Rows of text that each pane may have, so that a frame fits into the terminal."""
     heading = -(-PROMPT_CHARACTERS // max(1, _width(screen) - 10)) + 1
-    free = screen.height - heading - 1
-    each = free // 2 if _stacked(screen) else free
-    return min(each - FRAME_ROWS, MAX_TEXT_ROWS)
+    return min(screen.height - heading - 1 - FRAME_ROWS, MAX_TEXT_ROWS)

@@ -1,7 +1,7 @@
 """A table as data, and its form in a terminal of a given width.
 
-A table is shown with its rows as lines where that fits, else turned by 90 degrees, else in parts
-with some of its columns each. Cells wrap between words and never inside one.
+A table is shown with its rows as lines where that fits, else turned by 90 degrees, else row by row
+with a line for each cell. Cells wrap between words and never inside one.
 """
 
 from __future__ import annotations
@@ -66,23 +66,7 @@ def rendered(table: Table, width: int) -> RenderableType:
         widths = _widths(form.columns, width, lines)
         if widths is not None:
             return Group(*title, _grid(form, widths))
-    return Group(*title, *_parts(table, width))
-
-
-def _parts(table: Table, width: int) -> Iterator[RenderableType]:
-    """The first column with as many others as fit, then again with the next ones."""
-    first, *others = table.columns
-    while others:
-        counts = range(len(others), 0, -1)
-        tries = ((n, _widths([first, *others[:n]], width, CELL_LINES[-1])) for n in counts)
-        count, widths = next((one for one in tries if one[1]), (0, None))
-        if widths is None:
-            yield from (Text(line) for row in table.rows for line in _block(table, row, width))
-            return
-        headings, *rows = zip(first, *others[:count], strict=True)
-        yield _grid(Table(headings, rows, grouped=table.grouped), widths)
-        others = others[count:]
-        yield from [Text()] if others else []
+    return Group(*title, *(Text(line) for row in table.rows for line in _block(table, row, width)))
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int, lines: int) -> list[int] | None:
