@@ -11,8 +11,10 @@ import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moaspec.backends.cpu.structures import check_layouts
 from moaspec.errors import InputError
@@ -65,6 +67,17 @@ def library() -> ctypes.CDLL:
     found, reason = _loaded()
     assert found is not None, reason
     return found
+
+
+def call(kernel: Any, *arguments: object) -> Any:
+    """Call a kernel: tensors as addresses, integers as int64, and the number of threads last."""
+    return kernel(*map(_as_c, arguments), ctypes.c_int32(torch.get_num_threads()))
+
+
+def _as_c(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
 def unpacks_exactly() -> bool:

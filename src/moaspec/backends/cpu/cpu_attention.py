@@ -4,12 +4,11 @@ Legend: B rows, T tokens, S slots, H query heads, J KV heads, D head dim.
 """
 
 import ctypes
-from ctypes import c_int32
 
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import library, why_not
+from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
@@ -77,7 +76,7 @@ def attend(
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         mask_row = 0 if mask.shape[0] == 1 else mask.stride(0)
         mask_token = 0 if mask.shape[2] == 1 else mask.stride(2)
-    call = AttentionFacts(
+    facts = AttentionFacts(
         query_BHTD.data_ptr(),
         key_BJSD.data_ptr(),
         value_BJSD.data_ptr(),
@@ -91,5 +90,5 @@ def attend(
         *(mask_row, mask_token),
         scale,
     )
-    library().moaspec_attend(ctypes.byref(call), c_int32(torch.get_num_threads()))
+    call(library().moaspec_attend, ctypes.byref(facts))
     return out_BTHD.transpose(1, 2)

@@ -6,13 +6,13 @@ the rotated dims, O outputs of the head, V vocabulary, E hidden size.
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int64
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import library
+from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Pass, Slots
 from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.backends.cpu.matrix import Matrix
@@ -41,7 +41,6 @@ class FusedEncoder:
     ) -> None:
         # Kept, because the description has only their addresses.
         self._parts, self._scale = (layer, projection, memory), scale
-        self._call = library().moaspec_encode
 
     def run(
         self,
@@ -71,15 +70,9 @@ class FusedEncoder:
             ctypes.addressof(projection),
             ctypes.addressof(memory),
         )
-        self._call(
-            ctypes.byref(facts),
-            c_void_p(x_NLK.data_ptr()),
-            c_int64(len(x_NLK)),
-            *(c_void_p(part.data_ptr()) for part in token_angles),
-            c_int64(token_angles[0].shape[-1]),
-            c_void_p(out.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        turned = token_angles[0].shape[-1]
+        encode = library().moaspec_encode
+        call(encode, ctypes.byref(facts), x_NLK, len(x_NLK), *token_angles, turned, out)
         return out
 
 
@@ -99,12 +92,7 @@ class FusedExit:
         width = self._parts[1].outputs
         assert x.shape[-1] == width
         x = x.clone(memory_format=torch.contiguous_format)
-        library().moaspec_exit(
-            ctypes.byref(self.described),
-            c_void_p(x.data_ptr()),
-            c_int64(x.numel() // width),
-            c_int32(torch.get_num_threads()),
-        )
+        call(library().moaspec_exit, ctypes.byref(self.described), x, x.numel() // width)
         return x
 
 
@@ -225,13 +213,9 @@ def draft_tree(
     nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
     coupled = None if coupling is None else ctypes.addressof(coupling.facts)
     growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes, coupled)
-    library().moaspec_tree(
-        ctypes.byref(drafter),
-        (c_int64 * len(unread))(*unread),
-        c_int64(len(unread)),
-        ctypes.byref(growth),
-        c_int32(torch.get_num_threads()),
-    )
+    text_ids = (c_int64 * len(unread))(*unread)
+    draft = library().moaspec_tree
+    call(draft, ctypes.byref(drafter), text_ids, len(unread), ctypes.byref(growth))
     count = growth.nodes
     found = tokens[:count], parents[:count], scores[:count]
     return KernelTree(*found, levels=growth.levels, num_expanded=growth.leaves)

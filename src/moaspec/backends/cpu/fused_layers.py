@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import library
+from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_HEAD_DIM, PAIR_LANES
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
@@ -99,17 +99,9 @@ class FusedLayer:
         x_BTE = x_BTE.contiguous()
         rows, tokens, _ = x_BTE.shape
         out = x_BTE.new_empty((rows, tokens, self._num_heads, self._head_dim))
-        self._project(
-            self._reference,
-            c_void_p(x_BTE.data_ptr()),
-            c_int64(rows * tokens),
-            c_void_p(cos_BTR.data_ptr()),
-            c_void_p(sin_BTR.data_ptr()),
-            c_int64(cos_BTR.shape[-1]),
-            c_int64(cos_BTR.numel() // cos_BTR.shape[-1]),
-            c_void_p(out.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        turned = cos_BTR.shape[-1]
+        angles = (cos_BTR, sin_BTR, turned, cos_BTR.numel() // turned)
+        call(self._project, self._reference, x_BTE, rows * tokens, *angles, out)
         return out
 
     def finish(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
@@ -123,15 +115,8 @@ class FusedLayer:
 
     def _finished(self, x_BTE: Tensor, read_BTX: Tensor, *, group: int, out: Tensor) -> Tensor:
         x_BTE, read_BTX = x_BTE.contiguous(), read_BTX.contiguous()
-        self._finish(
-            self._reference,
-            c_void_p(x_BTE.data_ptr()),
-            c_void_p(read_BTX.data_ptr()),
-            c_int64(x_BTE.shape[0] * x_BTE.shape[1]),
-            c_int64(group),
-            c_void_p(out.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        rows = x_BTE.shape[0] * x_BTE.shape[1]
+        call(self._finish, self._reference, x_BTE, read_BTX, rows, group, out)
         return out
 
 
@@ -151,16 +136,9 @@ class FusedNorm:
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == len(self.weight_E)
         x = x.contiguous()
-        out = torch.empty_like(x)
-        library().moaspec_norm(
-            c_void_p(x.data_ptr()),
-            c_void_p(self.weight_E.data_ptr()),
-            c_float(self.eps),
-            c_int64(x.numel() // len(self.weight_E)),
-            c_int64(len(self.weight_E)),
-            c_void_p(out.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        out, width = torch.empty_like(x), len(self.weight_E)
+        norm, eps = library().moaspec_norm, c_float(self.eps)
+        call(norm, x, self.weight_E, eps, x.numel() // width, width, out)
         return out
 
 
@@ -217,13 +195,8 @@ class FusedStack:
         described = Pass(
             self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num, norm=norm
         )
-        self._call(
-            c_void_p(self.address(num)),
-            c_int64(num),
-            ctypes.byref(described.facts),
-            c_void_p(x_BTE.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        layers = c_void_p(self.address(num))
+        call(self._call, layers, num, ctypes.byref(described.facts), x_BTE)
         return x_BTE
 
     def address(self, num: int) -> int:

@@ -4,13 +4,13 @@ Legend: N nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import library, why_not
+from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import SamplerFacts
 
 
@@ -41,14 +41,8 @@ def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
     assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
     tokens = (c_int64 * len(samplers))()
-    library().moaspec_choose(
-        c_void_p(logits_NV.data_ptr()),
-        c_int64(len(samplers)),
-        c_int64(logits_NV.shape[1]),
-        (SamplerFacts * len(samplers))(*(SamplerFacts(*one) for one in samplers)),
-        tokens,
-        c_int32(torch.get_num_threads()),
-    )
+    facts = (SamplerFacts * len(samplers))(*(SamplerFacts(*one) for one in samplers))
+    call(library().moaspec_choose, logits_NV, *logits_NV.shape, facts, tokens)
     return list(tokens)
 
 
@@ -72,13 +66,7 @@ def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) 
         token_id = token_id.expand(shape)
     token_id = token_id.contiguous()
     out = torch.empty(shape, dtype=torch.int64)
-    library().moaspec_noise(
-        c_void_p(places.data_ptr()),
-        c_int64(places.numel() // 3),
-        c_void_p(token_id.data_ptr()),
-        c_int64(not shared),
-        c_int64(token_id.numel() if shared else 1),
-        c_void_p(out.data_ptr()),
-        c_int32(torch.get_num_threads()),
-    )
+    num_tokens = token_id.numel() if shared else 1
+    noise = library().moaspec_noise
+    call(noise, places, places.numel() // 3, token_id, not shared, num_tokens, out)
     return out

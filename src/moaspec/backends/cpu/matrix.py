@@ -6,13 +6,13 @@ Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
 import ctypes
 import mmap
 from contextlib import suppress
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int32
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moaspec.backends.cpu.build import instructions, library, unpacks_exactly, why_not
+from moaspec.backends.cpu.build import call, instructions, library, unpacks_exactly, why_not
 from moaspec.backends.cpu.quantized_weight import (
     BLOCK,
     LANES,
@@ -126,15 +126,7 @@ class Matrix:
         out = x.new_empty(
             (*x.shape[:-1], self.outputs), dtype=torch.float32 if single else torch.bfloat16
         )
-        self._call(
-            self._reference,
-            c_void_p(x.data_ptr()),
-            c_int64(rows),
-            c_int64(self.inputs),
-            c_void_p(out.data_ptr()),
-            c_int32(single),
-            c_int32(torch.get_num_threads()),
-        )
+        call(self._call, self._reference, x, rows, self.inputs, out, c_int32(single))
         return out
 
     def best(self, x_TI: Tensor) -> Tensor:
@@ -149,14 +141,7 @@ class Matrix:
         assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
         x_TI = x_TI.contiguous()
         out_T = torch.empty(len(x_TI), dtype=torch.int64)
-        self._call_best(
-            self._reference,
-            c_void_p(x_TI.data_ptr()),
-            c_int64(len(x_TI)),
-            c_int64(self.inputs),
-            c_void_p(out_T.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
+        call(self._call_best, self._reference, x_TI, len(x_TI), self.inputs, out_T)
         return out_T
 
 

@@ -7,14 +7,13 @@ panel's outputs, o an output of that, e a half of a pair.
 
 from __future__ import annotations
 
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.build import library
+from moaspec.backends.cpu.build import call, library
 from moaspec.model.head_moment import damped
 
 LANES = 16  # outputs of a panel; widths of layers are multiples of it
@@ -97,15 +96,9 @@ def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
     scale_ON, zero_ON = torch.empty(2, outputs, inputs // BLOCK, dtype=torch.float16)
     codes_ONI = torch.empty(outputs, inputs // BLOCK, BLOCK, dtype=torch.int8)
     for bits in (4, 8):
-        if library().moaspec_codes(
-            c_void_p(weight_OI.data_ptr()),
-            c_int64(outputs),
-            c_int64(inputs),
-            c_int64(bits),
-            *(c_void_p(found.data_ptr()) for found in (scale_ON, zero_ON, codes_ONI)),
-            c_int32(torch.get_num_threads()),
-        ):
-            return QuantizedWeight(scale_ON, zero_ON, codes_ONI, bits)
+        found = (scale_ON, zero_ON, codes_ONI)
+        if call(library().moaspec_codes, weight_OI, outputs, inputs, bits, *found):
+            return QuantizedWeight(*found, bits)
     return None
 
 
