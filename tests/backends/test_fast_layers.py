@@ -40,7 +40,7 @@ def cached_pass(
     target: Target, num_tokens: int, text: Sequence[int] = LONG, watch: Any = None
 ) -> torch.Tensor:
     """Final states of the last `num_tokens` of a text whose start is in the cache."""
-    cache = KVCache.of(target)
+    cache = KVCache(target)
     start, total = len(text) - num_tokens, len(text)
     cache.reserve(1, total)
     states = torch.empty(0)
@@ -220,7 +220,7 @@ def test_one_call_gives_the_bits_of_one_per_layer(
 def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(family: str) -> None:
     """So speculation never parts from plain decoding, ties included."""
     target, text = packed_target(family), TEXTS[2][:60]
-    cache = KVCache.of(target)
+    cache = KVCache(target)
     cache.reserve(4, 80)
     with torch.inference_mode():
         alone = [cached_pass(target, 1, text[:length])[0, 0] for length in range(50, 61)]
@@ -289,7 +289,7 @@ def test_gradients_flow_through_fused_layers() -> None:
     gradients: list[torch.Tensor] = []
     for target in (plain, fused):
         x_BTE = states_BTE.to(target.dtype).requires_grad_()
-        cache = KVCache.of(target)
+        cache = KVCache(target)
         cache.reserve(1, 5)
         out = target.layers.run(
             x_BTE,

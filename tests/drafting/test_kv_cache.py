@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +15,13 @@ from moaspec.model.layers import masked_attention
 
 LAYERS, HEADS, DIM = 2, 3, 4
 CPU = torch.device("cpu")
+TARGET = SimpleNamespace(
+    num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU
+)
 
 
 def empty_cache(rows: int = 0, slots: int = 0) -> KVCache:
-    cache = KVCache(
-        num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU
-    )
+    cache = KVCache(TARGET)
     cache.reserve(rows, slots)
     return cache
 
@@ -131,7 +134,7 @@ def test_commit_moves_kept_slots_together(slots: list[int]) -> None:
 @pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
 def test_stored_memory(rows: list[int]) -> None:
     """Cross-attention is over the keys and values of these rows."""
-    cache = KVCache(num_layers=1, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
+    cache = KVCache(SimpleNamespace(**vars(TARGET) | {"num_layers": 1}))
     cache.reserve(3, 8)
     for row in range(3):
         cache.append(row, 0, *some_kv(1, 8, seed=row))

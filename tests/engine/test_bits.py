@@ -223,7 +223,7 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
     local = FastMoAProposer(drafter, target, num_target_layers=2)
     local.share_target_cache(LocalVerifier(target).cache)
     on_device = FastMoAProposer(drafter, excerpt, num_target_layers=2)
-    on_device.share_target_cache(KVCache.of(target, drafter.config.self_attention, num_layers=2))
+    on_device.share_target_cache(KVCache(target, drafter.config.self_attention, num_layers=2))
     assert on_device.kernel_parts() is not None
     for row, prompt in enumerate(ALL_PROMPTS):
         for drafting in (local, on_device):

@@ -161,7 +161,7 @@ def _drafted(methods: Sequence[Method]) -> list[Method]:
 @torch.inference_mode()
 def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     """Median seconds of a pass over `tokens` in each of `batch` rows, after `context` others."""
-    run = pass_over(target, KVCache.of(target), tokens, context, batch)
+    run = pass_over(target, KVCache(target), tokens, context, batch)
     return _median_s(lambda: target.best(run().flatten(0, 1)).tolist(), target.device)
 
 

@@ -119,9 +119,7 @@ class FastMoAProposer(MoAProposer):
             coupling=coupling(row),
         )
         self.num_read[row.cache_row] = root + 1
-        return CandidateNodes(
-            drafts.tokens, drafts.parents, drafts.scores, drafts.levels, drafts.num_expanded
-        )
+        return CandidateNodes(*drafts)
 
     def _last(self, reused: LastLayers, row: RequestText, first: int, stop: int) -> TreePart:
         """The target's last layers over tokens from `first` to the root, then over drafts."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,40 +36,21 @@ class KVCache:
     its node, until `commit` moves it. Callers keep each row's length and hide the rest behind
     masks; nothing here needs clearing.
 
+    Args:
+        target: the target, or the part of it on a device; gives dtype and device.
+        layer: shape of a drafter's layer; None is a cache for the target's own layers.
+        num_layers: of the drafter.
+
     Attributes:
         attend: attention over its keys and values; `FastMoAProposer` sets a faster one.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> None:
+        num_layers, shape = (target.num_layers, target) if layer is None else (num_layers, layer)
+        sizes = (num_layers, 2, 0, shape.num_kv_heads, 0, shape.head_dim)
         with torch.inference_mode(mode=False):
-            empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
-            self._data = empty.to(device)
+            self._data = torch.zeros(sizes, dtype=target.dtype, device=target.device)
         self.attend: Attend = masked_attention
-
-    @classmethod
-    def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
-        """A cache in the target's dtype and on its device.
-
-        Args:
-            target: the target, or the part of it on a device.
-            layer: shape of a drafter's layer; None is a cache for the target's own layers.
-            num_layers: of the drafter.
-        """
-        return cls(
-            num_layers=target.num_layers if layer is None else num_layers,
-            num_heads=target.num_kv_heads if layer is None else layer.num_kv_heads,
-            head_dim=target.head_dim if layer is None else layer.head_dim,
-            dtype=target.dtype,
-            device=target.device,
-        )
 
     @property
     def data(self) -> Tensor:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.protocols import TextProposer
 from moaspec.errors import InputError
-from moaspec.sampling.noise import uniform
-
-BLOCK = 1024  # positions whose draws are made together
+from moaspec.sampling.philox import noise_bits
 
 
 class OracleProposer(TextProposer):
@@ -44,7 +41,6 @@ class OracleProposer(TextProposer):
             raise InputError(f"agreement must be within 0..1, got {agreement!r}.")
         self._texts = [list(text) for text in texts]
         self._agreement, self._seed = by_depth, seed
-        self._drawn: dict[int, Tensor] = {}
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The known continuation as a path; siblings that are wrong come before its nodes."""
@@ -70,21 +66,11 @@ class OracleProposer(TextProposer):
         return []
 
     def _hits(self, position: int, depth: int) -> list[bool]:
-        """Drawn for many positions at once: one alone would take longer than a real draft."""
-        block, offset = divmod(position, BLOCK)
-        drawn = self._drawn.get(block)
-        if drawn is None or drawn.shape[1] < depth:
-            drawn = self._drawn[block] = self._draw(block * BLOCK, depth)
-        hits: list[bool] = drawn[offset, :depth].tolist()
-        return hits
-
-    def _draw(self, start: int, depth: int) -> Tensor:
-        """(BLOCK, depth) bool; a smaller depth has the same first columns."""
+        """Whether the drafts at depth 1, 2, ... below this position are right."""
         shares = [self._agreement[min(i, len(self._agreement) - 1)] for i in range(depth)]
-        level, position = torch.arange(depth), start + torch.arange(BLOCK)[:, None]
-        seed, choice = torch.tensor(self._seed), torch.tensor(0)
-        drawn = uniform(seed, choice, position + level, level.expand(BLOCK, -1))
-        return drawn < torch.tensor(shares, dtype=torch.float64)
+        level = np.arange(depth)
+        drawn = noise_bits(self._seed, 0, position + level, level) * 2.0**-53
+        return [one < share for one, share in zip(drawn.tolist(), shares, strict=True)]
 
 
 def _wrong(token: int, number: int) -> int:

@@ -177,17 +177,7 @@ def selected(tree: DraftTree, kept: bytes) -> DraftTree:
 
 def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
     """A tree less some of its nodes and what hangs below them."""
-    places = {-1: -1}
+    kept = bytearray()
     for node, parent in enumerate(tree.parents):
-        if parent in places and node not in cut:
-            places[node] = len(places) - 1
-    kept = [node for node in places if node >= 0]
-    own = len(tree.tokens) - tree.num_copied
-    return DraftTree(
-        tuple(tree.tokens[node] for node in kept),
-        tuple(places[tree.parents[node]] for node in kept),
-        sum(node >= own for node in kept),
-        levels=tree.levels,
-        num_expanded=tree.num_expanded,
-        log_p=tuple(tree.log_p[node] for node in kept) if tree.log_p else (),
-    )
+        kept.append(node not in cut and (parent < 0 or kept[parent] == 1))
+    return selected(tree, bytes(kept))

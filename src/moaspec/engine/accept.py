@@ -6,34 +6,22 @@ Legend: N nodes of all trees, each tree's root first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from moaspec.drafting.draft_tree import walk
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.sampling.params import Alternatives
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """The target's decision for one request; see `VerifyResult` for the fields."""
-
-    accepted: tuple[int, ...]
-    next_token: int
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[Alternatives, ...] = ()
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 
 
 def accept_greedy(
     requests: Sequence[VerifyRequest], texts: Sequence[list[int]], chosen_N: Sequence[int]
-) -> list[Acceptance]:
-    """Accept the drafts of requests whose tokens are the argmax of the logits.
+) -> list[VerifyResult]:
+    """Accept the drafts of requests whose tokens are the argmax of the logits; no features yet.
 
     Args:
         requests: their `sampling.needs_logits` is false.
         texts: each request's tokens up to its root; accepted ones are appended.
         chosen_N: the target's choice after each root and each node, request after request.
     """
-    decisions: list[Acceptance] = []
+    decisions: list[VerifyResult] = []
     first = 0
     for request, text in zip(requests, texts, strict=True):
         tree = request.tree
@@ -41,6 +29,6 @@ def accept_greedy(
         path = walk(tree, chosen)
         text += [tree.tokens[node] for node in path]
         last = path[-1] if path else -1
-        decisions.append(Acceptance(tuple(path), chosen[last + 1]))
+        decisions.append(VerifyResult(tuple(path), chosen[last + 1]))
         first += len(chosen)
     return decisions

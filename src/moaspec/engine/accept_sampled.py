@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from moaspec.drafting.draft_tree import children, walk
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.engine.accept import Acceptance
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.sampling.choose import next_tokens
 from moaspec.sampling.params import Alternatives
 from moaspec.sampling.processors import Prefix
@@ -18,8 +17,8 @@ from moaspec.sampling.processors import Prefix
 
 def accept(
     requests: Sequence[VerifyRequest], texts: Sequence[list[int]], logits_NV: Tensor
-) -> list[Acceptance]:
-    """Accept the drafts of requests with any sampling settings.
+) -> list[VerifyResult]:
+    """Accept the drafts of requests with any sampling settings; no features yet.
 
     Greedy requests share one argmax over all nodes. The others choose one token at a time, all
     requests together. So settings cost no time on branches that the target does not choose, and
@@ -96,17 +95,18 @@ class _Walk:
         self.text += [tree.tokens[node] for node in self.path]
         self.next_token = chosen[self.node + 1]
 
-    def acceptance(self, logits_NV: Tensor) -> Acceptance:
+    def acceptance(self, logits_NV: Tensor) -> VerifyResult:
         """The result of the walk, with log-probabilities if the request wants them."""
         if not self.request.sampling.logprobs:
-            return Acceptance(tuple(self.path), self.next_token)
+            return VerifyResult(tuple(self.path), self.next_token)
         tokens = [*(self.request.tree.tokens[node] for node in self.path), self.next_token]
         indices = [self.first, *(self.first + 1 + node for node in self.path)]
         log_p = logits_NV[indices].log_softmax(-1)
         index = torch.tensor(tokens, device=log_p.device)[:, None]
         logprobs = tuple(log_p.gather(1, index)[:, 0].tolist())
         top = alternatives(log_p, self.request.sampling.top_logprobs)
-        return Acceptance(tuple(self.path), self.next_token, logprobs, top)
+        path = tuple(self.path)
+        return VerifyResult(path, self.next_token, logprobs=logprobs, top_logprobs=top)
 
 
 def _at_roots(requests: Sequence[VerifyRequest], texts: Sequence[list[int]]) -> list[_Walk]:

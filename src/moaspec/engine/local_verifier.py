@@ -6,7 +6,7 @@ tree nodes of all requests, K one layer's key and value.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
 from moaspec.drafting.protocols import Need, Proposer, VerifyRequest, VerifyResult
 from moaspec.drafting.recorded_passes import PassSizes
-from moaspec.engine.accept import Acceptance, accept_greedy
+from moaspec.engine.accept import accept_greedy
 from moaspec.engine.accept_sampled import accept
 from moaspec.engine.hidden_states import HiddenStates
 from moaspec.engine.large_batches import head_groups, ragged_states
@@ -81,7 +81,7 @@ class LocalVerifier:
         rules = PositionRules.of(target)
         self._rules = None if rules.are_plain else rules
         self._device = target.device  # `device` of a module searches its parameters
-        self.cache = KVCache.of(target)
+        self.cache = KVCache(target)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -122,15 +122,7 @@ class LocalVerifier:
         encode_s = time.perf_counter() - started
         pass_s = self._target_time.seconds if self._device.type == "cpu" else None
         return [
-            VerifyResult(
-                decision.accepted,
-                decision.next_token,
-                feature,
-                decision.logprobs,
-                encode_s,
-                decision.top_logprobs,
-                pass_s=pass_s,
-            )
+            replace(decision, features=feature, encode_s=encode_s, pass_s=pass_s)
             for decision, feature in zip(decisions, features, strict=True)
         ]
 
@@ -182,9 +174,9 @@ class LocalVerifier:
         lengths = [rules.rope_length(row.request.prompt_length, row.text_length) for row in rows]
         return torch.tensor(lengths, device=self._device)
 
-    def _decide(self, rows: Sequence[PassRow], states: Sequence[Tensor]) -> list[Acceptance]:
+    def _decide(self, rows: Sequence[PassRow], states: Sequence[Tensor]) -> list[VerifyResult]:
         """Accept the drafts of each tree that the target chooses itself."""
-        decisions: list[Acceptance] = []
+        decisions: list[VerifyResult] = []
         for group in head_groups(rows) if len(rows) > 1 else [rows]:
             own = states[len(decisions) : len(decisions) + len(group)]
             needed = [x_TE[row.num_new - 1 :] for row, x_TE in zip(group, own, strict=True)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -43,8 +42,8 @@ class RecurrentCache(KVCache):
     A row's states are those behind its last verified token; others are not kept.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
         self._states: dict[int, tuple[int, TextState]] = {}
         self._settled: dict[int, _Settled] = {}
         self._steps: StepPass | None = None
@@ -123,7 +122,7 @@ class RecurrentVerifier(LocalVerifier):
         super().__init__(target, proposer)
         assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
         self._layers = target.layers
-        self.cache = RecurrentCache.of(target)
+        self.cache = RecurrentCache(target)
         self._num_read_again: dict[int, int] = {}
 
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:

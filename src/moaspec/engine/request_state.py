@@ -77,11 +77,6 @@ class RequestState:
             return self.shape is not None
         return self.shape.wants_features
 
-    def begin_policies(self, num_unread: int, num_active: int) -> None:
-        """Tell the policies that a prompt is about to be read; see `DraftPolicy.begin`."""
-        for policy in self.policies:
-            policy.begin(num_unread, self.num_remaining, num_active)
-
     def with_branches(self, tree: DraftTree, shape: Tree | None) -> DraftTree:
         """The drafts and n-gram branches of this shape."""
         if shape is None:

@@ -194,7 +194,9 @@ class RequestTable:
         """Tell its policies how many tokens are about to be encoded."""
         num_unread = len(request.token_ids) - request.num_verified
         window = getattr(self._verifier, "prompt_window", 0)
-        request.begin_policies(min(num_unread, window or num_unread), self.num_active)
+        for policy in request.policies:
+            unread = min(num_unread, window or num_unread)
+            policy.begin(unread, request.num_remaining, self.num_active)
 
     def _finish(self, request: RequestState, reason: StopReason) -> None:
         request.result.stop_reason = reason

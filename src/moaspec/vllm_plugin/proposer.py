@@ -27,7 +27,7 @@ from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import load_tokenizer
-from moaspec.target.spec import identity_of
+from moaspec.target.spec import TargetSpec
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
@@ -207,7 +207,8 @@ class VLLMMoAProposer(CustomProposer):
         if not model_config.skip_tokenizer_init:
             tokenizer = load_tokenizer(model_config.tokenizer)
         config = model_config.hf_config
-        drafter = load_checkpoint(find_drafter(self._name), identity_of(config, tokenizer), config)
+        identity = TargetSpec(config, tokenizer, name=self._name, dtype=None).identity
+        drafter = load_checkpoint(find_drafter(self._name), identity, config)
         check_drafter(drafter)
         return drafter
 

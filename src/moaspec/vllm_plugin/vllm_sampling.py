@@ -19,8 +19,7 @@ from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.engine.accept import Acceptance
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept_sampled import accept
 from moaspec.vllm_plugin.capture import VLLMCapture
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
@@ -41,7 +40,7 @@ class PendingVerification:
     # Keys and values of the tokens after those, (T, L, G, 2 D) each.
     captured: list[Tensor] = field(default_factory=list)
     # The result or error; None while vLLM reads the prompt.
-    outcome: Acceptance | Exception | None = None
+    outcome: VerifyResult | Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class SeededSampler(CustomProposer):
         if pending.num_cached is None:
             pending.num_cached = int(self.runner.input_batch.num_computed_tokens_cpu[place])
         drafts = row.logits.stop - row.logits.start - 1
-        accepted = len(outcome.accepted) if isinstance(outcome, Acceptance) else 0
+        accepted = len(outcome.accepted) if isinstance(outcome, VerifyResult) else 0
         stop = row.tokens.stop if row.partial else row.tokens.stop - drafts + accepted
         pending.captured.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
 
@@ -171,7 +170,7 @@ def _accept(batch: Sequence[PendingVerification], logits: Sequence[Tensor]) -> N
 def _new_tokens(pending: PendingVerification) -> list[int]:
     """Tokens that a step gives a request; one placeholder token if there are none."""
     outcome = pending.outcome
-    if not isinstance(outcome, Acceptance):
+    if not isinstance(outcome, VerifyResult):
         return [0]
     tokens = pending.request.tree.tokens
     return [*(tokens[node] for node in outcome.accepted), outcome.next_token]

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.accept import Acceptance
 from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
@@ -135,13 +134,10 @@ class VLLMVerifier:
         features = self._features(batch)
         encode_s = time.perf_counter() - started
         return [
-            VerifyResult(
-                tuple(decision.accepted),
-                decision.next_token,
-                feature,
-                decision.logprobs,
-                encode_s,
-                decision.top_logprobs,
+            replace(
+                decision,
+                features=feature,
+                encode_s=encode_s,
                 tree=pending.request.tree,
                 pass_s=pass_s,
             )
@@ -198,12 +194,12 @@ class VLLMVerifier:
             if idle > MAX_IDLE_STEPS:
                 raise ServingError("vLLM makes no step for what it is asked: is its cache full?")
 
-    def _results(self, batch: Sequence[PendingVerification]) -> list[Acceptance]:
+    def _results(self, batch: Sequence[PendingVerification]) -> list[VerifyResult]:
         """Results of all requests; updates the rows' texts. Raises the first error."""
         decisions = []
         for pending in batch:
             row, outcome = self._rows[pending.request.cache_row], pending.outcome
-            if not isinstance(outcome, Acceptance):
+            if not isinstance(outcome, VerifyResult):
                 assert outcome is not None
                 raise outcome
             text = pending.text

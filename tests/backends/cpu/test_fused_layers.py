@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,14 +265,13 @@ def test_a_layer_with_a_matrix_of_another_form_is_refused() -> None:
 # FusedStack
 
 
+def empty_cache(num_layers: int) -> KVCache:
+    sizes: dict[str, Any] = {"num_layers": num_layers, "num_kv_heads": 2, "head_dim": 32}
+    return KVCache(SimpleNamespace(**sizes, dtype=torch.bfloat16, device=torch.device("cpu")))
+
+
 def filled_cache(num_layers: int = 3) -> KVCache:
-    cache = KVCache(
-        num_layers=num_layers,
-        num_heads=2,
-        head_dim=32,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    cache = empty_cache(num_layers)
     cache.attend = fast_attention
     cache.reserve(4, 100)
     cache.data.copy_(normal(*cache.data.shape, seed=5))
@@ -437,9 +437,7 @@ def test_a_cross_layer_over_a_cache_is_one_call(
 @torch.inference_mode()
 def test_a_cross_layer_without_memory_reads_nothing() -> None:
     packed, _, _ = random_layer(CrossAttentionLayer, CONFIG)
-    cache = KVCache(
-        num_layers=1, num_heads=2, head_dim=32, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    cache = empty_cache(1)
     memory = StoredMemory(cache, [0], prefix_mask([0], 0, torch.device("cpu")))
     x_BTE = normal(1, 3, 64)
     got = packed(x_BTE, angles(CONFIG, 1, 3), memory)

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,8 +137,7 @@ class Coupling:
         )
 
 
-@dataclass(frozen=True)
-class KernelTree:
+class KernelTree(NamedTuple):
     """Drafted nodes of one request, parents first."""
 
     tokens: list[int]  # ids in the target's vocabulary
@@ -218,4 +218,4 @@ def draft_tree(
     call(draft, ctypes.byref(drafter), text_ids, len(unread), ctypes.byref(growth))
     count = growth.nodes
     found = tokens[:count], parents[:count], scores[:count]
-    return KernelTree(*found, levels=growth.levels, num_expanded=growth.leaves)
+    return KernelTree(*found, growth.levels, growth.leaves)

@@ -201,7 +201,6 @@ class AdaptivePolicy:
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int) -> None:
-        """See `DraftPolicy.begin` for the arguments."""
         table, num_rows = self._costs.table, max(num_rows, self._beside())
         self._behind, self._room, self._unencoded = False, room, unread
         costs, plain_s = self._costs.at(unread, num_rows), table.plain_s(unread, num_rows)
@@ -214,7 +213,6 @@ class AdaptivePolicy:
             self.lost_s += encoding_s
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
-        """See `DraftPolicy.shape` for the arguments."""
         self._drafting, num_rows = None, max(num_rows, self._beside())
         if num_rows > 1 or self._left_out:
             costs = self._round = self._costs.at(length, num_rows)
@@ -246,7 +244,6 @@ class AdaptivePolicy:
         return encoding_s <= self._room * plain_s * (1.0 - 1.0 / costs.speedup)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy.record_round` for the arguments."""
         costs = self._round
         if costs is None:
             return
@@ -335,7 +332,6 @@ class NgramBranchPolicy(DraftPolicy):
         self._drafted = 0
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
-        """See `DraftPolicy.shape` for the arguments."""
         costs, best, best_s = self._costs.at(length, num_rows), None, 0.0
         first, further, narrow_s = self._first.value, self._next.value, costs.pass_s(self._drafted)
         for shape in COPY_SHAPES:
@@ -346,7 +342,6 @@ class NgramBranchPolicy(DraftPolicy):
         return best
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy.record_round` for the arguments."""
         self._drafted = len(tree.tokens) - tree.num_copied
         copied = sum(node >= self._drafted for node in accepted)
         self._first.count(min(copied, 1), min(tree.num_copied, 1))

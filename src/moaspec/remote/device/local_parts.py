@@ -29,7 +29,7 @@ class DeviceMoAProposer(FastMoAProposer, DeviceProposer):
     ) -> None:
         super().__init__(drafter, target, num_target_layers=num_target_layers)
         if self.num_target_layers:
-            self.share_target_cache(KVCache.of(target))
+            self.share_target_cache(KVCache(target))
 
     def layout(self, codec: CodecName) -> ActivationLayout:
         config = self.module.config
