@@ -47,7 +47,6 @@ from moaspec.train.students.students import (
 )
 from moaspec.train.students.warm_start import fit_exits
 from moaspec.train.trainer import Trainer
-from moaspec.train.training_state import FACTS_FILE
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -463,20 +462,6 @@ def test_the_vocabulary_is_counted_on_training_examples(tmp_path: Path) -> None:
     assert f"{share:.2%} of the held-out response tokens" in note
 
 
-def test_a_run_of_an_earlier_version_keeps_its_vocabulary(tmp_path: Path) -> None:
-    """It was counted on all examples, and the state does not say so."""
-    sizes = DrafterSizes(draft_vocab=64)
-    trainer(tmp_path, steps=2, held_out=2, sizes=sizes).run()
-    (path,) = (tmp_path / "state").glob(f"step-*/{FACTS_FILE}")
-    facts = json.loads(path.read_text())
-    del facts["vocabulary"], facts["best"], facts["run"]["sizes"]["publishable"]
-    path.write_text(json.dumps(facts))
-    for steps in (3, 4):  # it is the same in the states that follow
-        again = trainer(tmp_path, steps=steps, held_out=2, sizes=sizes)
-        assert vocabulary(again) == sorted(response_counts(again.data.examples))
-        again.run()
-
-
 def test_notes_tell_where_the_drafter_can_be_used(tmp_path: Path) -> None:
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     target = tiny.fresh_target(hidden_size=64, tokenizer=tiny.tokenizer(), **heads)
@@ -675,21 +660,6 @@ def test_acceptance_of_each_exit_is_recorded(tmp_path: Path) -> None:
     again = trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False)
     again.run()  # finished: it measures nothing and writes the drafter again
     assert moaspec.load_drafter(tmp_path / "drafter", target=tiny.target()).config == config
-
-
-def test_a_state_of_before_has_the_first_exits_acceptance(tmp_path: Path) -> None:
-    layers = (0, 2)
-    run = trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False)
-    run.run()
-    state = run.states.latest()
-    assert state is not None
-    facts = json.loads((state / FACTS_FILE).read_text())
-    first = facts["acceptance"][0]
-    (state / FACTS_FILE).write_text(json.dumps({**facts, "acceptance": first}))
-    trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False).run()
-    config = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target()).config
-    assert config.acceptance == (tuple(first),)
-    assert config.further_acceptance == ()
 
 
 def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:

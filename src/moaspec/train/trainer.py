@@ -30,7 +30,7 @@ from moaspec.train.parallelism import (
     split_state,
     sum_over_processes,
 )
-from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate, num_passes
+from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec.train.run_failures import explain_failures
 from moaspec.train.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
 from moaspec.train.run_notes import run_notes
@@ -95,8 +95,6 @@ class Trainer:
         )
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         saved = self.states.load()
-        # Earlier versions counted the tokens of held-out examples, too.
-        self._counts_all = saved is not None and saved[1].get("vocabulary", "all") == "all"
         self.student = self._new_student()
         ids = self.student.draft_token_ids
         vocabulary = target.vocab_size if ids is None else len(ids)
@@ -113,8 +111,8 @@ class Trainer:
         self.log = RunLog(self.output / "log.jsonl")
 
     def _new_student(self) -> Student:
-        ids = range(len(self.data.examples)) if self._counts_all else self.data.train_ids
-        given = self.target, self.activations, self.config, [self.data.examples[i] for i in ids]
+        counted = [self.data.examples[i] for i in self.data.train_ids]
+        given = self.target, self.activations, self.config, counted
         if self.config.drafter == "moa":
             return MoAStudent(*given, self.output)
         return BaselineStudent(*given)
@@ -304,7 +302,6 @@ class Trainer:
             "order": self.data.state(),
             "acceptance": self._acceptance,
             "best": None if self.best is None else dataclasses.asdict(self.best),
-            "vocabulary": "all" if self._counts_all else "training",
         }
         if self._head_moment_EE is not None:
             tensors[MOMENT] = self._head_moment_EE
@@ -358,10 +355,7 @@ class Trainer:
         return found
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        # States of earlier versions lack these facts.
-        was, now = facts.get("run", self._identity), self._identity
-        was.setdefault("optimizer", "adamw")
-        was["sizes"] = dataclasses.asdict(DrafterSizes()) | was.get("sizes", {})
+        was, now = facts.get("run", {}), self._identity
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(
@@ -374,8 +368,8 @@ class Trainer:
         try:
             self.data.restore(facts["order"])
             self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
-            self._acceptance = _by_exit(facts.get("acceptance", ()))
-            self.best = BestStep(**facts["best"]) if facts.get("best") else None
+            self._acceptance = tuple(map(tuple, facts["acceptance"]))
+            self.best = facts["best"] and BestStep(**facts["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingError(
                 f"The saved state in {self.states.directory} is damaged ({error!r}). Delete it to "
@@ -397,9 +391,3 @@ class Trainer:
                 for key, value in dataclasses.asdict(self.config).items()
             }
             self.accelerator.init_trackers("moaspec", config=simple)
-
-
-def _by_exit(saved: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-    """Acceptance in a saved state; earlier versions saved the first exit's only."""
-    lists = [saved] if saved and isinstance(saved[0], float) else saved
-    return tuple(tuple(by_rank) for by_rank in lists)
