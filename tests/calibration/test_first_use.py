@@ -9,7 +9,6 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.calibration import first_use
 from moaspec.calibration.first_use import measure_once
 from moaspec.calibration.measure_costs import calibrate, stored_costs
@@ -17,6 +16,7 @@ from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.policy.assumed_costs import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
 from moaspec.generation.shaping import shaping_for
+from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.target import Target
 
 

@@ -39,12 +39,11 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.errors import ShapeError, TrainingError
 from moaspec.evaluate.correctness.check_target import Check, CheckedText
+from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.moa_config import SECTION
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.eagle import EagleDrafter
-from moaspec.model.stack import StackConfig
 from moaspec.support.paths import cache_dir
 from moaspec.target.target import Target
 

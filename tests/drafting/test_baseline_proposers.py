@@ -31,10 +31,9 @@ from moaspec.drafting.protocols import RequestText
 from moaspec.errors import CorruptCheckpointError, MismatchError
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.generation.local_engine import local_engine
-from moaspec.model.checkpoint.baseline_checkpoint import Baseline, load_baseline, save_baseline
+from moaspec.model.baselines import Baseline, EagleDrafter, StackConfig
+from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.eagle import EagleDrafter
-from moaspec.model.stack import StackConfig
 from moaspec.model.training_pass import positions
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import divergence, feature_loss

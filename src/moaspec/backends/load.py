@@ -7,8 +7,8 @@ import torch
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
-from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.backends.weight_only import quantise, require_quantize
+from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.registry import read_target, require_device, require_dtype
 from moaspec.target.target import Target, plain_torch
 

@@ -17,9 +17,7 @@ from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
-from moaspec.model.checkpoint.baseline_checkpoint import Baseline
-from moaspec.model.eagle import EagleDrafter
-from moaspec.model.independent import IndependentDrafter
+from moaspec.model.baselines import Baseline, EagleDrafter, IndependentDrafter
 from moaspec.target.target import Target
 
 
@@ -122,6 +120,6 @@ class _IndependentRound(DraftRound):
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    text = KVCache.of(target, config.layer, config.num_layers)
+    text = KVCache(target, config.layer, config.num_layers)
     text.attend = fast_attention
     return ids, text, fast_draft_head(target, ids)

@@ -10,12 +10,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from moaspec.drafting.ablated_memory import memory_with_drafts
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask
 from moaspec.drafting.proposer_checks import check_num_target_layers, check_place
 from moaspec.drafting.protocols import Features, Need, RequestText
-from moaspec.drafting.reused_layers import fill_reused_layers, run_reused_layers
+from moaspec.drafting.reused_layers import (
+    fill_reused_layers,
+    memory_with_drafts,
+    run_reused_layers,
+)
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.layers import CrossAttend
@@ -55,11 +58,11 @@ class MoAProposer(TreeProposer):
         layers = config.num_target_layers[0] if num_target_layers is None else num_target_layers
         check_num_target_layers(layers, drafter, target)
         self.module, head = self.modules(drafter, target)
-        text = KVCache.of(target, config.self_attention)
+        text = KVCache(target, config.self_attention)
         super().__init__(target, drafter.draft_token_ids, text, head)
         self.num_target_layers = layers
         self.target_cache: KVCache | None = None
-        self.memory = KVCache.of(target, config.cross_attention)
+        self.memory = KVCache(target, config.cross_attention)
         self.prompt_window = config.prompt_window
         self.num_encoded: dict[int, int] = {}
         self.first_encoded: dict[int, int] = {}

@@ -1,7 +1,8 @@
-"""Drafts through the target's last N layers (N > 0).
+"""Drafts in other caches than that of the text.
 
-Their keys and values go into the target's own cache behind the root, where the verification
-overwrites them.
+With N > 0 they pass the target's last N layers, and their keys and values go into the target's own
+cache behind the root, where the verification overwrites them. In a drafter without CA they go into
+what is CA's memory otherwise.
 
 Legend: B requests, T tokens, W nodes of a level, E hidden size.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moaspec.drafting.kv_cache import tree_mask
+from moaspec.drafting.kv_cache import StoredMemory, tree_mask
 from moaspec.drafting.tree_proposer import DraftSlots
 
 if TYPE_CHECKING:
@@ -70,3 +71,15 @@ def fill_reused_layers(draft_round: MoADraftRound, x_BTE: Tensor, starts: Sequen
     roots, draft_round.roots = draft_round.roots, first
     draft_round.finish(x_BWE, position_BW, DraftSlots(first, causal_WW.expand(len(first), -1, -1)))
     draft_round.roots = roots
+
+
+def memory_with_drafts(
+    draft_round: MoADraftRound, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots
+) -> StoredMemory:
+    """CA's memory with keys of these nodes, which lie behind the root as in the text cache."""
+    memory, rows = draft_round.proposer.memory, draft_round.cache_rows
+    width, visible = x_BWE.shape[1], max(draft_round.roots) + slots.sees_BWU.shape[2]
+    memory.reserve(max(rows) + 1, draft_round.num_slots)
+    write = memory.writer(rows, slots.starts, width, visible)
+    write(0, *draft_round.proposer.module.project_kv(x_BWE, position_BW))
+    return StoredMemory(memory, rows, tree_mask(draft_round.roots, slots.sees_BWU, visible))

@@ -1,8 +1,7 @@
 """Where else a drafter can be used: the published forms, vLLM, a device."""
 
-from moaspec.model.checkpoint.baseline_checkpoint import Baseline
+from moaspec.model.baselines import Baseline, IndependentDrafter
 from moaspec.model.checkpoint.published import Form, published_problem
-from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.families import is_family
 from moaspec.target.names import SUPPORTED_FAMILIES

@@ -34,7 +34,6 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Proposer
@@ -45,6 +44,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
+from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.target import plain_torch
 

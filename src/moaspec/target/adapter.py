@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import InputError
+from moaspec.support.causes import first_line
 from moaspec.support.extras import require
 from moaspec.target.names import ALIASES
 
@@ -97,9 +98,8 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
         raise
     # peft and safetensors raise almost anything where an adapter and a model do not fit.
     except Exception as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"The adapter {directory} cannot be merged into {name}. Cause: {cause}"
+            f"The adapter {directory} cannot be merged into {name}. Cause: {first_line(error)}"
         ) from error
     if whole is None:
         raise InputError(

@@ -123,6 +123,16 @@ class DecoderLayers:
         return cast(Tensor, self._base.norm(states_BTE))
 
 
+def frozen_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer over these very tensors."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 class LMHead:
     """Logits in float32, scaled, then soft-capped where the model's are (`cap`)."""
 
@@ -132,13 +142,8 @@ class LMHead:
     def rows(self, token_ids: Tensor) -> nn.Linear:
         """The head for these ids alone, a copy."""
         linear: Any = self.linear
-        weight, bias = linear.weight[token_ids], linear.bias
-        with torch.device("meta"):
-            rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None)
-        rows.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            rows.bias = nn.Parameter(bias[token_ids], requires_grad=False)
-        return rows
+        bias = None if linear.bias is None else linear.bias[token_ids]
+        return frozen_linear(linear.weight[token_ids], bias)
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
         """The head for these ids, a copy; for None the whole one, without a copy."""

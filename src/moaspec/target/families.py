@@ -69,12 +69,8 @@ def is_family(config: Any) -> bool:
 def _refusal(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is bidirectional, so it does not generate token by token"
-    return "it has layers that this family usually has not" if _odd_layers(config) else None
-
-
-def _odd_layers(config: Any) -> bool:
-    """Whether the config names layers that are neither full nor sliding-window attention."""
-    return bool(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
+    odd = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING}
+    return "it has layers that this family usually has not" if odd else None
 
 
 def layer_types(config: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
+from moaspec.support.causes import first_line
 from moaspec.support.paths import (
     VARIABLE,
     close_to_others,
@@ -144,12 +145,6 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return final
-
-
-def first_line(error: Exception) -> str:
-    """Of an error's message, or the first two if that ends in a colon; its kind if it has none."""
-    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 @contextmanager

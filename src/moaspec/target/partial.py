@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.model.checkpoint.weight_files import require_enough
-from moaspec.target.decoder_layers import LMHead
+from moaspec.target.decoder_layers import LMHead, frozen_linear
 from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
 from moaspec.target.target import Target
 
@@ -233,13 +233,7 @@ def linear_of(parts: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
     assert weight is not None
     if scale is not None:
         return Int8Linear(weight, scale, dtype, bias)
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.weight = (
-        weight
-        if isinstance(weight, nn.Parameter)
-        else nn.Parameter(weight.to(dtype), requires_grad=False)
-    )
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    linear = frozen_linear(weight.to(dtype), None if bias is None else bias.to(dtype))
+    if isinstance(weight, nn.Parameter):  # an embedding's
+        linear.weight = weight
     return linear

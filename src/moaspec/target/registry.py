@@ -20,6 +20,7 @@ from transformers import (
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
+from moaspec.support.causes import first_line
 from moaspec.support.hub import cached_if_offline
 from moaspec.target.adapter import adapter_hash, merged
 from moaspec.target.families import is_family, require_supported
@@ -29,7 +30,6 @@ from moaspec.target.generic.rules import require_generic_config
 from moaspec.target.gguf import (
     dequantised,
     find_gguf,
-    first_line,
     is_dequantised,
     is_file,
     is_gguf_name,
@@ -91,9 +91,7 @@ def read_skeleton(
     with _faults_named(name) as source:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
-        model.generation_config = _generation_config(source, config)
-        if generation_config is None:
-            model.generation_config = without_defaults(model.generation_config)
+        model.generation_config = _generation_config(source, config, generation_config)
         return target_of(model, load_tokenizer(source), name=name)
 
 
@@ -129,13 +127,12 @@ def target_facts(
     with _faults_named(name) as source:
         config = _read_config(source, name)
         require_supported(config, name)  # without weights nothing else is known to be right
-        defaults = _generation_config(source, config)
         return TargetSpec(
             config,
             load_tokenizer(source),
             name=name,
             dtype=DTYPES[dtype],
-            generation_config=defaults if generation_config else without_defaults(defaults),
+            generation_config=_generation_config(source, config, generation_config),
             device=device,
         )
 
@@ -164,11 +161,13 @@ def _faults_named(name: str) -> Iterator[str]:
         raise _unusable(name, source, first_line(error)) from error
 
 
-def _generation_config(source: str, config: Any) -> GenerationConfig:
+def _generation_config(source: str, config: Any, kept: str | None) -> GenerationConfig:
+    """The model's; where `kept` is None, only its ids that end a text."""
     try:
-        return GenerationConfig.from_pretrained(source)
+        found = GenerationConfig.from_pretrained(source)
     except OSError:  # many directories have none
-        return GenerationConfig.from_model_config(config)
+        found = GenerationConfig.from_model_config(config)
+    return found if kept else without_defaults(found)
 
 
 def require_dtype(dtype: str, *others: str) -> None:

@@ -1,7 +1,6 @@
 """Facts of a target from its config and tokenizer, without its weights."""
 
 import hashlib
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -112,7 +111,8 @@ class TargetSpec:
     @cached_property
     def head_dim(self) -> int:
         """D, the size of a head."""
-        return _head_dim(self.config)
+        explicit = getattr(self.config, "head_dim", None)
+        return int(explicit or self.config.hidden_size // self.config.num_attention_heads)
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
@@ -130,34 +130,20 @@ class TargetSpec:
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        """The record of this target in its drafters' checkpoints."""
-        return replace(identity_of(self.config, self.tokenizer, self), adapter=self.adapter)
+        """The record of this target in its drafters' checkpoints.
 
-
-def identity_of(
-    config: Any, tokenizer: PreTrainedTokenizerBase | None, shape: TargetSpec | None = None
-) -> TargetIdentity:
-    """The record of a target in its drafters' checkpoints.
-
-    Args:
-        tokenizer: the target's; None where it is not known, and then not compared.
-        shape: a target that knows its keys and values better than its config says.
-    """
-    facts = shape or TargetSpec(config, None, name="", dtype=None)
-    return TargetIdentity(
-        model_type=config.model_type,
-        num_layers=facts.num_layers,
-        hidden_size=int(config.hidden_size),
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        vocab_size=int(config.vocab_size),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
-    )
-
-
-def _head_dim(config: Any) -> int:
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
+        Without a tokenizer, vocabularies are not compared.
+        """
+        return TargetIdentity(
+            model_type=self.config.model_type,
+            num_layers=self.num_layers,
+            hidden_size=int(self.config.hidden_size),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            tokenizer_hash=_tokenizer_hash(self.tokenizer),
+            adapter=self.adapter,
+        )
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

@@ -92,9 +92,6 @@ class Target(TargetBase):
         self.layers = DecoderLayers(self._base, model.config)
         cap = getattr(model.config, "final_logit_softcapping", None)
         self.lm_head = LMHead(cast(nn.Module, model.get_output_embeddings()), cap)
-        self.packed = False
-        self.threads = None
-        self.token_pass_s: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:

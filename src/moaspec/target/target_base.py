@@ -4,8 +4,7 @@ Legend: B batch, T tokens, L layers, H KV heads, D head dim, E hidden size, K = 
 """
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +12,10 @@ from transformers import PreTrainedModel
 
 from moaspec.model.masks import text_mask
 from moaspec.model.training_pass import LayerFeatures, TargetPass, positions
+from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target import families
 from moaspec.target.decoder_layers import DecoderLayers
 from moaspec.target.spec import TargetSpec
-
-
-class ThreadLimit(Protocol):
-    """Lowers the number of CPU threads while other processes need the cores."""
-
-    def limited(self) -> AbstractContextManager[None]:
-        """Lower the number for the calling thread inside the block."""
-        ...
-
-    @property
-    def crowded(self) -> bool:
-        """Whether other processes use cores that PyTorch's threads need."""
-        ...
 
 
 class TargetBase(TargetSpec):
@@ -36,7 +23,9 @@ class TargetBase(TargetSpec):
 
     model: PreTrainedModel
     layers: DecoderLayers
-    threads: ThreadLimit | None
+    packed = False
+    threads: ThreadLimiter | None = None
+    token_pass_s: float | None = None
 
     def run(self, *args: Any, **options: Any) -> Tensor:
         raise NotImplementedError

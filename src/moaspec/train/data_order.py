@@ -45,33 +45,24 @@ def random_blocks(
     lengths = torch.randint(shortest, longest + 1, (rows, num), generator=generator)
     # The first block is shortened randomly, so that block borders can be anywhere.
     lengths[:, 0] = (lengths[:, 0] * torch.rand(rows, generator=generator)).long() + 1
-    return _partition(batch, lengths.cumsum(1))
+    starts_BN = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
+    index_BT, start_BT = _places(batch.response_BT)
+    offset_BT = index_BT - start_BT
+    which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
+    return _blocks(batch.response_BT, index_BT, offset_BT - starts_BN.gather(1, which))
 
 
 def fixed_blocks(batch: Batch, length: int) -> Blocks:
     """Cut responses into blocks of one length, for evaluation."""
-    rows, tokens = batch.input_ids_BT.shape
-    return _partition(batch, torch.arange(length, tokens + length, length).expand(rows, -1))
+    index_BT, start_BT = _places(batch.response_BT)
+    return _blocks(batch.response_BT, index_BT, (index_BT - start_BT) % length)
 
 
 def blocks_at(batch: Batch, begins_BT: Tensor) -> Blocks:
     """Cut responses where `begins_BT` marks a token; every response begins with a block."""
-    index_BT = torch.arange(begins_BT.shape[1], device=begins_BT.device).expand_as(begins_BT)
-    response_BT = batch.response_BT
+    index_BT, start_BT = _places(batch.response_BT)
     first_BT = torch.where(begins_BT, index_BT, 0).cummax(1)[0]
-    step_BT = index_BT - torch.maximum(first_BT, _response_start(response_BT))
-    return _blocks(response_BT, index_BT, step_BT)
-
-
-def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
-    """Cut every response at its row's cumulative block lengths `ends_BN`."""
-    rows, tokens = batch.input_ids_BT.shape
-    index_BT = torch.arange(tokens).expand(rows, tokens)
-    response_BT = batch.response_BT
-    offset_BT = index_BT - _response_start(response_BT)
-    starts_BN = torch.cat((torch.zeros(rows, 1, dtype=torch.long), ends_BN), dim=1)
-    which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
-    return _blocks(response_BT, index_BT, offset_BT - starts_BN.gather(1, which))
+    return _blocks(batch.response_BT, index_BT, index_BT - torch.maximum(first_BT, start_BT))
 
 
 def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
@@ -80,11 +71,11 @@ def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
     return Blocks(last_verified_BT.clamp(min=0), step_BT, response_BT & followed_BT)
 
 
-def _response_start(response_BT: Tensor) -> Tensor:
-    """Start of the response of each token, or of the last response before it."""
-    index_BT = torch.arange(response_BT.shape[1], device=response_BT.device)
+def _places(response_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of each token, and start of its response, or of the last response before it."""
+    index_BT = torch.arange(response_BT.shape[1], device=response_BT.device).expand_as(response_BT)
     before_BT = torch.nn.functional.pad(response_BT[:, :-1], (1, 0))
-    return torch.where(response_BT & ~before_BT, index_BT, 0).cummax(1)[0]
+    return index_BT, torch.where(response_BT & ~before_BT, index_BT, 0).cummax(1)[0]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from moaspec.generation.destinations import destinations
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import positions
 from moaspec.target.target import Target
-from moaspec.target.target_sizes import active_parameters, num_parameters, weight_bytes
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
 from moaspec.train.students.losses import logit_chunk_size
@@ -154,7 +153,7 @@ def make_plan(
     state_bytes = 12 * total + _moment_bytes(target, config)
     return Plan(
         parameters=parameters,
-        target_parameters=num_parameters(target),
+        target_parameters=_count(target.model),
         cache_bytes_per_token=per_token,
         data_tokens=tokens or None,
         cache_bytes={name: tokens * size + rows for name, size in per_token.items()}
@@ -163,7 +162,7 @@ def make_plan(
         state_bytes=state_bytes,
         checkpoint_bytes=2 * total + 8 * config.sizes.draft_vocab + _moment_bytes(target, config),
         memory=memory,
-        host_memory=max(weight_bytes(target), state_bytes),
+        host_memory=max(_weight_bytes(target), state_bytes),
         pass_tokens=pass_tokens,
         steps=config.steps,
         read_tokens=read,
@@ -212,12 +211,12 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _before(config: TrainConfig) -> list[int]:
-    return [n for n in config.num_target_layers if n]
+def _weight_bytes(target: Target) -> int:
+    return sum(p.nbytes for p in target.model.parameters())
 
 
 def _cache_bytes_per_token(target: Target, config: TrainConfig) -> dict[str, int]:
-    before, moa = _before(config), config.drafter == "moa"
+    moa, before = config.drafter == "moa", [n for n in config.num_target_layers if n]
     widths = {"activation_cache": activation_widths(target.identity, before, finals_only=not moa)}
     if moa:
         widths["frozen_lsa"] = mean_widths(target.identity, before)
@@ -252,7 +251,7 @@ def _memory(
     once, per_token = _kept_by_pass(target, module, frozen_lsa=config.frozen_lsa == 1.0)
     kept = once + pass_tokens * (kv + per_token + _kept_by_reused_layers(module, config))
     return {
-        "target": weight_bytes(target),
+        "target": _weight_bytes(target),
         "drafter and AdamW": sum(state.values()) + bf16,
         "draft head": 0 if ids is None else vocabulary * identity.hidden_size * size,
         "pass": kept + LOGIT_COPIES * 4 * min(chunk, pass_tokens) * vocabulary,
@@ -325,3 +324,21 @@ def _operations(
     vocabulary = target.vocab_size if ids is None else len(ids)
     head = 6 * vocabulary * identity.hidden_size * read * share * len(config.num_target_layers)
     return 2 * active_parameters(target) * passed + trained + frozen + others + head
+
+
+def active_parameters(target: Target) -> int:
+    """Parameters of the layers that a token passes, with only the chosen experts."""
+    found = 0.0
+    for index in range(int(target.config.num_hidden_layers)):
+        for name, tensor in target.layer_state(index).items():
+            share = _chosen_experts(target.config) if ".experts." in name else 1.0
+            found += tensor.numel() * share
+    return int(found)
+
+
+def _chosen_experts(config: Any) -> float:
+    """Share of a layer's experts that a token passes."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, one) for one in names if getattr(config, one, None)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return int(chosen) / int(experts) if experts and chosen else 1.0

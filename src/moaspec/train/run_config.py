@@ -15,7 +15,7 @@ import yaml
 from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
-from moaspec.model.checkpoint.baseline_checkpoint import KINDS
+from moaspec.model.baselines import KINDS, StackConfig
 from moaspec.model.drafter_config import (
     DrafterConfig,
     LayerConfig,
@@ -25,7 +25,6 @@ from moaspec.model.drafter_config import (
     text_rope,
 )
 from moaspec.model.moa import MoADrafter
-from moaspec.model.stack import StackConfig
 from moaspec.target.target_base import TargetBase
 from moaspec.train.students.losses import LossWeights
 

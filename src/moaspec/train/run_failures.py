@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from torch.distributed import DistError
 
 from moaspec.errors import TrainingError
+from moaspec.support.causes import first_line
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def explain_failures(what: str, intact: Callable[[], str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingError(
-            f"Out of memory {what}: {_first_line(error)}. {intact()} Run the same command again "
+            f"Out of memory {what}: {_cause(error)}. {intact()} Run the same command again "
             "with smaller batches, or fewer of their tokens at once."
         ) from error
     except RuntimeError as error:
@@ -31,16 +32,16 @@ def explain_failures(what: str, intact: Callable[[], str]) -> Iterator[None]:
         if not lost:
             raise
         raise TrainingError(
-            f"The device, or another process, failed {what}: {_first_line(error)}. {intact()} Run "
+            f"The device, or another process, failed {what}: {_cause(error)}. {intact()} Run "
             "the same command again when it is back, or elsewhere with the same files."
         ) from error
     except (OSError, SafetensorError) as error:
         raise TrainingError(
-            f"A file could not be read or written {what}: {_first_line(error)}. {intact()} Make "
+            f"A file could not be read or written {what}: {_cause(error)}. {intact()} Make "
             "room and run the same command again."
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of a message; CUDA's go on with advice and a stack."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _cause(error: Exception) -> str:
+    """Without the advice and the stack of CUDA's messages."""
+    return first_line(error).rstrip(".")

@@ -26,12 +26,8 @@ from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.baseline_checkpoint import (
-    KINDS,
-    Baseline,
-    load_baseline,
-    save_baseline,
-)
+from moaspec.model.baselines import KINDS, Baseline
+from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter

@@ -16,7 +16,8 @@ from bundles import save_drafter_and_target, save_target
 from moaspec.backends.load import load_target
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.baseline_checkpoint import KINDS, save_baseline
+from moaspec.model.baselines import KINDS
+from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device_onnx.manifest import MOST, is_onnx_bundle, read_manifest

@@ -17,7 +17,7 @@ from moaspec.model.moa import MoADrafter, TargetEncoder
 from moaspec.model.training_pass import positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.regression import fit_linear
+from moaspec.train.students.output_fit import fit_linear
 from moaspec.train.students.warm_start import (
     TOKEN_SLOPES,
     balance_norms,

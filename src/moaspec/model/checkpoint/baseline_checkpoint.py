@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import MismatchError
+from moaspec.model.baselines import KINDS, Baseline, EagleDrafter, StackConfig
 from moaspec.model.checkpoint.directory import read_config
 from moaspec.model.checkpoint.moa_checkpoint import check_whole, consistent
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
@@ -22,16 +23,8 @@ from moaspec.model.checkpoint.weight_files import (
     write_weights,
 )
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
-from moaspec.model.eagle import EagleDrafter
-from moaspec.model.independent import IndependentDrafter
-from moaspec.model.stack import StackConfig
 
-Baseline = EagleDrafter | IndependentDrafter
 SECTION = "moaspec_baseline"
-KINDS: dict[str, type[EagleDrafter] | type[IndependentDrafter]] = {
-    "eagle": EagleDrafter,
-    "independent": IndependentDrafter,
-}
 _EAGLE_NAMES = (
     # (published, ours); the first that matches wins.
     ("spec_model.self_attn.k_proj.", "layer.key_value.k_proj."),

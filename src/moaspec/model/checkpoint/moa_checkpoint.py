@@ -27,7 +27,7 @@ from moaspec.model.checkpoint.moa_config import (
     FORMAT_VERSION,
     SECTION,
     check_target,
-    read_drafter_config,
+    infer_config,
     recorded_config,
 )
 from moaspec.model.checkpoint.tensor_names import (
@@ -124,7 +124,10 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     config_json, tensors = read_config(directory), read_tensors(directory)
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     with consistent(directory):
-        config = read_drafter_config(config_json, tensors, target, context)
+        if SECTION in config_json:
+            config = recorded_config(config_json)
+        else:
+            config = infer_config(config_json, tensors, target, context)
         check_target(config, draft_token_ids, target, where=f"drafter at {directory}")
         _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)

@@ -48,15 +48,6 @@ def _rates(lists: Sequence[Sequence[float]]) -> Rates:
     return tuple(tuple(by_rank) for by_rank in lists)
 
 
-def read_drafter_config(
-    config_json: dict[str, Any], tensors: Mapping[str, Tensor], target: TargetIdentity, context: Any
-) -> DrafterConfig:
-    """Sizes as a checkpoint of ours records them, or as a published one's tensors have them."""
-    if SECTION in config_json:
-        return recorded_config(config_json)
-    return infer_config(config_json, tensors, target, context)
-
-
 def recorded_config(config_json: Mapping[str, Any]) -> DrafterConfig:
     """What a checkpoint of ours says of itself."""
     section = config_json[SECTION]

@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
-from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.drafting.baseline_proposers import IndependentProposer
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, load_any_drafter
+from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, published_tensors
 from moaspec.model.checkpoint.moa_config import config_from_json
@@ -37,14 +37,13 @@ from moaspec.model.checkpoint.weight_files import (
     write_weights,
 )
 from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
-from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
-from moaspec.model.stack import StackConfig
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.support.paths import why_not_trusted
+from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
 from moaspec.target.names import FAMILIES

@@ -125,7 +125,6 @@ class GenericPartialTarget(PartialTarget):
         self.stop_token_ids, self._compute_dtype = stop_token_ids, dtype
         self.layers = GenericLayers(self.model)
         self.lm_head = PartialLMHead(LMHead(head, *rules.head_rule(config)), head_token_ids, name)
-        self.packed, self.threads, self.token_pass_s = False, None, None
         self.identity, self.num_layers = identity, identity.num_layers
         self.num_kv_heads, self.head_dim = identity.num_kv_heads, identity.head_dim
         set_position_facts(self)

@@ -29,7 +29,6 @@ class GenericLayers(DecoderLayers):
         state_bytes: of one text's recurrent and convolution states.
     """
 
-    records = False
     state_bytes = 0
 
     def __init__(self, base: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
-from moaspec.target.decoder_layers import LMHead, WatchLayer, WriteKV
+from moaspec.target.decoder_layers import LMHead
 from moaspec.target.families import is_family
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
@@ -95,9 +95,6 @@ class GenericTarget(Target):
         attend_by_pass(self._base.config)
         head = cast(nn.Linear, model.get_output_embeddings())
         self.lm_head = LMHead(head, *rules.head_rule(self.config))
-        self.packed = False
-        self.threads = None
-        self.token_pass_s: float | None = None
         try:
             shape = self._set_tested_layers()
         except UnsupportedTargetError as error:
@@ -133,15 +130,11 @@ class GenericTarget(Target):
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
         *,
-        mask_B1TS: Tensor | None,
-        write: WriteKV,
         lengths_B: Tensor | None = None,
-        watch: WatchLayer | None = None,
+        **options: Any,
     ) -> Tensor:
         del lengths_B  # rotary embeddings go by positions alone
-        return self.layers.run_tokens(
-            input_ids_BT, position_ids_BT, mask_B1TS=mask_B1TS, write=write, watch=watch
-        )
+        return self.layers.run_tokens(input_ids_BT, position_ids_BT, **options)
 
     @property
     def embeddings(self) -> Tensor | None:

@@ -149,11 +149,6 @@ class HybridLayers(GenericLayers):
             )
         return super().measure(token_ids_1T)
 
-    def set_batches(self, batches: bool) -> None:
-        """Let mixers make their projections together, where they can, or not."""
-        for mixer in self.mixers:
-            mixer.batches = batches and mixer.can_batch
-
     @property
     def reads_whole(self) -> bool:
         """Whether a prompt must be read in one pass, and from its start."""

@@ -85,7 +85,8 @@ def hybrid_distance(
     ids_1T = torch.cat((ids_1T[:, :PROMPT], ids_1T), dim=1)  # two of them again, as the prompt
     distance = math.inf
     for batches in (True, False):
-        layers.set_batches(batches)
+        for mixer in layers.mixers:
+            mixer.batches = batches and mixer.can_batch
         # A part that does more around its projections may fail in any way.
         with suppress(RuntimeError):
             text = _Text(target, ids_1T)

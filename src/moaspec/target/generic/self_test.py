@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.support.causes import first_line
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.hybrid_test import hybrid_distance, relative_distance
 from moaspec.target.generic.pass_cache import KVShape
@@ -57,9 +58,9 @@ def require_equal(target: GenericTarget) -> KVShape:
         raise
     # Models raise almost anything where they do not keep to the interfaces.
     except Exception as error:
-        cause = str(error).strip().partition("\n")[0] or type(error).__name__
+        kind = type(error).__name__
         raise UnsupportedTargetError(
-            f"its model does not take our cache and masks ({type(error).__name__}: {cause})"
+            f"its model does not take our cache and masks ({kind}: {first_line(error)})"
         ) from error
     if distance > limit:
         raise UnsupportedTargetError(

@@ -49,8 +49,8 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
         return None
     layer = layers[0]
     factors = _measure(target, layer, parts, batches)
-    rows = {
-        proj: _repeated(factors[norm], state[f"{proj}.weight"])
+    rows = {  # the factor of each head's channels, for all rows of the projection
+        proj: factors[norm].repeat(len(state[f"{proj}.weight"]) // len(factors[norm]))
         for norm, proj in _HEAD_NORMS.items()
         if norm in factors
     }
@@ -71,11 +71,6 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
     folded[f"{_BEFORE_ATTENTION}.weight"] = factors["attention"].float()
     folded["post_attention_layernorm.weight"] = factors["mlp"].float()
     return folded
-
-
-def _repeated(factor_C: Tensor, weight: Tensor) -> Tensor:
-    """The factor of each head's channels, for all rows of the projection."""
-    return factor_C.repeat(len(weight) // len(factor_C))
 
 
 def _scaled(tensor: Tensor, rows: Tensor | None) -> Tensor:

@@ -10,14 +10,14 @@ ridge regression, on them, of
 
 So the drafter starts near the mean of the target's states, given what CA has read.
 
-Legend: T tokens, N sampled queries, E hidden size, I width of CA's MLP.
+Legend: T tokens, N sampled tokens or queries, E hidden size, I width of CA's MLP, K inputs.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.model.layers import AttentionBlock
 from moaspec.model.moa import MoADrafter
@@ -25,8 +25,8 @@ from moaspec.model.training_pass import TargetPass
 from moaspec.target.target import Target
 from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Batch
-from moaspec.train.students.regression import fit_linear, ridge
 
+RIDGE = 1e-3  # relative to the mean square of the inputs
 BLOCK = 10  # length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults
 GATE = 2.0  # mean of the gates. Activations are nearly linear from there on.
 STRENGTH = 0.1
@@ -137,3 +137,25 @@ def non_massive_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
     size_N = states_NE.float().square().mean(1).sqrt()
     usual_N = size_N < MASSIVE_RATIO * size_N.median()
     return usual_N, size_N[usual_N].square().mean().sqrt()
+
+
+def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:
+    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E).
+
+    Args:
+        strength: the penalty, relative to the sum of squares of an input.
+    """
+    x, y = x_NK.double(), y_NE.double()
+    gram = x.T @ x
+    gram += (
+        strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype).to(gram.device)
+    )
+    return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
+
+
+def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None:
+    """Set a layer with bias to the ridge regression of outputs on inputs."""
+    input_mean, output_mean = inputs_NK.mean(0), outputs_NE.mean(0)
+    weight_EK = ridge(inputs_NK - input_mean, outputs_NE - output_mean).T
+    linear.weight.copy_(weight_EK)
+    linear.bias.copy_(output_mean - weight_EK @ input_mean)

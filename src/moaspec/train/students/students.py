@@ -6,7 +6,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
 from moaspec.generation.drafters import find_drafter
-from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
+from moaspec.model.baselines import KINDS, Baseline
+from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.masks import reused_layer_mask, text_mask
@@ -65,10 +66,8 @@ class Student(ABC):
         target: Target,
         activations: TargetActivations,
         config: TrainConfig,
-        save_checkpoint: Callable[..., None],
     ) -> None:
         self.target, self._activations, self._config = target, activations, config
-        self._save_checkpoint = save_checkpoint
         self.module = module
         self.exits = config.num_target_layers
         self.draft_token_ids: Tensor | None = module.draft_token_ids
@@ -96,13 +95,9 @@ class Student(ABC):
         drafter.load_state_dict(weights)
         if isinstance(drafter, MoADrafter):
             drafter.head_moment = module.head_moment
-        self._save_checkpoint(
-            drafter,
-            directory=directory,
-            dtype=torch.bfloat16,
-            training=facts,
-            shard_bytes=self._config.shard_bytes,
-        )
+        save = save_drafter if isinstance(drafter, MoADrafter) else save_baseline
+        limit = self._config.shard_bytes
+        save(drafter, directory, dtype=torch.bfloat16, training=facts, shard_bytes=limit)
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
@@ -232,7 +227,7 @@ class MoAStudent(Student):
             module, self._former_n = load_initial_drafter(target, config, counted)
         else:
             module = new_drafter(target, config, counted)
-        super().__init__(module, target, activations, config, save_drafter)
+        super().__init__(module, target, activations, config)
         self._output = output
         self._means: LayerMeanCache | None = None
 
@@ -335,7 +330,7 @@ class BaselineStudent(Student):
         counted: Sequence[Example],
     ) -> None:
         module = new_drafter(target, config, counted)
-        super().__init__(module, target, activations, config, save_baseline)
+        super().__init__(module, target, activations, config)
         # In real chains EAGLE reads its own predictions, in training the target's states.
         self.simulates_chain = config.drafter == "independent"
 

@@ -52,10 +52,10 @@ class ExampleStore:
         self._starts = self._ends - lengths
         tokens = int(self._ends[-1])
         _require_room(directory, tokens * bytes_per_token(widths))
-        self._files = {
-            name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
-            for name, width in widths.items()
-        }
+        self._files: dict[str, np.memmap] = {}
+        for name, width in widths.items():
+            path = _sized(directory / f"{name}-{tokens}x{width}.bf16", 2 * tokens * width)
+            self._files[name] = np.memmap(path, np.int16, mode="r+", shape=(tokens, width))
         self._done = np.memmap(
             _sized(directory / f"done-{len(examples)}-{'+'.join(widths)}.bool", len(examples)),
             dtype=np.bool_,
@@ -141,11 +141,6 @@ def _require_room(directory: Path, num_bytes: int) -> None:
             f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
             "with activation_cache=false."
         )
-
-
-def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:
-    _sized(path, 2 * shape[0] * shape[1])
-    return np.memmap(path, dtype=np.int16, mode="r+", shape=shape)
 
 
 def _sized(path: Path, num_bytes: int) -> Path:

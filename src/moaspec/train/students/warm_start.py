@@ -36,8 +36,7 @@ from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 from moaspec.train.dataset.examples import Batch
 from moaspec.train.students.folded_layer import folded_layer_state
-from moaspec.train.students.output_fit import fit_exit, layer_inputs
-from moaspec.train.students.regression import RIDGE, fit_linear, ridge
+from moaspec.train.students.output_fit import RIDGE, fit_exit, fit_linear, layer_inputs, ridge
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     if source is None:
         folded = folded_layer_state(target, batches)
         source = None if folded is None else _named_as_in_sa(folded)
-        if source is None or _shapes(source) != _sa_shapes(drafter):
+        if source is None or not _fits(source, drafter):
             log.warning(
                 "Warm start: SA keeps random weights, because the first layer of %s (%s) has "
                 "other parts or sizes.",
@@ -145,7 +144,7 @@ def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Te
     if state is None:
         return None
     source = _named_as_in_sa(state)
-    if _shapes(source) != _sa_shapes(drafter):
+    if not _fits(source, drafter):
         raise InputError(
             "warm_start needs SA to have the shapes of the target's first layer; "
             "drop sizes.sa_* and sizes.parameters, or set warm_start=false."
@@ -160,12 +159,11 @@ def _named_as_in_sa(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _sa_shapes(drafter: MoADrafter) -> dict[str, torch.Size]:
-    return _shapes(drafter.decoder.self_attention.state_dict())
-
-
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
+def _fits(source: Mapping[str, Tensor], drafter: MoADrafter) -> bool:
+    """Whether SA has these tensors, in their shapes."""
+    states = (source, drafter.decoder.self_attention.state_dict())
+    given, own = ({name: one.shape for name, one in state.items()} for state in states)
+    return given == own
 
 
 def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bits import threads as torch_threads
-from moaspec.backends import thread_limiter
-from moaspec.backends.thread_limiter import OUTDATED_S, PERIOD_S, CpuTimes, ThreadLimiter
+from moaspec.support import thread_limiter
+from moaspec.support.thread_limiter import OUTDATED_S, PERIOD_S, CpuTimes, ThreadLimiter
 
 
 class Machine:

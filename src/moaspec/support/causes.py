@@ -1,0 +1,7 @@
+"""Causes of errors, in one line."""
+
+
+def first_line(error: Exception) -> str:
+    """Of an error's message, or the first two if that ends in a colon; its kind if it has none."""
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
