@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moaspec.backends.cuda_graphs import PassGraphs
+from moaspec.backends.cuda_graphs import CudaGraph, PassGraphs
 
 aten = torch.ops.aten
 HOST = {aten._local_scalar_dense.default, aten.nonzero.default, aten.lift_fresh.default}
@@ -23,8 +23,8 @@ class _NothingOfTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder:
-    """Implements `moaspec.backends.cuda_graphs.Graph` on a CPU."""
+class Recorder(CudaGraph):
+    """Records and replays on a CPU."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.fast_layers import AttentionInputs
+from moaspec.support.causes import first_line
 from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"  # environment variable; "off" does without
@@ -38,18 +39,6 @@ Layers = Callable[[Tensor, Mapping[str, AttentionInputs], WriteKV], Tensor]
 _Compute = Callable[[Sequence[Tensor]], Tensor]
 
 log = logging.getLogger(__name__)
-
-
-class Graph(Protocol):
-    """A recording of operations on tensors that stay where they are."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        """Record what `run` does; the tensor that has its result after each `replay`."""
-        ...
-
-    def replay(self) -> None:
-        """Run the recorded operations again."""
-        ...
 
 
 @runtime_checkable
@@ -70,7 +59,7 @@ class GraphSafeWrite(Protocol):
 
 
 class CudaGraph:
-    """A `Graph` of CUDA.
+    """A recording of operations on tensors that stay where they are.
 
     Args:
         stream: for recording, one for all graphs: libraries keep memory for each stream.
@@ -82,6 +71,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Record what `run` does; the tensor that has its result after each `replay`."""
         # Other threads may use the device meanwhile, for their own passes.
         with (
             torch.cuda.device(self._device),
@@ -99,7 +89,7 @@ class CudaGraph:
 class _Recorded:
     """One shape's recording, and the tensors that it reads and writes."""
 
-    def __init__(self, graph: Graph, inputs: Sequence[Tensor], compute: _Compute) -> None:
+    def __init__(self, graph: CudaGraph, inputs: Sequence[Tensor], compute: _Compute) -> None:
         with torch.inference_mode(mode=False):  # who records is not all that replays
             self._inputs = [torch.empty_like(one).copy_(one) for one in inputs]
         self._graph = graph
@@ -115,7 +105,7 @@ class _Recorded:
 class PassGraphs:
     """Recordings of a target's passes, by shape. `failure`: why nothing is recorded, or None."""
 
-    def __init__(self, make: Callable[[], Graph]) -> None:
+    def __init__(self, make: Callable[[], CudaGraph]) -> None:
         self._make, self._lock = make, Lock()
         self._graphs: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
         self.failure: str | None = None
@@ -194,7 +184,7 @@ class PassGraphs:
         return recorded
 
     def _give_up(self, error: RuntimeError) -> None:
-        self.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self.failure = first_line(error)
         self._graphs.clear()
         log.warning(
             "Passes are not recorded as CUDA graphs, and take longer to launch: %s", self.failure

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
+from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
 from moaspec.model.layers import fold_mask, merge_heads
 from moaspec.target import families
@@ -105,16 +106,19 @@ class FastLayer:
         self._num_kv_heads = attention.config.num_key_value_heads
         self._num_heads = attention.config.num_attention_heads
         self._splits = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
-        self._qkv = joint_product(_found(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")))
-        self._output = joint_product([attention.o_proj])
+        groups = (
+            _found(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+            [attention.o_proj],
+            _found(mlp, "gate_up_proj", "gate_proj", "up_proj"),
+            [mlp.down_proj],
+        )
+        self._qkv, self._output, self._gate_up, self._down = map(joint_product, groups)
         # Norms of queries and keys: both or neither.
         self._q_norm: Any = getattr(attention, "q_norm", None)
         self._k_norm: Any = getattr(attention, "k_norm", None)
-        self._gate_up = joint_product(_found(mlp, ("gate_up_proj",), ("gate_proj", "up_proj")))
-        self._down = joint_product([mlp.down_proj])
         self._act = getattr(mlp, "act_fn", None) or mlp.activation_fn
         self._norms = _norms_around(layer)
-        self.fused = self._as_fused(attention, mlp)
+        self.fused = self._as_fused([joint_matrix(parts) for parts in groups])
 
     def __call__(
         self, states_BTE: Tensor, *args: Any, inputs: AttentionInputs | None = None, **kwargs: Any
@@ -123,7 +127,7 @@ class FastLayer:
             return self._own_forward(states_BTE, *args, **kwargs)
         return self._forward(states_BTE, inputs, kwargs[self._cache_argument])
 
-    def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
+    def _as_fused(self, matrices: Sequence[Matrix | None]) -> FusedLayer | None:
         before_read, after_read, before_mlp, after_mlp = self._norms
         of_heads = (
             () if self._q_norm is None else (fast_norm(self._q_norm), fast_norm(self._k_norm))
@@ -136,12 +140,6 @@ class FastLayer:
             or not is_silu(self._act)
         ):
             return None
-        matrices = (
-            joint_matrix(_found(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))),
-            joint_matrix([attention.o_proj]),
-            joint_matrix(_found(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))),
-            joint_matrix([mlp.down_proj]),
-        )
         return FusedLayer.of(
             matrices,
             norms=[norm.weight for norm in norms[:2]],
@@ -211,8 +209,8 @@ def make_fast(layers: Sequence[Any]) -> FusedStack | None:
     return FusedStack(fused, fast[0].scale) if fast and len(fused) == len(fast) else None
 
 
-def _found(module: nn.Module, joined: tuple[str, ...], apart: tuple[str, ...]) -> list[nn.Module]:
-    names = joined if hasattr(module, joined[0]) else apart
+def _found(module: nn.Module, joined: str, *apart: str) -> list[nn.Module]:
+    names = (joined,) if hasattr(module, joined) else apart
     return [getattr(module, name) for name in names]
 
 

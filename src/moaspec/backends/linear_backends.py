@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -67,19 +68,27 @@ def fastest_dtype(device: torch.device, *, packed: bool = True) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-class LinearBackend(Protocol):
-    """A weight (and bias) laid out for one kernel."""
+class LinearBackend(ABC):
+    """A weight (and bias) laid out for one kernel, which has no derivative."""
 
     bias: Tensor | None
 
+    @abstractmethod
     def weight(self) -> Tensor: ...
 
     def product(self, x: Tensor) -> Tensor:
         """The product of x and the transposed weight, plus the bias, in the dtype of x."""
-        ...
+        if not x.requires_grad:
+            return self._product(x)
+        weight = self.weight()
+        added = None if self.bias is None else self.bias.to(weight.dtype)
+        return F.linear(x.to(weight.dtype), weight, added).to(x.dtype)
+
+    @abstractmethod
+    def _product(self, x: Tensor) -> Tensor: ...
 
 
-class CpuKernelLinear:
+class CpuKernelLinear(LinearBackend):
     """bf16, or fewer bits, in the layout of `moaspec.backends.cpu`."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
@@ -88,13 +97,11 @@ class CpuKernelLinear:
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
-    def product(self, x: Tensor) -> Tensor:
-        if x.requires_grad:  # the kernel has no derivative
-            return F.linear(x, self.weight(), self.bias)
+    def _product(self, x: Tensor) -> Tensor:
         return self.matrix.product(x)
 
 
-class OneDnnLinear:
+class OneDnnLinear(LinearBackend):
     """bf16 or float32, in oneDNN's own layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -105,13 +112,11 @@ class OneDnnLinear:
     def weight(self) -> Tensor:
         return self._packed.to_dense()
 
-    def product(self, x: Tensor) -> Tensor:
-        if x.requires_grad:  # the kernel has no derivative
-            return F.linear(x, self.weight(), self.bias)
+    def _product(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
 
 
-class Fp16Linear:
+class Fp16Linear(LinearBackend):
     """float16, times a power of two where that is needed, for products in float32."""
 
     def __init__(self, scaled: Tensor, scale: float, bias: Tensor | None) -> None:
@@ -136,10 +141,7 @@ class Fp16Linear:
         scaled, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
         return scaled / self._scale
 
-    def product(self, x: Tensor) -> Tensor:
-        if x.requires_grad:  # the kernel has no derivative
-            added = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight(), added).to(x.dtype)
+    def _product(self, x: Tensor) -> Tensor:
         scaled = self._kernel(torch.atleast_2d(x.float()), self._packed)
         scaled = scaled if self._back is None else scaled.mul_(self._back)
         return scaled.to(x.dtype).reshape(*x.shape[:-1], scaled.shape[-1])
@@ -151,7 +153,7 @@ def _into_highest_range(weight: Tensor) -> float:
     return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
 
 
-class Fp32Linear:
+class Fp32Linear(LinearBackend):
     """The weight in float32, for PyTorch's own product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -161,7 +163,7 @@ class Fp32Linear:
     def weight(self) -> Tensor:
         return self._weight
 
-    def product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self._weight, self._added).to(x.dtype)
 
 

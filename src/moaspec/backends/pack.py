@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.linear_backends import CpuKernelLinear, fastest_backend
+from moaspec.target.decoder_layers import frozen_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read one and the same input, in the order in which they are called."""
@@ -96,15 +97,6 @@ class FusedPart(nn.Module):
         bias = self._fused.linear.bias
         return None if bias is None else bias[self._columns]
 
-    @property
-    def joined(self) -> PackedLinear:
-        """The matrix that this is a part of."""
-        return self._fused.linear
-
-    def beside(self, other: nn.Module) -> bool:
-        """Whether the other is a part of the same matrix."""
-        return isinstance(other, FusedPart) and other._fused is self._fused
-
     def forward(self, x: Tensor) -> Tensor:
         last = self._columns.stop == self._fused.out_features
         return self._fused.product(x, last=last)[..., self._columns]
@@ -118,14 +110,13 @@ class _FusedLinears:
     """The matrix behind several `FusedPart`s, and its product with the latest input."""
 
     def __init__(self, linears: Sequence[nn.Linear], *, drafts: bool) -> None:
-        with torch.device("meta"):
-            width = sum(linear.out_features for linear in linears)
-            joined = nn.Linear(linears[0].in_features, width, bias=linears[0].bias is not None)
-        joined.weight = nn.Parameter(torch.cat([one.weight.detach() for one in linears]))
-        if linears[0].bias is not None:
-            joined.bias = nn.Parameter(torch.cat([one.bias.detach() for one in linears]))
+        has_bias = linears[0].bias is not None
+        joined = frozen_linear(
+            torch.cat([one.weight for one in linears]),
+            torch.cat([one.bias for one in linears]) if has_bias else None,
+        )
         self.linear = PackedLinear(joined, drafts=drafts)
-        self.in_features, self.out_features = joined.in_features, width
+        self.in_features, self.out_features = joined.in_features, joined.out_features
         self._latest: tuple[Tensor, Tensor] | None = None
 
     def product(self, x: Tensor, *, last: bool) -> Tensor:
@@ -138,22 +129,27 @@ class _FusedLinears:
         return latest[1]
 
 
+def _joint(parts: Sequence[nn.Module]) -> PackedLinear | None:
+    """The packed layer with the outputs of all these layers side by side, or None."""
+    first = parts[0]
+    if isinstance(first, FusedPart):
+        same = all(isinstance(part, FusedPart) and part._fused is first._fused for part in parts)
+        return first._fused.linear if same else None
+    return first if len(parts) == 1 and isinstance(first, PackedLinear) else None
+
+
 def joint_product(parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
     """One call that gives the outputs of layers which read the same input, side by side."""
-    first = parts[0]
-    if isinstance(first, FusedPart) and all(first.beside(part) for part in parts):
-        return first.joined.product()
-    if len(parts) == 1:
-        return first.product() if isinstance(first, PackedLinear) else first
-    return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+    joint = _joint(parts)
+    if joint is not None:
+        return joint.product()
+    return parts[0] if len(parts) == 1 else lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
 def joint_matrix(parts: Sequence[nn.Module]) -> Matrix | None:
     """The joint matrix of layers with one input as `backends.cpu` has it, or None."""
-    first = parts[0]
-    if isinstance(first, FusedPart) and all(first.beside(part) for part in parts):
-        return first.joined.matrix
-    return first.matrix if len(parts) == 1 and isinstance(first, PackedLinear) else None
+    joint = _joint(parts)
+    return None if joint is None else joint.matrix
 
 
 def is_silu(act: Callable[[Tensor], Tensor]) -> bool:

@@ -37,7 +37,7 @@ class TextStream:
     ) -> None:
         self._backend, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
         self._context, pending = self._split(after)
-        self._stream = self._new()
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
         for token in pending:
             self._stream.step(self._backend, token)
 
@@ -58,9 +58,6 @@ class TextStream:
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip))
 
-    def _new(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
-
     def fork(self) -> TextStream:
         """Another stream that goes on from here on its own."""
         twin = copy(self)
@@ -69,27 +66,15 @@ class TextStream:
 
     def step(self, token_id: int) -> str:
         """The text that a token completes; empty while a character is not whole."""
-        try:
-            return self._step(token_id)
-        except _InvalidPrefixError:
-            self._stream = self._new()
-        try:
-            return self._step(token_id)
-        except _InvalidPrefixError:  # the context ends in bytes, too
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._step(token_id)
-
-    def _step(self, token_id: int) -> str:
-        try:
-            return self._stream.step(self._backend, token_id) or ""
-        except Exception as error:  # tokenizers raises nothing narrower
-            if "Invalid prefix" in str(error):
-                raise _InvalidPrefixError from error
-            raise
-
-
-class _InvalidPrefixError(Exception):
-    """More tokens changed text that was already returned."""
+        for context in (self._context, []):
+            try:
+                return self._stream.step(self._backend, token_id) or ""
+            except Exception as error:  # tokenizers raises nothing narrower
+                if "Invalid prefix" not in str(error):
+                    raise
+            # More tokens changed text that was already returned. The context may end in bytes, too.
+            self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
+        return self._stream.step(self._backend, token_id) or ""
 
 
 def continuation(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:

@@ -71,11 +71,8 @@ def attend(
     J, S = key_BJSD.shape[1:3]
     out_BTHD = query_BHTD.new_empty((B, T, H, D))
     query_row, query_head, query_token, _ = query_BHTD.stride()
-    mask_row = mask_token = 0
-    if mask is not None:
-        mask = mask if mask.stride(3) == 1 else mask.contiguous()
-        mask_row = 0 if mask.shape[0] == 1 else mask.stride(0)
-        mask_token = 0 if mask.shape[2] == 1 else mask.stride(2)
+    if mask is not None and mask.stride(3) != 1:
+        mask = mask.contiguous()
     facts = AttentionFacts(
         query_BHTD.data_ptr(),
         key_BJSD.data_ptr(),
@@ -87,8 +84,16 @@ def attend(
         *(query_row, query_token, query_head),
         *key_BJSD.stride()[:3],
         *value_BJSD.stride()[:3],
-        *(mask_row, mask_token),
+        *mask_strides(mask),
         scale,
     )
     call(library().moaspec_attend, ctypes.byref(facts))
     return out_BTHD.transpose(1, 2)
+
+
+def mask_strides(mask: Tensor | None) -> tuple[int, int]:
+    """Of a mask's rows and tokens; 0 where all share them."""
+    if mask is None:
+        return 0, 0
+    row, token = (0 if mask.shape[axis] == 1 else mask.stride(axis) for axis in (0, 2))
+    return row, token

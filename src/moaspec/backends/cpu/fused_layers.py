@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import call, library
-from moaspec.backends.cpu.cpu_attention import MAX_HEAD_DIM, PAIR_LANES
+from moaspec.backends.cpu.cpu_attention import MAX_HEAD_DIM, PAIR_LANES, mask_strides
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
@@ -232,10 +232,7 @@ class Pass:
         # Kept, because the description has only their addresses.
         self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
         rows, starts, *_ = self._held
-        mask_row = mask_token = 0
-        if mask_B1TS is not None:
-            mask_row = 0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0)
-            mask_token = 0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2)
+        mask_row, mask_token = mask_strides(mask_B1TS)
         attention = AttentionFacts(
             cache_rows=ctypes.addressof(rows),
             mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),

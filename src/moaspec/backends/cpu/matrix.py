@@ -57,8 +57,8 @@ class Matrix:
             coded = rounded(padded_OI, moment_II)
         elif bits is None and unpacks_exactly():
             coded = found_codes(padded_OI.contiguous())
-        self._bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
-        self._by_output = self._bits == 4 and not self._rounded and instructions() == "amx"
+        self.bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
+        self._by_output = self.bits == 4 and not self._rounded and instructions() == "amx"
         if coded is None:
             self._panels = _panels(padded_OI)
         else:
@@ -70,7 +70,7 @@ class Matrix:
     def _describe(self) -> None:
         bias = None if self._bias is None else self._bias.data_ptr()
         self.described = MatrixFacts(
-            self._panels.data_ptr(), bias, self.inputs, self.outputs, self._bits, self._rounded
+            self._panels.data_ptr(), bias, self.inputs, self.outputs, self.bits, self._rounded
         )
         self._reference = ctypes.byref(self.described)
 
@@ -89,10 +89,6 @@ class Matrix:
         """Move the panels to large pages, which weights that every call reads whole gain by."""
         self.move(large_pages(self.num_bytes))
 
-    @property
-    def bits(self) -> int:
-        return self._bits
-
     @staticmethod
     def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
         """Whether there are kernels for this weight here."""
@@ -106,10 +102,10 @@ class Matrix:
 
     def weight(self) -> Tensor:
         """(O, I), unpacked anew."""
-        if self._bits == 16:
+        if self.bits == 16:
             weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
         else:
-            coded = QuantizedWeight.of(self._panels, self._bits, by_output=self._by_output)
+            coded = QuantizedWeight.of(self._panels, self.bits, by_output=self._by_output)
             weight_OI = coded.weight()
         return weight_OI[: self.outputs]
 

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from ctypes import POINTER, byref, c_double, c_float, c_int64, c_void_p
 
 
+def _fields(kind: type, names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
 class MatrixFacts(ctypes.Structure):
     """A weight in panels."""
 
     _fields_ = (
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("bits", c_int64),
-        ("rounded", c_int64),
+        *_fields(c_void_p, "panels bias"),
+        *_fields(c_int64, "inputs outputs bits rounded"),
     )
 
 
@@ -22,18 +22,10 @@ class LayerFacts(ctypes.Structure):
     """A decoder layer but for its attention."""
 
     _fields_ = (
-        ("read", MatrixFacts),
-        ("output", MatrixFacts),
-        ("inner", MatrixFacts),
-        ("down", MatrixFacts),
-        ("norm", c_void_p),
-        ("inner_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
+        *_fields(MatrixFacts, "read output inner down"),
+        *_fields(c_void_p, "norm inner_norm query_norm key_norm"),
         ("eps", c_float),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
+        *_fields(c_int64, "heads kv_heads head_dim"),
     )
 
 
@@ -41,17 +33,11 @@ class AttentionFacts(ctypes.Structure):
     """Queries, keys and values, and where they are."""
 
     _fields_ = (
-        ("query", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("cache_rows", c_void_p),
-        ("mask", c_void_p),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("rows", "tokens", "heads", "kv_heads", "head_dim", "slots")),
-        *((f"query_{name}", c_int64) for name in ("row", "token", "head")),
-        *((f"key_{name}", c_int64) for name in ("row", "head", "slot")),
-        *((f"value_{name}", c_int64) for name in ("row", "head", "slot")),
-        *((f"mask_{name}", c_int64) for name in ("row", "token")),
+        *_fields(c_void_p, "query key value cache_rows mask out"),
+        *_fields(c_int64, "rows tokens heads kv_heads head_dim slots"),
+        *_fields(c_int64, "query_row query_token query_head"),
+        *_fields(c_int64, "key_row key_head key_slot value_row value_head value_slot"),
+        *_fields(c_int64, "mask_row mask_token"),
         ("scale", c_float),
     )
 
@@ -60,12 +46,10 @@ class PassFacts(ctypes.Structure):
     """A pass of several layers over a cache."""
 
     _fields_ = (
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("turned", c_int64),
-        ("period", c_int64),
+        *_fields(c_void_p, "cos sin"),
+        *_fields(c_int64, "turned period"),
         ("cache", c_void_p),
-        *((name, c_int64) for name in ("layer", "half", "cache_row", "head")),
+        *_fields(c_int64, "layer half cache_row head"),
         ("starts", c_void_p),
         ("attention", AttentionFacts),
         ("norm", c_void_p),
@@ -77,37 +61,29 @@ class EncoderFacts(ctypes.Structure):
     """What becomes of a token's keys and values in all layers."""
 
     _fields_ = (
-        ("layer", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("turned", c_int64),
-        ("layers", c_int64),
+        *_fields(c_void_p, "layer cos sin"),
+        *_fields(c_int64, "turned layers"),
         ("scale", c_float),
-        ("projection", c_void_p),
-        ("memory", c_void_p),
+        *_fields(c_void_p, "projection memory"),
     )
 
 
 class ExitFacts(ctypes.Structure):
     """What a drafter's states go through before what it reuses of the target."""
 
-    _fields_ = (("norm", c_void_p), ("linear", c_void_p), ("eps", c_float), ("scale", c_float))
+    _fields_ = (*_fields(c_void_p, "norm linear"), *_fields(c_float, "eps scale"))
 
 
 class DrafterFacts(ctypes.Structure):
     """A drafter that reads text, then its own drafts level by level."""
 
     _fields_ = (
-        ("text", c_void_p),
-        ("memory", c_void_p),
-        ("last", c_void_p),
+        *_fields(c_void_p, "text memory last"),
         ("reused", c_int64),
         ("exit", c_void_p),
-        *((f"{name}_pass", PassFacts) for name in ("text", "memory", "last")),
+        *_fields(PassFacts, "text_pass memory_pass last_pass"),
         ("finished", c_int64),
-        ("head", c_void_p),
-        ("names", c_void_p),
-        ("embeddings", c_void_p),
+        *_fields(c_void_p, "head names embeddings"),
         ("width", c_int64),
     )
 
@@ -116,16 +92,10 @@ class GrowthFacts(ctypes.Structure):
     """Shape and nodes of a draft tree."""
 
     _fields_ = (
-        ("depth", c_int64),
-        ("breadth", c_int64),
+        *_fields(c_int64, "depth breadth"),
         ("least", c_float),
-        ("levels", c_int64),
-        ("leaves", c_int64),
-        ("nodes", c_int64),
-        ("tokens", c_void_p),
-        ("parents", c_void_p),
-        ("scores", c_void_p),
-        ("coupling", c_void_p),
+        *_fields(c_int64, "levels leaves nodes"),
+        *_fields(c_void_p, "tokens parents scores coupling"),
     )
 
 
@@ -135,9 +105,8 @@ class SamplerFacts(ctypes.Structure):
     _fields_ = (
         ("temperature", c_double),
         ("top_k", c_int64),
-        ("top_p", c_double),
-        ("min_p", c_double),
-        *((name, c_int64) for name in ("seed", "choice", "position")),
+        *_fields(c_double, "top_p min_p"),
+        *_fields(c_int64, "seed choice position"),
     )
 
 
