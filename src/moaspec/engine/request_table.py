@@ -194,9 +194,9 @@ class RequestTable:
         """Tell its policies how many tokens are about to be encoded."""
         num_unread = len(request.token_ids) - request.num_verified
         window = getattr(self._verifier, "prompt_window", 0)
+        num_unread = min(num_unread, window or num_unread)
         for policy in request.policies:
-            unread = min(num_unread, window or num_unread)
-            policy.begin(unread, request.num_remaining, self.num_active)
+            policy.begin(num_unread, request.num_remaining, self.num_active)
 
     def _finish(self, request: RequestState, reason: StopReason) -> None:
         request.result.stop_reason = reason

@@ -4,7 +4,7 @@ transformers warns of most faults and then fails somewhere else, or computes wit
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -42,66 +42,55 @@ def require_rope(config: Mapping[str, Any], name: str) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
         return
-    fault = _length_fault(config) or _fault(config, str(family))
-    if fault is not None:
+    for fault in _faults(config, str(family)):
         raise UnknownModelError(
             f"Cannot load the target {name!r}: in its config.json {fault}. Correct it as the "
             "model's card says."
         )
 
 
-def _length_fault(config: Mapping[str, Any]) -> str | None:
+def _faults(config: Mapping[str, Any], family: str) -> Iterator[str]:
+    """What is wrong, of which the first is told."""
     length = config.get("max_position_embeddings", 1)
-    if type(length) is int and length > 0:
-        return None
-    return f"'max_position_embeddings' must be a positive integer, and it is {length!r}"
-
-
-def _fault(config: Mapping[str, Any], family: str) -> str | None:
+    if type(length) is not int or length <= 0:
+        yield f"'max_position_embeddings' must be a positive integer, and it is {length!r}"
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
-        return f"{key!r} must be an object, and it is {given!r}"
+        yield f"{key!r} must be an object, and it is {given!r}"
     found = {f"{key}.{layer}": given[layer] for layer in LAYER_TYPES if layer in given}
     for path, parameters in (found or {key: given}).items():
         if not isinstance(parameters, Mapping | None):
-            return f"{path!r} must be an object, and it is {parameters!r}"
+            yield f"{path!r} must be an object, and it is {parameters!r}"
         theta = {key: config[key] for key in ("rope_theta",) if key in config}
         fields = {**theta, **(parameters or {})}
-        fault = _field_fault(fields, family, _rotary_size(config, fields))
-        if fault is not None:
-            return f"{path}.{fault}"
-    return None
+        for fault in _field_faults(fields, family, _rotary_size(config, fields)):
+            yield f"{path}.{fault}"
 
 
-def _field_fault(parameters: Mapping[str, Any], family: str, size: int | None) -> str | None:
+def _field_faults(parameters: Mapping[str, Any], family: str, size: int | None) -> Iterator[str]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     older = OLDER_TYPES.get(family, ())
     if kind not in (*TYPES, *older):
-        return f"rope_type must be one of {', '.join(TYPES)}, and it is {kind!r}"
+        yield f"rope_type must be one of {', '.join(TYPES)}, and it is {kind!r}"
     kind = "longrope" if kind in older else kind
     for field in REQUIRED.get(kind, ()):
         if parameters.get(field) is None:
-            return f"{field} is missing, which the rope_type {kind!r} needs"
+            yield f"{field} is missing, which the rope_type {kind!r} needs"
     for field in POSITIVE:
         value = parameters.get(field)
         absent = value is None and (field != "rope_theta" or field not in parameters)
         if not absent and not _is_positive(value):
-            return f"{field} must be a positive number, and it is {value!r}"
+            yield f"{field} must be a positive number, and it is {value!r}"
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
-        return "high_freq_factor must be greater than low_freq_factor"
-    if kind == "longrope":
-        faults = (_list_fault(field, parameters[field], size) for field in LISTS)
-        return next(filter(None, faults), None)
-    return None
-
-
-def _list_fault(field: str, value: Any, size: int | None) -> str | None:
-    if not isinstance(value, list | tuple) or not all(map(_is_positive, value)):
-        return f"{field} must be a list of positive numbers, and it is {str(value)[:80]}"
-    if size is not None and len(value) != size:
-        return f"{field} must have {size} numbers, half of a head's size, and it has {len(value)}"
-    return None
+        yield "high_freq_factor must be greater than low_freq_factor"
+    for field in LISTS if kind == "longrope" else ():
+        value = parameters[field]
+        if not isinstance(value, list | tuple) or not all(map(_is_positive, value)):
+            yield f"{field} must be a list of positive numbers, and it is {str(value)[:80]}"
+        if size is not None and len(value) != size:
+            given = len(value)
+            yield f"{field} must have {size} numbers, half of a head's size, and it has {given}"
 
 
 def _is_positive(value: Any) -> bool:
