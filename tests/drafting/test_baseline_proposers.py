@@ -43,7 +43,7 @@ KINDS = ("eagle", "independent")
 
 def new(kind: Any, family: str = "llama", seed: int = 1) -> Baseline:
     """Random weights: it disagrees with the target."""
-    from moaspec.model.checkpoint.baseline_checkpoint import KINDS as CLASSES
+    from moaspec.model.baselines import KINDS as CLASSES
 
     torch.manual_seed(seed)
     settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter=kind)
