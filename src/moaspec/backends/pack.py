@@ -87,14 +87,19 @@ class FusedPart(nn.Module):
         self.in_features, self.out_features = fused.in_features, columns.stop - columns.start
 
     @property
+    def joined(self) -> PackedLinear:
+        """The matrix that this is a part of."""
+        return self._fused.linear
+
+    @property
     def weight(self) -> Tensor:
         """The weight as the plain layer had it, unpacked anew on every access."""
-        return self._fused.linear.weight[self._columns]
+        return self.joined.weight[self._columns]
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as the plain layer had it."""
-        bias = self._fused.linear.bias
+        bias = self.joined.bias
         return None if bias is None else bias[self._columns]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,8 +138,8 @@ def _joint(parts: Sequence[nn.Module]) -> PackedLinear | None:
     """The packed layer with the outputs of all these layers side by side, or None."""
     first = parts[0]
     if isinstance(first, FusedPart):
-        same = all(isinstance(part, FusedPart) and part._fused is first._fused for part in parts)
-        return first._fused.linear if same else None
+        same = all(isinstance(part, FusedPart) and part.joined is first.joined for part in parts)
+        return first.joined if same else None
     return first if len(parts) == 1 and isinstance(first, PackedLinear) else None
 
 

@@ -297,7 +297,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,
             stop_token_ids=frozenset(info.stop_token_ids),
             dtype=DTYPES[dtype],
-            generation_config=_generation_config(directory / TARGET_CONFIG),
+            generation_config=GenerationConfig.from_pretrained(directory / TARGET_CONFIG),
         )
         module = _module(info, parts[DRAFTER], draft_token_ids, DTYPES[dtype])
     except CheckpointError:
@@ -333,14 +333,6 @@ def _target_config(directory: Path, info: BundleInfo) -> Any:
             f"{num_layers!r}, and {info.num_target_layers} are reused. Export it again."
         )
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-
-
-def _generation_config(directory: Path) -> GenerationConfig | None:
-    """The target's generation config; bundles of earlier versions have none."""
-    try:
-        return GenerationConfig.from_pretrained(directory)
-    except OSError:
-        return None
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> bool:
