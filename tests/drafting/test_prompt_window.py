@@ -11,10 +11,14 @@ import pytest
 import moaspec
 import tiny
 from bits import needs_packed_kernels
+from costs import table
 from moaspec.backends.fast_target import accelerate
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.policy import policies
+from moaspec.drafting.policy.cost_model import KnownCosts
+from moaspec.drafting.policy.policies import AdaptivePolicy
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
@@ -51,9 +55,9 @@ class Decoding:
         self.verifier = LocalVerifier(target, self.proposer)
         self.proposer.share_target_cache(self.verifier.cache)
 
-    def read(self, start: int, stop: int, *, encode: bool = True) -> None:
+    def read(self, start: int, stop: int, *, encode: bool = True, window: int = 0) -> None:
         """Verify TEXT[start:stop] and store its features."""
-        request = VerifyRequest(0, start, TEXT[start:stop], encode=encode)
+        request = VerifyRequest(0, start, TEXT[start:stop], encode=encode, window=window)
         (result,) = run_now(self.verifier.verify([request]))
         if result.features is not None:
             self.proposer.append_features(0, result.features)
@@ -109,6 +113,111 @@ def test_a_shared_beginning_of_another_prompt(proposer: Any, kept: int, stop: in
     assert again.proposer.first_encoded[0] <= first
     if again.proposer.first_encoded[0] == first:
         assert_same(again.draft(stop + 1), fresh.draft(stop + 1))
+
+
+class Told:
+    """A policy that drafts if `drafts` says so, and keeps what `begin` tells it."""
+
+    window = 0
+
+    def __init__(self, *, drafts: bool) -> None:
+        self.wants_features = self.drafts = drafts
+        self.begun: list[int] = []
+
+    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
+        del room, num_rows, length
+        self.begun.append(unread)
+        assert window == WINDOW
+
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        del length, num_rows
+        return SHAPE if self.drafts else None
+
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        del tree, accepted
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("kept", [1, 4, 9, 12, 17])
+@pytest.mark.parametrize("more", [1, 4])
+def test_policies_hear_what_is_encoded(drafts: bool, kept: int, more: int) -> None:
+    """Of a prompt that shares its beginning with an earlier text, whether or not it was encoded."""
+    target = tiny.target()
+    decoding = Decoding(FastMoAProposer, target, windowed(tiny.random_drafter(target)))
+    engine = Engine(decoding.verifier, decoding.proposer, target=target)
+    first, then = Told(drafts=drafts), Told(drafts=True)
+    old = engine.add(TEXT[:12], max_new_tokens=6, shape=first, keep=True)
+    list(engine.run())
+    text = [*TEXT[:12], *engine.result(old).token_ids]
+    del decoding.encoded[:]
+    engine.add([*text[:kept], *[0] * more], max_new_tokens=2, shape=then, after=old)
+    engine.step()
+    assert then.begun == [len(decoding.encoded[0])]
+
+
+class Charged(AdaptivePolicy):
+    """Notes how many tokens each round's encoding was charged for, by `LINEAR`."""
+
+    def __init__(self, *, lags: bool) -> None:
+        super().__init__(KnownCosts(LINEAR, [[0.5]]), lags=lags)
+        self.tokens: list[int] = []
+
+    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
+        super().begin(unread, room, num_rows, length=length, window=window)
+        self.tokens.append(round(self.lost_s / PER_TOKEN_S))
+
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        before_s = self.lost_s
+        won_s = LINEAR.plain_s(1) * len(accepted) if tree.tokens else 0.0
+        super().record_round(tree, accepted)
+        self.tokens.append(round((self.lost_s - before_s + won_s) / PER_TOKEN_S))
+
+
+PER_TOKEN_S = 1e-6
+LINEAR = table(
+    pass_s=((0.01,) * 4,) * 2,
+    encode_s=tuple(PER_TOKEN_S * tokens for tokens in (1, 8, 16, 64)),
+    root_s=0.0,
+    step_s=(0.0, 0.0),
+)
+"""A machine on which only encoding costs anything beyond a pass."""
+
+
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize("agrees", [False, True])
+@pytest.mark.parametrize("windows", [(2, 5), (2, 12), (5, 5), (5, 0)])
+def test_a_policy_is_charged_for_what_is_encoded(
+    lags: bool, agrees: bool, windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a new text and one that goes on behind a part of it, in every pass."""
+    monkeypatch.setattr(policies, "FIRST_WINDOW", windows[0])
+    monkeypatch.setattr(policies, "PROVEN_ROUNDS", 1)
+    target = tiny.target()
+    drafter = tiny.agreeing_drafter("llama", 0) if agrees else tiny.random_drafter(target)
+    decoding = Decoding(FastMoAProposer, target, windowed(drafter, windows[1]))
+    engine = Engine(decoding.verifier, decoding.proposer, target=target)
+    prompt: tuple[int, ...] = TEXT[:12]
+    old = None
+    for _ in range(2):
+        del decoding.encoded[:]
+        policy = Charged(lags=lags)
+        old = engine.add(prompt, max_new_tokens=25, shape=policy, keep=True, after=old)
+        list(engine.run())
+        assert [one for one in policy.tokens if one] == [len(one) for one in decoding.encoded]
+        prompt = (*TEXT[:12], *engine.result(old).token_ids[:-7], 3, 4)
+
+
+def test_a_window_for_one_request() -> None:
+    """It is the end of the drafter's own, of which the rest can follow."""
+    decoding = Decoding(
+        FastMoAProposer, tiny.target(), windowed(tiny.random_drafter(tiny.target()))
+    )
+    decoding.read(0, 9, window=2)
+    decoding.read(9, 10, window=2)
+    decoding.read(10, 11)
+    decoding.read(11, 12, window=9)
+    decoding.read(12, 13)
+    assert decoding.encoded == [[7, 8], [9], [10], [*range(3, 12)], [12]]
 
 
 def test_a_prompt_that_is_encoded_later() -> None:

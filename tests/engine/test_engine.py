@@ -172,6 +172,7 @@ class Told:
     """Remembers which texts were to be read."""
 
     wants_features = True
+    window = 0
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []
@@ -182,7 +183,8 @@ class Told:
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         pass
 
-    def begin(self, unread: int, room: int, _num_rows: int) -> None:
+    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
+        del num_rows, length, window
         self.begun.append((unread, room))
 
 

@@ -42,6 +42,8 @@ class VerifyRequest:
             meanwhile come with a later request.
         text_length: tokens of the whole text, if `new_tokens` is a chunk of a long prompt that ends
             before it; else 0. Some rotary embeddings depend on it.
+        window: most tokens before the end of the text to encode, if features are wanted; 0 for all
+            that the drafter needs.
     """
 
     cache_row: int
@@ -52,6 +54,7 @@ class VerifyRequest:
     prompt_length: int = 0
     encode: bool = True
     text_length: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True)

@@ -207,36 +207,39 @@ class LocalVerifier:
     ) -> list[object]:
         """The drafter's encoding of all verified tokens that it has not encoded yet."""
         features: list[object] = [None] * len(requests)
-        activations: list[Tensor] = []
-        positions: list[int] = []
-        counts: dict[int, int] = {}
+        ranges: dict[int, range] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
-            first, start = self._encoded.get(request.cache_row, (0, 0))
-            start = min(start, request.num_verified)
-            self._encoded[request.cache_row] = (first, start)
-            if self._encode is None or not request.encode:
-                continue
-            stop = request.num_verified + len(request.new_tokens) + accepted
-            lowest = max(0, stop - self.prompt_window) if self.prompt_window else 0
-            if lowest > start or (lowest < first and 2 * (start - first) < self.prompt_window):
-                first = start = lowest
-            activations.append(self._activations(request.cache_row, start, stop))
-            positions += range(start, stop)
-            counts[i] = stop - start
-            self._encoded[request.cache_row] = (first, stop)
-        if self._encode is not None and counts:
+            first, end = self._encoded.get(request.cache_row, (0, 0))
+            self._encoded[request.cache_row] = (first, min(end, request.num_verified))
+            if self._encode is not None and request.encode:
+                first, ranges[i] = self.encoded_range(request, accepted)
+                self._encoded[request.cache_row] = (first, ranges[i].stop)
+        if self._encode is not None and ranges:
+            inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
+            positions = [position for one in ranges.values() for position in one]
             position_ids_1N = torch.tensor([positions], device=self._device)
-            joined = _joined(activations, 1)
-            encoded = self._encode(joined, position_ids_1N, list(counts.values()))
-            for i, feature in zip(counts, encoded, strict=True):
+            counts = [len(one) for one in ranges.values()]
+            encoded = self._encode(_joined(inputs, 1), position_ids_1N, counts)
+            for i, feature in zip(ranges, encoded, strict=True):
                 features[i] = feature
         return features
 
-    def _activations(self, row: int, start: int, stop: int) -> Tensor:
+    def encoded_range(self, request: VerifyRequest, accepted: int = 0) -> tuple[int, range]:
+        """The first token with features after a pass that encodes, and the tokens it encodes."""
+        first, start = self._encoded.get(request.cache_row, (0, 0))
+        start = min(start, request.num_verified)
+        stop = request.num_verified + len(request.new_tokens) + accepted
+        window = request.window or self.prompt_window
+        lowest = max(0, stop - window) if window else 0
+        if lowest >= start or (lowest < first and 2 * (start - first) < window):
+            first = start = lowest
+        return first, range(start, stop)
+
+    def _activations(self, row: int, tokens: range) -> Tensor:
         """The encoder's input: keys and values (1, n, L, K), or final states (1, n, E)."""
         if self._hidden is not None:
             return self._hidden.pop(row)[None]
-        return self.cache.features(row, start, stop)
+        return self.cache.features(row, tokens.start, tokens.stop)
 
 
 def _visible_matrix(row: PassRow, longest: int) -> np.ndarray:

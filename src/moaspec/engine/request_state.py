@@ -38,6 +38,7 @@ class RequestState:
     branch_shape: Shape
     sampling: SamplingParams
     keep: bool  # whether the cache row is kept when the request ends
+    window: int = 0  # the drafter's, see `VerifyRequest`
     prefilled: bool = False  # whether the target has processed the prompt
     num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
     ngrams: NgramIndex = field(default_factory=lambda: NgramIndex(BRANCH_NGRAMS))
@@ -62,6 +63,7 @@ class RequestState:
             self.sampling,
             self.prompt_length,
             self.wants_features,
+            window=min(getattr(self.shape, "window", 0) or self.window, self.window),
         )
 
     @property

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Proposer, Verifier
 from moaspec.drafting.tree_shapes import DEFAULT_TREE
 from moaspec.engine.position_rules import PositionRules, TargetFacts
@@ -111,6 +112,7 @@ class RequestTable:
             branch_shape=free_branches,
             sampling=sampling,
             keep=keep,
+            window=getattr(self._verifier, "prompt_window", 0),
         )
         if old is not None:
             self._take_over(request, old)
@@ -192,11 +194,19 @@ class RequestTable:
 
     def _begin_policies(self, request: RequestState) -> None:
         """Tell its policies how many tokens are about to be encoded."""
-        num_unread = len(request.token_ids) - request.num_verified
-        window = getattr(self._verifier, "prompt_window", 0)
-        num_unread = min(num_unread, window or num_unread)
+        unread = request.token_ids[request.num_verified :]
+        asked = request.verify_request(unread, DraftTree())
+        num_unread = min(len(unread), asked.window or len(unread))
+        if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has
+            num_unread = len(self._verifier.encoded_range(asked)[1])
         for policy in request.policies:
-            policy.begin(num_unread, request.num_remaining, self.num_active)
+            policy.begin(
+                num_unread,
+                request.num_remaining,
+                self.num_active,
+                length=len(request.token_ids),
+                window=request.window,
+            )
 
     def _finish(self, request: RequestState, reason: StopReason) -> None:
         request.result.stop_reason = reason

@@ -93,8 +93,8 @@ class DrafterConfig:
         max_position_embeddings: the target's context length, which some scalings need.
         trained_positions: LSA reads keys of this position and later ones as keys of earlier ones
             (see `FoldedPositions`); the length of the longest training texts. 0: as they are.
-        prompt_window: how many tokens before the end of a prompt our own engine encodes; CA attends
-            to these and to later ones. 0: all.
+        prompt_window: how many tokens before the end of a prompt our own engine encodes at most; CA
+            attends to these and to later ones. 0: all.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
             an exit: CA's output leaves the drafter there and enters the target's last N layers.
         adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see

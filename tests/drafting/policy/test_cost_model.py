@@ -29,7 +29,7 @@ def test_costs_are_interpolated_and_extended() -> None:
     assert costs.verify_s(12, 64) == pytest.approx(0.014)
     assert costs.verify_s(128, 64) == pytest.approx(0.130)
     assert costs.verify_s(1, 544) == pytest.approx(0.015)
-    assert costs.verify_s(1, 9999) == pytest.approx(0.020)
+    assert costs.verify_s(1, 1984) == pytest.approx(0.030)
     assert costs.verify_s(1, 1) == pytest.approx(0.010)
     assert costs.plain_s(64, num_rows=8) == pytest.approx(0.010 / 8)
     assert costs.draft_s(3, 2, 1) == pytest.approx(0.003)

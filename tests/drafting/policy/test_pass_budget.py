@@ -139,7 +139,7 @@ def test_what_was_left_out_is_encoded_where_it_pays(dear: int, room: int, lags: 
     """Nothing beside many rows, no probes either; all when they have ended, if that pays."""
     costs = table(encode_s=tuple(dear * seconds for seconds in ENCODING))
     policy = by_cost(costs, 0.6, lags=lags)
-    policy.begin(20, room, 16)
+    policy.begin(20, room, 16, length=20, window=0)
     for number in range(30):
         assert not policy.wants_features
         assert policy.shape(20 + number, 16) is None

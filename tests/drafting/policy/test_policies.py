@@ -16,7 +16,9 @@ from moaspec.drafting.policy.cost_model import MAX_DEPTH, KnownCosts
 from moaspec.drafting.policy.policies import (
     COPIES,
     CREDIT_TOKENS,
+    FIRST_WINDOW,
     MAX_LOSS,
+    PROVEN_ROUNDS,
     AdaptivePolicy,
     DraftSettings,
     NgramBranchPolicy,
@@ -106,7 +108,7 @@ def test_what_a_prompt_took_to_encode_is_owed() -> None:
     """Once the row has written enough, all of it is at most the tolerated share."""
     costs = table(encode_s=ENCODING)
     policy = by_cost(costs, 0.9, lags=True)
-    policy.begin(64, 2000, 1)
+    policy.begin(64, 2000, 1, length=64, window=0)
     assert policy.lost_s == costs.accept_s(64)
     play(policy, 2000, lambda _: 0.0)
     assert costs.accept_s(64) < policy.lost_s <= MAX_LOSS * policy.plain_s
@@ -166,15 +168,74 @@ def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
     prior: float, room: int, num_rows: int, drafts: bool
 ) -> None:
     policy = by_cost(table(encode_s=DEAR), prior)
-    policy.begin(64, room, num_rows)
+    policy.begin(64, room, num_rows, length=64, window=0)
     assert policy.wants_features is drafts
     assert (policy.shape(64, num_rows) is not None) is drafts
+
+
+def test_a_long_text_may_lose_what_its_own_rounds_allow() -> None:
+    """A prompt of which little must be encoded is judged by the passes after all of it."""
+    costs = table(encode_s=(0.018,) * 4)
+    found = []
+    for length in (64, 1024):  # where a plain round takes 10 and 20 ms
+        policy = by_cost(costs, 0.05)
+        policy.begin(2, 0, 1, length=length, window=0)
+        found.append(policy.wants_features)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_no_more_than_a_window_is_owed_after_a_pause(window: int) -> None:
+    """The verifier encodes no more than that when drafting goes on."""
+    costs = table(encode_s=DEAR)
+    policy = by_cost(costs, 0.9)
+    policy.begin(64, 1000, 64, length=64, window=window)
+    assert not policy.wants_features  # beside so many rows
+    for _ in range(40):
+        policy.shape(70, 64)
+        policy.record_round(DraftTree(), [])
+    before_s = policy.lost_s
+    policy.shape(110, 1)
+    assert policy.wants_features
+    policy.record_round(DraftTree(), [])
+    assert policy.lost_s - before_s == pytest.approx(float(costs.accept_s(window or 105)))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "room", "length", "window", "widened"),
+    [
+        (2, 2000, 500, 384, True),
+        (2, 60, 500, 384, False),  # the rest of the text is too short
+        (0, 2000, 500, 384, False),  # drafts do not pay
+        (8, 2000, 500, 350, False),  # the text has become half a window longer
+        (2, 2000, 128, 384, False),  # the whole prompt was encoded
+        (2, 2000, 500, 100, False),  # and here the drafter's whole window
+    ],
+)
+def test_the_whole_window_is_encoded_where_drafts_have_paid(
+    accepted: int, room: int, length: int, window: int, widened: bool
+) -> None:
+    costs = table(encode_s=(0.0005, 0.001, 0.002, 0.006))
+    policy = by_cost(costs, 0.9)
+    policy.begin(min(FIRST_WINDOW, window, length), room, 1, length=length, window=window)
+    for _ in range(PROVEN_ROUNDS):
+        assert policy.window == FIRST_WINDOW
+        shape = policy.shape(length, 1)
+        right = range(0 if shape is None else min(accepted, shape.depth))
+        policy.record_round(DraftTree() if shape is None else path(shape), right)
+        length += 1 + len(right)
+    before_s = policy.lost_s
+    policy.shape(length, 1)
+    assert policy.window == (0 if widened else FIRST_WINDOW)
+    policy.record_round(DraftTree(), [])
+    if widened:
+        assert policy.lost_s - before_s > float(costs.accept_s(window)) - 0.01
 
 
 @pytest.mark.parametrize("room", [50, 1000])
 def test_a_short_prompt_is_always_encoded(room: int) -> None:
     policy = by_cost(table(encode_s=DEAR), 0.05)
-    policy.begin(1, room, 1)
+    policy.begin(1, room, 1, length=1, window=0)
     assert policy.wants_features
 
 

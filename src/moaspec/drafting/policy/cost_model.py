@@ -8,6 +8,7 @@ Legend: D depths.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -90,12 +91,17 @@ class CostTable:
         return replace(self, head_s=self.logits_s or self.head_s)
 
     def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
-        """Seconds of a target pass over `num_tokens` tokens, with its head."""
+        """Seconds of a target pass over `num_tokens` tokens, with its head.
+
+        Attention takes longer with each token of context, also beyond the last one measured.
+        """
         by_context = [_between(num_tokens, self.tokens, line) for line in self.pass_s]
-        share = np.interp(context, self.contexts, np.arange(len(self.contexts)))
-        low = min(int(share), len(by_context) - 1)
-        high = min(low + 1, len(by_context) - 1)
-        part = by_context[low] + (share - low) * (by_context[high] - by_context[low])
+        high = min(bisect_left(self.contexts, context), len(by_context) - 1)
+        low = max(0, high - 1)
+        growth, step = by_context[high] - by_context[low], self.contexts[high] - self.contexts[low]
+        share = max(0.0, (context - self.contexts[low]) / max(1, step))
+        part = by_context[low] + min(1.0, share) * growth
+        part = part + max(0.0, share - 1.0) * np.maximum(0.0, growth)
         return part + _between(num_tokens, self.tokens, self.head_s)
 
     def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:

@@ -38,6 +38,13 @@ FIRST_ROUNDS = 4.0  # weight of the prior speed-up `GAIN`, in rounds
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
 
+FIRST_WINDOW = 128
+"""Tokens at the end of a prompt that are encoded with it."""
+
+PROVEN_ROUNDS, WIDER_GAIN = 8, 0.03
+"""After so many rounds with drafts the whole of the drafter's window is encoded, if drafts paid and
+this share of the rest of plain decoding is more than that costs."""
+
 LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
 NEVER = 2**30
@@ -53,17 +60,25 @@ FreeBranches = Literal["auto"] | bool
 
 
 class DraftPolicy(Protocol):
-    """Decides the drafts of one request: asked before each round, told the outcome after it."""
+    """Decides the drafts of one request: asked before each round, told the outcome after it.
 
-    def begin(self, unread: int, room: int, num_rows: int) -> None:
+    Attributes:
+        window: most tokens before the end of the text to encode now; 0 for the drafter's window.
+    """
+
+    window: int = 0
+
+    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
         """A prompt is about to be read.
 
         Args:
             unread: tokens of it whose activations would have to be encoded for drafts.
             room: tokens that may be written after it.
             num_rows: rows that are decoded together from then on, if none joins or ends.
+            length: tokens of the prompt.
+            window: most tokens before a text's end that are ever encoded together; 0 where all are.
         """
-        del unread, room, num_rows  # by default there is no decision
+        del unread, room, num_rows, length, window  # by default there is no decision
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """The shape of the next drafts, None for a round without.
@@ -171,6 +186,9 @@ class AdaptivePolicy:
     encoded further. It probes with the features that it has, if its drafter can, and its missing
     tokens are encoded when a probe shows that drafting pays again.
 
+    Of a prompt the last `FIRST_WINDOW` tokens are encoded, and the rest of the drafter's window
+    when drafts have paid and much text is to come (`PROVEN_ROUNDS`).
+
     The drafter must cut trees by their probabilities, as `TreeProposer` does. A drafter that always
     drafts a whole `PricedTree` makes rounds far too large.
 
@@ -196,18 +214,24 @@ class AdaptivePolicy:
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
         self._unencoded, self._room, self._left_out = 0, 0, False
+        self.window, self._whole_window = FIRST_WINDOW, 0
+        self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
         # Tokens of rounds with drafts over those of plain decoding in the same time.
         self._speedup = _Rate(GAIN, FIRST_ROUNDS)
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
-    def begin(self, unread: int, room: int, num_rows: int) -> None:
+    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
+        """See `DraftPolicy.begin` for the arguments."""
         table, num_rows = self._costs.table, max(num_rows, self._beside())
         self._behind, self._room, self._unencoded = False, room, unread
-        costs, plain_s = self._costs.at(unread, num_rows), table.plain_s(unread, num_rows)
+        costs, plain_s = self._costs.at(length, num_rows), table.plain_s(length, num_rows)
         pays = self.wants_features = self._pays(costs, plain_s, num_rows)
         self._left_out = num_rows > 1 and not pays
         self._waiting = 0 if pays or self._left_out else NEVER
+        self._whole_window, self._first = window, 0
         if pays:
+            if self.window == unread < min(window, length):
+                self._first = length - unread
             encoding_s, self._unencoded = float(table.accept_s(unread)), 0
             self._prompt_s += encoding_s
             self.lost_s += encoding_s
@@ -232,7 +256,20 @@ class AdaptivePolicy:
             if self._drafting is None:
                 self._rest(costs, self._rounds_until_affordable(costs))
         self.wants_features = not self._waiting and not self._behind
+        if self.wants_features and self._first and self._num_drafted >= PROVEN_ROUNDS:
+            self._widen(length)
         return self._drafting
+
+    def _widen(self, length: int) -> None:
+        """Have the whole window encoded after this round, where that pays."""
+        costs = self._round
+        assert costs is not None, "there were rounds with drafts"
+        encoding_s = costs.accept_s(min(self._whole_window, length))
+        if 2 * (length - self._first) >= self._whole_window:
+            self._first = 0  # the verifier goes on from half a window
+        elif self._speedup.value > 1 and encoding_s < WIDER_GAIN * self._room * costs.plain_s:
+            self.window, self._first, self._unencoded = 0, 0, length - 1
+            self._prompt_s += encoding_s
 
     def _pays(self, costs: RoundCosts, plain_s: float, num_rows: int) -> bool:
         """Whether the rest of the text promises a gain, or alone may lose the missing encoding."""
@@ -251,6 +288,9 @@ class AdaptivePolicy:
         emitted = 1 + sum(node < own for node in accepted)
         self.plain_s += costs.plain_s * emitted
         self._unencoded += 1 + len(accepted)
+        if self._whole_window:
+            most = min(self.window or self._whole_window, self._whole_window)
+            self._unencoded = min(self._unencoded, most)
         self._room -= 1 + len(accepted)
         if self.wants_features:
             self.lost_s += costs.accept_s(self._unencoded)
@@ -260,6 +300,7 @@ class AdaptivePolicy:
             round_s = costs.drafted_s(levels, tree.num_expanded, own)
             self.lost_s += round_s - costs.plain_s * emitted
             round_s += costs.accept_s(emitted)
+            self._num_drafted += 1
             self._schedule(costs, emitted, round_s / costs.plain_s)
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:

@@ -16,7 +16,6 @@ from moaspec.engine.result import Event
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.server.activation_records import ActivationParts
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.spec import TargetSpec
@@ -24,10 +23,16 @@ from moaspec.target.target import Target
 
 
 class LeasedSlot:
-    """A `Verifier` of one row that a `SharedVerifier` leases; it encodes prompts in pieces."""
+    """A `Verifier` of one row that a `SharedVerifier` leases; it encodes prompts in pieces.
 
-    def __init__(self, shared: SharedVerifier, owner: str, *, encode: bool) -> None:
-        self._shared, self._encode, self._row = shared, encode, shared.lease(owner)
+    Args:
+        drafter: whose encoder the shared verifier has; None where nothing is drafted.
+    """
+
+    def __init__(self, shared: SharedVerifier, owner: str, drafter: MoADrafter | None) -> None:
+        self._shared, self._encode = shared, drafter is not None
+        self.prompt_window = 0 if drafter is None else drafter.config.prompt_window
+        self._row = shared.lease(owner)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify one request; see `Verifier`."""
@@ -53,7 +58,12 @@ class LeasedSlot:
                 new_tokens=request.new_tokens[size:],
             )
         verdict, _ = await self._shared.decide(request)
-        return [verdict]
+        if verdict.features is None:
+            return [verdict]
+        key_1CTD, value_1CTD, _ = verdict.features  # as made for devices
+        stop = total + len(verdict.accepted)
+        features = (key_1CTD, value_1CTD, stop - key_1CTD.shape[2])
+        return [replace(verdict, features=features)]
 
     def close(self, row: int) -> None:
         """Do nothing: `release` returns the row in every case."""
@@ -61,13 +71,6 @@ class LeasedSlot:
     def release(self) -> None:
         """Return the row to the shared verifier."""
         self._shared.close(self._row)
-
-
-class _ServerProposer(FastMoAProposer):
-    """A proposer on the server that reads the features which the encoder makes for devices."""
-
-    def append_features(self, row: int, features: ActivationParts) -> None:
-        super().append_features(row, features[:2])
 
 
 async def decode_alone(
@@ -91,8 +94,8 @@ async def decode_alone(
         and 0 in drafter.config.num_target_layers
         and isinstance(target, Target)
     ):
-        drafting = _ServerProposer(drafter, target, num_target_layers=0)
-    row = LeasedSlot(shared, owner, encode=drafting is not None)
+        drafting = FastMoAProposer(drafter, target, num_target_layers=0)
+    row = LeasedSlot(shared, owner, None if drafting is None else drafter)
     try:
         engine = Engine(row, drafting, target=target, max_positions=max_tokens)
         engine.add(
