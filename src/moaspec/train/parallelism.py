@@ -182,8 +182,9 @@ class ParallelStrategy:
             ) from error
 
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Optimiser state of a parameter, by kind; empty before the first step."""
-        return self._of[parameter].state.get(parameter, {})
+        """Optimiser state of a parameter, by kind; empty before the first step, or if frozen."""
+        optimizer = self._of.get(parameter)
+        return {} if optimizer is None else optimizer.state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         self._of[parameter].state[parameter] = {

@@ -36,19 +36,14 @@ from moaspec.train.run_log import OnStep, RunLog, StepMetrics, step_metrics, tra
 from moaspec.train.run_notes import run_notes
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
-from moaspec.train.students.losses import (
-    LossSums,
-    exit_loss,
-    logit_chunk_size,
-    mean_over_exits,
-    summary_loss,
-)
+from moaspec.train.students.losses import LossSums, logit_chunk_size
 from moaspec.train.students.simulated_rounds import round_blocks
 from moaspec.train.students.students import (
     BaselineStudent,
     DraftVocabularyHead,
     MoAStudent,
     Student,
+    pass_loss,
 )
 from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
@@ -228,22 +223,15 @@ class Trainer:
 
     def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
         """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
-        weights, processes = self.config.loss, self.accelerator.num_processes
         if self.config.anchors == "rounds":
             part = self._cut_at_rounds(part)
         result = self.student.run(self.strategy.model, part, self.step)
-        # Gradients are averaged over processes, so the loss is multiplied by their number.
-        scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
-        proxies, parts = [], []
-        for exit_states in result.exits:
-            proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self._chunk)
-            proxies.append(proxy)
-            parts.append(found)
-        if result.summary is not None and weights.summary:
-            tokens = int(whole.batch.attention_mask_BT.sum())
-            proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
-        self.strategy.backward(torch.stack(proxies).sum())
-        return mean_over_exits(parts)
+        processes = self.accelerator.num_processes
+        loss, sums = pass_loss(
+            result, whole, self.config.loss, chunk=self._chunk, processes=processes
+        )
+        self.strategy.backward(loss)
+        return sums
 
     @torch.no_grad()
     def _cut_at_rounds(self, part: TrainBatch) -> TrainBatch:

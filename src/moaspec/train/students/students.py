@@ -30,7 +30,14 @@ from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config, lsa_is_frozen, stack_config
-from moaspec.train.students.losses import ExitStates
+from moaspec.train.students.losses import (
+    ExitStates,
+    LossSums,
+    LossWeights,
+    exit_loss,
+    mean_over_exits,
+    summary_loss,
+)
 from moaspec.train.students.output_fit import fit_output, layer_inputs, non_massive_states
 from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import fit_exits, random_weights, warm_start
@@ -46,6 +53,36 @@ class StudentOutput:
     # Aggregates and the target's final states of real tokens, (tokens, E) each; None for drafters
     # without aggregates.
     summary: tuple[Tensor, Tensor] | None = None
+
+
+def pass_loss(
+    result: StudentOutput,
+    whole: TrainBatch,
+    weights: LossWeights,
+    *,
+    chunk: int,
+    processes: int = 1,
+) -> tuple[Tensor, LossSums]:
+    """The loss of one training pass, as a part of the mean over all tokens of the step.
+
+    Args:
+        whole: all rows of the step.
+        chunk: queries whose logits are in memory at once.
+        processes: gradients are averaged over them, so the loss is multiplied by their number.
+
+    Returns:
+        A scalar to backpropagate, see `exit_loss`, and the pass's sums.
+    """
+    scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
+    proxies, parts = [], []
+    for exit_states in result.exits:
+        proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=chunk)
+        proxies.append(proxy)
+        parts.append(found)
+    if result.summary is not None and weights.summary:
+        tokens = int(whole.batch.attention_mask_BT.sum())
+        proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
+    return torch.stack(proxies).sum(), mean_over_exits(parts)
 
 
 class Student(ABC):

@@ -1,0 +1,364 @@
+"""Continual training of a drafter on texts that its target writes while it serves.
+
+Texts arrive one by one (`ContinualTrainer.add`). A cycle takes `steps` batches of them for one
+optimiser step each, and compares the trained drafter with the one before on `held_out` other texts.
+If its simulated tau there is higher, it becomes the next version, else weights and optimiser roll
+back: also where it is the same, as on texts that no drafter can follow. A prompt is always on the
+same side, so no text that is measured was ever trained on.
+
+**Only the decoder learns** (SA, CA and exits). All versions share the encoder, so what it made of
+verified tokens stays valid: a server changes versions between two rounds, and a device may draft
+with an older one.
+
+**No text is stored.** A batch is dropped after its step, and the held-out texts after the cycle.
+Weights, optimiser, random state and counters are written, all as they are between two cycles: from
+there the same stream of texts gives the same weights, bit for bit.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec.errors import InputError, TrainingError
+from moaspec.generation.drafters import find_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint
+from moaspec.target.target import Target
+from moaspec.train.data_order import TrainBatch, random_blocks, split_batch
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.parallelism import new_accelerator, new_strategy, split_state
+from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
+from moaspec.train.run_log import RunLog
+from moaspec.train.students.held_out import BLOCK_LENGTH, measure_held_out
+from moaspec.train.students.losses import LossWeights, logit_chunk_size
+from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, pass_loss
+from moaspec.train.students.target_activations import TargetActivations
+from moaspec.train.training_state import FACTS_FILE, StateFiles
+
+MIN_RESPONSE_TOKENS = 2 * BLOCK_LENGTH
+"""Shorter responses are not used, so that each has a block whose drafts can be counted."""
+HELD_OUT_SHARE = 4
+"""One prompt in so many is held out."""
+KEPT_VERSIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig:
+    """Settings of continual training.
+
+    Attributes:
+        batch_size: texts of one optimiser step.
+        steps: optimiser steps of one cycle.
+        held_out: texts on which a cycle is judged.
+        learning_rate: of AdamW, the same in all steps.
+        max_length: tokens of a text, prompt included; the rest is cut off.
+        seed: of the lengths of blocks.
+    """
+
+    batch_size: int = 8
+    steps: int = 6
+    held_out: int = 16
+    learning_rate: float = 3e-4
+    max_length: int = 768
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CycleReport:
+    """What became of one cycle.
+
+    Attributes:
+        cycle: its number, from 1.
+        version: the newest version after it; 0 is the drafter that it all began with.
+        accepted: whether the cycle made this version; if not, it was rolled back.
+        tau_before, tau_after: simulated tau of the version before and of the trained drafter on the
+            cycle's held-out texts; `tau_after` is None where loss or gradients were not finite.
+        texts: texts received since the beginning, used or not.
+        fingerprint: of the newest version.
+    """
+
+    cycle: int
+    version: int
+    accepted: bool
+    tau_before: float
+    tau_after: float | None
+    texts: int
+    fingerprint: str
+
+
+class ContinualTrainer:
+    """Trains versions of one drafter from a stream of texts; goes on from the state in `directory`.
+
+    Args:
+        target: wrote the texts.
+        initial: the drafter to begin with, a Mixture-of-Attentions drafter: an alias, directory or
+            hub id.
+        directory: of states, versions and `log.jsonl`, which has numbers only.
+
+    Attributes:
+        texts: texts received so far.
+        version: number of the newest version.
+
+    Raises:
+        InputError: the directory holds versions of another drafter.
+        TrainingError: the saved state is damaged.
+        CheckpointError: the drafter is unreadable, damaged or of another target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        initial: str | Path,
+        directory: str | Path,
+        config: LearnConfig | None = None,
+    ) -> None:
+        self.target, self.directory, self.config = target, Path(directory), config or LearnConfig()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        drafter = load_checkpoint(find_drafter(initial), target.identity, target.config)
+        layers = drafter.config.num_target_layers
+        self._settings = _settings(self.config, target, initial, self.directory, layers)
+        before = [n for n in layers if n]
+        activations = TargetActivations(target, (), None, before)
+        self._student = MoAStudent(target, activations, self._settings, (), self.directory)
+        self._module = self._student.module
+        self._module.encoder.requires_grad_(requires_grad=False)
+        accelerator = new_accelerator(self._settings)
+        self._strategy = new_strategy(accelerator, self._module, self._settings)
+        self._head = DraftVocabularyHead(target, None)
+        ids = self._module.draft_token_ids
+        vocabulary = target.vocab_size if ids is None else len(ids)
+        self._chunk = logit_chunk_size(vocabulary, target.device)
+        self._generator = torch.Generator().manual_seed(self.config.seed)
+        self.texts = self.steps = self.cycle = self.version = 0
+        self.fingerprints = [fingerprint(drafter)]
+        self._states = StateFiles(self.directory / "state")
+        self._resume(self._states.load())
+        self._log = RunLog(self.directory / "log.jsonl")
+        self._log.cut(self.cycle)
+        self._before = self._state()
+        self._begin_cycle()
+
+    def _begin_cycle(self) -> None:
+        self._batch: list[Example] = []
+        self._held_out: list[Example] = []
+        self._steps_left, self._finite = self.config.steps, True
+
+    def add(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> CycleReport | None:
+        """Learn from a text; at the end of a cycle judge it, save and report.
+
+        Too short a response is not used, nor is a text that its side of the cycle has no room for.
+
+        Raises:
+            TrainingError: the state cannot be written.
+        """
+        self.texts += 1
+        example = Example(prompt_ids, response_ids).cut(self.config.max_length)
+        if example is None or len(example.response_ids) < MIN_RESPONSE_TOKENS:
+            return None
+        if is_held_out(prompt_ids):
+            if len(self._held_out) < self.config.held_out:
+                self._held_out.append(example)
+        elif self._steps_left:
+            self._batch.append(example)
+            if len(self._batch) == self.config.batch_size:
+                self._train_step()
+        if self._steps_left or len(self._held_out) < self.config.held_out:
+            return None
+        return self._end_cycle()
+
+    def _train_step(self) -> None:
+        """Make an optimiser step on the batch, and drop it."""
+        batch = collate(self._batch, range(len(self._batch)))
+        settings = self._settings
+        blocks = random_blocks(
+            batch,
+            shortest=settings.shortest_block,
+            longest=settings.longest_block,
+            generator=self._generator,
+        )
+        whole = TrainBatch(batch, blocks, None)
+        passes = num_passes(settings, int(batch.attention_mask_BT.sum()), 1)
+        self._strategy.begin(learning_rate(settings, self.steps))
+        self._module.train()
+        for part in split_batch(whole, min(passes, len(self._batch))):
+            result = self._student.run(
+                self._strategy.model, part.to(self.target.device), self.steps
+            )
+            loss, _ = pass_loss(result, whole, settings.loss, chunk=self._chunk)
+            self._strategy.backward(loss)
+        self._finite &= math.isfinite(self._strategy.update(settings.clip))
+        self._batch, self._steps_left, self.steps = [], self._steps_left - 1, self.steps + 1
+
+    def _end_cycle(self) -> CycleReport:
+        """Make the trained drafter a version or roll back, and save."""
+        trained = self._state()
+        finite = self._finite and all(bool(one.isfinite().all()) for one in trained.values())
+        after = self._tau() if finite else None
+        self._load(self._before)
+        before = self._tau()
+        accepted = after is not None and after > before
+        self.cycle += 1
+        if accepted:
+            self._load(trained)
+            self._before = trained
+            self._add_version()
+        report = CycleReport(
+            cycle=self.cycle,
+            version=self.version,
+            accepted=accepted,
+            tau_before=before,
+            tau_after=after,
+            texts=self.texts,
+            fingerprint=self.fingerprints[-1],
+        )
+        self._save()
+        self._log.write(dataclasses.asdict(report) | {"step": self.cycle})
+        self._begin_cycle()
+        return report
+
+    @torch.no_grad()
+    def _tau(self) -> float:
+        """Simulated tau of the current weights on the held-out texts."""
+        self._module.eval()
+        found = measure_held_out(
+            lambda part: self._student.run(
+                self._strategy.model, part.to(self.target.device), self.steps
+            ),
+            self._held_out,
+            range(len(self._held_out)),
+            batch_size=1,
+            draft_token_ids=self._module.draft_token_ids,
+            process=(0, 1),
+            total=lambda values: values,
+            head=self._head,
+        )
+        assert found[0].tau is not None, "responses of `MIN_RESPONSE_TOKENS` fill a block"
+        return found[0].tau
+
+    def _add_version(self) -> None:
+        """Write the current weights as the next version; the oldest one goes."""
+        self.version += 1
+        facts = {
+            "cycle": self.cycle,
+            "texts": self.texts,
+            "config": dataclasses.asdict(self.config),
+        }
+        weights, _ = split_state(self._before)
+        self._student.save(weights, version_directory(self.directory, self.version), facts)
+        self.fingerprints.append(fingerprint(self._module))
+        old = version_directory(self.directory, self.version - KEPT_VERSIONS)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _state(self) -> dict[str, Tensor]:
+        """A copy of weights and optimiser state."""
+        return {name: tensor.clone() for name, tensor in self._strategy.state().items()}
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        for optimizer in self._strategy.optimizers:
+            optimizer.state.clear()  # before the first step there is none to replace it
+        self._strategy.load({name: tensor.clone() for name, tensor in state.items()})
+
+    def _save(self) -> None:
+        facts = {
+            "texts": self.texts,
+            "steps": self.steps,
+            "fingerprints": self.fingerprints,
+            "generator": self._generator.get_state().tolist(),
+        }
+        self._states.save(self.cycle, self._before, facts | {"cycle": self.cycle})
+
+    def _resume(self, saved: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
+        if saved is None:
+            return
+        tensors, facts = saved
+        try:
+            first, *later = map(str, facts["fingerprints"])
+            self._generator.set_state(torch.tensor(facts["generator"], dtype=torch.uint8))
+            self.texts, self.steps = int(facts["texts"]), int(facts["steps"])
+            self.cycle = int(facts["cycle"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise TrainingError(
+                f"The saved state in {self._states.directory} is damaged ({error!r}). Delete it to "
+                "start again, or put it back from a copy."
+            ) from error
+        if first != self.fingerprints[0]:
+            raise InputError(
+                f"{self.directory} holds versions of another drafter than "
+                f"{self._settings.initial}. Use another directory."
+            )
+        self.fingerprints += later
+        self.version = len(later)
+        self._load(tensors)
+
+
+def is_held_out(prompt_ids: Sequence[int]) -> bool:
+    """Whether texts of this prompt are held out; the same for every text of the same prompt."""
+    digest = hashlib.sha256(repr(tuple(prompt_ids)).encode()).digest()
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
+def version_directory(directory: Path, version: int) -> Path:
+    """The checkpoint of a version from 1 on."""
+    return directory / f"version-{version}"
+
+
+def newest_version(directory: Path) -> Path | None:
+    """The checkpoint of the newest version in a directory; None where there is none.
+
+    Raises:
+        TrainingError: the saved state is damaged.
+    """
+    number = len(fingerprints(directory)) - 1
+    return version_directory(directory, number) if number > 0 else None
+
+
+def fingerprints(directory: Path) -> list[str]:
+    """Of the initial drafter and all its versions, as saved; empty where nothing is saved.
+
+    Raises:
+        TrainingError: the saved state is damaged.
+    """
+    state = StateFiles(directory / "state").latest()
+    if state is None:
+        return []
+    try:
+        found = json.loads((state / FACTS_FILE).read_text())["fingerprints"]
+        return [str(one) for one in found]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise TrainingError(
+            f"The saved state {state} is damaged ({error!r}). Delete it to start again, or put it "
+            "back from a copy."
+        ) from error
+
+
+def _settings(
+    config: LearnConfig,
+    target: Target,
+    initial: str | Path,
+    directory: Path,
+    layers: tuple[int, ...],
+) -> TrainConfig:
+    """The training run that a cycle's steps belong to."""
+    return TrainConfig(
+        target=target.name,
+        data=(),
+        output=str(directory),
+        initial=str(initial),
+        num_target_layers=layers,
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        final_lr=1.0,
+        warmup_steps=config.steps,
+        max_length=config.max_length,
+        seed=config.seed,
+        device=target.device.type,
+        loss=LossWeights(kl=1.0),
+    )

@@ -1,0 +1,197 @@
+"""A second process of lowest priority in which a server's drafter learns.
+
+The server offers it the texts that it has written, and is told of new versions of the drafter. It
+has a target of its own, so it needs the memory of another one. Texts pass through a pipe only.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from moaspec.errors import MoaSpecError
+from moaspec.support.locks import claimed
+from moaspec.train.continual import (
+    ContinualTrainer,
+    CycleReport,
+    LearnConfig,
+    fingerprints,
+    newest_version,
+    version_directory,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_TEXTS = 64
+"""Texts that wait for the process. Further ones are dropped: a server never waits for it."""
+LOWEST_PRIORITY = 19  # nice value: the process runs when nothing else does, or nearly so
+
+Text = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningSettings:
+    """What the process loads.
+
+    Attributes:
+        target, dtype, adapter: as `load_target` takes them. A rounded target's texts are learned
+            from with the weights as they were.
+        initial: the drafter to begin with: an alias, directory or hub id.
+        directory: of states and versions, see `ContinualTrainer`.
+        threads: CPU threads.
+    """
+
+    target: str
+    dtype: str
+    initial: str
+    directory: Path
+    adapter: str | None = None
+    threads: int = 1
+    config: LearnConfig = field(default_factory=LearnConfig)
+
+    def newest(self) -> str:
+        """The drafter to serve with: the newest version, or the initial one.
+
+        Raises:
+            TrainingError: the saved state is damaged.
+        """
+        return str(newest_version(self.directory) or self.initial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningStatus:
+    """Numbers for metrics, since the server's start but for `version`."""
+
+    running: bool = True  # False once the process has failed
+    version: int = 0  # newest version of the drafter
+    offered: int = 0  # texts that the server has written
+    dropped: int = 0  # texts for which the process had no time
+    accepted: int = 0  # cycles that made a version
+    rolled_back: int = 0  # cycles that were rolled back
+    tau: float = 0.0  # simulated tau of the newest version in the latest cycle; 0: no cycle yet
+
+
+class LearningProcess:
+    """Starts the process, sends it texts, and reports new versions.
+
+    Attributes:
+        versions: fingerprints of the initial drafter and of its versions at the start; empty where
+            nothing was learned yet.
+
+    Raises:
+        TrainingError: the saved state is damaged.
+    """
+
+    def __init__(self, settings: LearningSettings) -> None:
+        self.settings = settings
+        self.versions = fingerprints(settings.directory)
+        self._version = max(0, len(self.versions) - 1)
+        self._offered = self._dropped = self._accepted = self._rolled_back = 0
+        self._tau = 0.0
+        self._running = True
+        self._texts: queue.Queue[Text | None] = queue.Queue(MAX_WAITING_TEXTS)
+        self._on_version: Callable[[Path], None] = lambda _: None
+        context = multiprocessing.get_context("spawn")
+        self._connection, self._child = context.Pipe()
+        self._process = context.Process(
+            target=_learn, args=(settings, self._child), name="moaspec-learning", daemon=True
+        )
+        self._thread = threading.Thread(target=self._exchange, name="moaspec-learning", daemon=True)
+
+    @property
+    def status(self) -> LearningStatus:
+        """May be read from any thread."""
+        return LearningStatus(
+            running=self._running,
+            version=self._version,
+            offered=self._offered,
+            dropped=self._dropped,
+            accepted=self._accepted,
+            rolled_back=self._rolled_back,
+            tau=self._tau,
+        )
+
+    def start(self, on_version: Callable[[Path], None]) -> None:
+        """Start; `on_version` gets the checkpoint of each new version, in a thread of its own."""
+        self._on_version = on_version
+        self._process.start()
+        self._child.close()  # so that the connection ends with the process
+        self._thread.start()
+
+    def offer(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
+        """Send a text; one for which there is no room is dropped. Never waits. From one thread."""
+        self._offered += 1
+        try:
+            self._texts.put_nowait((tuple(prompt_ids), tuple(response_ids)))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """End the process; what it has not saved is lost, and no text is kept."""
+        self._running = False
+        self._process.terminate()
+        self._process.join()
+        with contextlib.suppress(queue.Full):
+            self._texts.put_nowait(None)
+        self._thread.join()
+
+    def _exchange(self) -> None:
+        """Send one text after another and take the report on each."""
+        try:
+            while (text := self._texts.get()) is not None:
+                self._connection.send(text)
+                self._take(self._connection.recv())
+        except (EOFError, OSError, MoaSpecError) as error:
+            if self._running:
+                log.warning("The drafter learns no more: %s", str(error) or "its process ended.")
+        finally:
+            self._running = False
+
+    def _take(self, report: CycleReport | str | None) -> None:
+        if report is None:
+            return
+        if isinstance(report, str):
+            raise EOFError(report)
+        self._accepted += report.accepted
+        self._rolled_back += not report.accepted
+        self._tau = report.tau_before
+        if report.accepted:
+            self._tau = report.tau_after or 0.0
+            self._on_version(version_directory(self.settings.directory, report.version))
+        self._version = report.version
+
+
+def _learn(settings: LearningSettings, connection: Connection) -> None:
+    """The process: learn from each text and report, until the server ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then ends this
+    os.nice(LOWEST_PRIORITY)
+    import torch
+
+    from moaspec.backends.load import load_target
+
+    torch.set_num_threads(settings.threads)
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            target = load_target(
+                settings.target,
+                dtype=settings.dtype,
+                packed=False,  # gradients pass through its head
+                adapter=settings.adapter,
+            )
+            settings.directory.mkdir(parents=True, exist_ok=True)
+            refusal = f"Another server learns in {settings.directory}; use another directory."
+            claimed(settings.directory / ".lock", refusal)  # until the process ends
+            trainer = ContinualTrainer(
+                target, settings.initial, settings.directory, settings.config
+            )
+            while True:
+                connection.send(trainer.add(*connection.recv()))
+        except MoaSpecError as error:
+            connection.send(str(error))
