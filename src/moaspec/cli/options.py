@@ -100,6 +100,14 @@ Adapter = Annotated[
         "then the adapted target's."
     ),
 ]
+Learn = Annotated[
+    Path | None,
+    typer.Option(
+        help="Let the drafter learn from the texts that are served, in a second process of lowest "
+        "priority. The directory keeps its versions and no text; the newest one drafts. Default: "
+        "it does not learn."
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads at most; default: PyTorch's number.")
 ]

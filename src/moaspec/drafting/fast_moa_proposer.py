@@ -43,6 +43,14 @@ class FastMoAProposer(MoAProposer):
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         return prepared(drafter, target)
 
+    def adopt(self, drafter: MoADrafter) -> None:
+        """Draft with another version of the drafter from the next round on.
+
+        Its encoder is the same, so the features of verified tokens stay. SA reads each text again.
+        """
+        self.module, self.draft_head = self.modules(drafter, self.target)
+        self.num_read.clear()
+
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """By kernels, one request after another, if they have all layers and all features."""
         parts = self.kernel_parts()

@@ -1,5 +1,6 @@
 """Metrics for Prometheus. They contain no user's text, and clients choose no labels."""
 
+import dataclasses
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -65,9 +66,16 @@ class _Gauges(Collector):
 
     def collect(self) -> list[GaugeMetricFamily]:
         load, link = self._source.load, self._source.link
-        gauges = {"moaspec_active_texts": load.active, "moaspec_waiting_texts": load.waiting}
+        gauges: dict[str, float] = {
+            "moaspec_active_texts": load.active,
+            "moaspec_waiting_texts": load.waiting,
+        }
         if link is not None:
             gauges["moaspec_link_up"] = int(link.state == "up")
             gauges["moaspec_link_bytes_sent"] = link.bytes_sent
             gauges["moaspec_link_bytes_received"] = link.bytes_received
+        learning = self._source.learning
+        if learning is not None:
+            for name, value in dataclasses.asdict(learning).items():
+                gauges[f"moaspec_learning_{name}"] = float(value)
         return [GaugeMetricFamily(name, name, value=value) for name, value in gauges.items()]

@@ -60,6 +60,7 @@ class Parrot:
 
     load = Load()
     link: LinkState | None = None
+    learning = None
 
     def cut(self, cut: bool) -> bool:
         return cut and False

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import webbrowser
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import load_pair, measure_once, print_defaults
+from moaspec.cli.loading import learning_process, load_pair, measure_once, print_defaults
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support import limits
 from moaspec.support.extras import require
+from moaspec.support.paths import require_writable
 from moaspec.support.ports import bind
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def serve(
     max_active: Active = 64,
     max_waiting: Waiting = 256,
     cache_gib: Annotated[float, typer.Option(help="GiB for keys and values.")] = 4.0,
+    learn: options.Learn = None,
 ) -> None:
     """Serve OpenAI's API, and a page to chat on.
 
@@ -128,6 +130,13 @@ def serve(
             from moaspec.serve.sources.local_source import LocalSource
 
             prepare_process()
+            learning = None
+            if learn is not None:
+                if not speculation:
+                    raise InputError("--learn needs a drafter: leave out --no-speculation.")
+                require_writable("--learn", learn)
+                learning = learning_process(asked, learn)
+                asked = replace(asked, drafter=learning.settings.newest())
             target, module = load_pair(
                 asked,
                 generation_config=options.generation_defaults(generation_config),
@@ -145,6 +154,7 @@ def serve(
             limits=WorkerLimits(
                 active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)
             ),
+            learning=learning,
         )
         http.run(source, settings, listener, what=asked.model)
 

@@ -84,6 +84,8 @@ class EngineWorker:
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
         client_rows: jobs of a client that take part in every step, however few the others have.
+        on_text: called with prompt and generated ids of each whole text that the target chose
+            freely; must neither block nor raise.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class EngineWorker:
         shaping: DraftSettings,
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
+        on_text: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
+        self._on_text = on_text
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
         self._free_caches, self._limits = release, limits
         self._slot_bytes, self._state_bytes = slot_bytes, state_bytes
@@ -143,6 +147,10 @@ class EngineWorker:
         """Remove a job; without effect if it has ended."""
         if not queued.ended:
             self._inbox.put(lambda: self._drop(queued))
+
+    def between_steps(self, command: Callable[[], None]) -> None:
+        """Run a command in the worker's thread, between two steps. It must not raise."""
+        self._inbox.put(command)
 
     def _work(self) -> None:
         """The thread: run commands, then step the engine."""
@@ -282,6 +290,8 @@ class EngineWorker:
             seed=queued.result.seed,
         )
         if event.stop_reason is not None:
+            if self._on_text is not None and not queued.job.sampling.steers:
+                self._on_text(queued.job.prompt_ids, queued.result.token_ids)
             self._park(queued)
             self._end(queued, update)
         else:

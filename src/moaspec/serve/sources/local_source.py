@@ -1,21 +1,31 @@
 """Decoding with an engine in this process."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.large_batches import client_rows
+from moaspec.errors import InputError
+from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec.serve.sources.source import Cancel, Job, Load, Report, SourceFacts, TextSource, Update
-from moaspec.target.target import Target
+from moaspec.target.target import Target, plain_torch
+
+if TYPE_CHECKING:
+    from moaspec.train.learning_process import LearningProcess, LearningStatus
 
 
 class LocalSource(TextSource):
@@ -26,6 +36,10 @@ class LocalSource(TextSource):
         name: model name in responses; None takes the target's name.
         shaping: draft policy, with the drafter's N.
         limits: see `WorkerLimits`; None takes the defaults.
+        learning: trains `drafter` on the texts; None: it stays as it is.
+
+    Raises:
+        InputError: `learning` for a drafter of another kind, or for none.
     """
 
     def __init__(
@@ -36,11 +50,15 @@ class LocalSource(TextSource):
         name: str | None = None,
         shaping: DraftSettings | None = None,
         limits: WorkerLimits | None = None,
+        learning: LearningProcess | None = None,
     ) -> None:
+        if learning is not None and not isinstance(drafter, MoADrafter):
+            raise InputError("Only Mixture-of-Attentions drafters learn; name one.")
         shaping = shaping or DraftSettings()
         verifier, drafting = local_parts(
             target, drafter, num_target_layers=shaping.num_target_layers
         )
+        self._target, self._drafting, self._learning = target, drafting, learning
         self.engine = Engine(verifier, drafting, target=target)
         self.cache = verifier.cache
 
@@ -58,6 +76,7 @@ class LocalSource(TextSource):
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
             limits=limits or WorkerLimits(),
+            on_text=None if learning is None else learning.offer,
         )
         self.facts = SourceFacts(
             name=name or target.name,
@@ -70,9 +89,22 @@ class LocalSource(TextSource):
 
     async def start(self) -> None:
         self._worker.start()
+        if self._learning is not None:
+            self._learning.start(self._adopt)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.stop)
+        if self._learning is not None:
+            await asyncio.to_thread(self._learning.close)
+
+    def _adopt(self, directory: Path) -> None:
+        """Draft with a new version of the drafter, which is loaded and packed in this thread."""
+        drafting = self._drafting
+        assert isinstance(drafting, FastMoAProposer), "only these learn"
+        drafter = load_drafter(directory, target=self._target)
+        with plain_torch():
+            drafting.modules(drafter, self._target)
+        self._worker.between_steps(lambda: drafting.adopt(drafter))
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         for job in jobs:
@@ -100,6 +132,10 @@ class LocalSource(TextSource):
             return job
         processors = self.facts.processors(job)
         return replace(job, sampling=replace(job.sampling, processors=processors))
+
+    @property
+    def learning(self) -> LearningStatus | None:
+        return None if self._learning is None else self._learning.status
 
     @property
     def load(self) -> Load:

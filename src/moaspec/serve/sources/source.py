@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_table import check_bias, check_prompt
@@ -20,6 +20,9 @@ from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.sampling.params import Alternatives, SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
+
+if TYPE_CHECKING:
+    from moaspec.train.learning_process import LearningStatus
 
 T = TypeVar("T")
 TokenSource = Source | Literal["device"]
@@ -167,6 +170,11 @@ class TextSource(Protocol):
     def load(self) -> Load:
         """Current number of texts."""
         ...
+
+    @property
+    def learning(self) -> "LearningStatus | None":
+        """How the drafter learns; None if it does not."""
+        return None
 
     @property
     def link(self) -> LinkState | None:
