@@ -67,6 +67,7 @@ def edge(
             faults=faults,
             server_only=RemoteText(transport, loaded.target.stop_token_ids),
             defaults=defaults,
+            updates=transport,
         )
         settings = replace(settings, make_vault=device.vault)
         http.run(source, settings, listener, what=f"{device.model} at {device.server}")

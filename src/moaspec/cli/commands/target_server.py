@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,15 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli import options
+from moaspec.cli.loading import learning_process
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
+from moaspec.support.paths import require_writable
 from moaspec.support.ports import held, split_address
 
 if TYPE_CHECKING:
     from moaspec.remote.server.service import ServiceOptions, TargetService
+    from moaspec.train.learning_process import LearningProcess
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 
@@ -108,6 +112,7 @@ def target_server(
         Literal["torch", "vllm"],
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
+    learn: options.Learn = None,
 ) -> None:
     """Verify the drafts of devices.
 
@@ -144,6 +149,7 @@ def target_server(
         _print_traces()
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
+    asked, learning = _learning(asked, learn, engine)
     ports = {"--port": port, "--metrics-port": metrics_port}
     with (
         held(host, ports),
@@ -169,6 +175,7 @@ def target_server(
         )
         prepare_process()
         service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
+    _announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     sockets = None
@@ -185,7 +192,7 @@ def target_server(
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
         facts["quantize"] = asked.quantize
-    asyncio.run(_serve(service, lambda: GrpcServer(service, where), drain_s, facts))
+    asyncio.run(_serve(service, lambda: GrpcServer(service, where), drain_s, facts, learning))
 
 
 def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
@@ -220,12 +227,63 @@ def _page(
     from moaspec.serve.device_page import DevicePage, page_protocols
 
     app = DevicePage(bundle, scripts, model=Path(model).name)
-    if app.manifest.fingerprint != service.capabilities.describe().drafter:
+    if not service.capabilities.serves(app.manifest.fingerprint):
         raise InputError(
             f"The bundle at {bundle} is of another drafter than this server's. Export it again: "
             f"moaspec checkpoint export-device {model} DRAFTER {bundle} --format onnx-web --int8."
         )
     return page_protocols(app)
+
+
+def _learning(
+    asked: options.LoadOptions, directory: Path | None, engine: str
+) -> tuple[options.LoadOptions, LearningProcess | None]:
+    """What to load, and the process in which the drafter learns; InputError where it cannot."""
+    if directory is None:
+        return asked, None
+    if engine == "vllm":
+        raise InputError("--learn is for --engine torch.")
+    require_writable("--learn", directory)
+    learning = learning_process(asked, directory)
+    return replace(asked, drafter=learning.settings.newest()), learning
+
+
+def _announce(service: TargetService, learning: LearningProcess | None) -> None:
+    """Tell devices which versions there are, and register gauges of the learning."""
+    if learning is None:
+        return
+    service.capabilities.add_versions(*learning.versions)
+    for name in dataclasses.asdict(learning.status):
+        gauge = service.observer.gauge(f"learning_{name}", f"Of the learning drafter: {name}")
+        gauge.set_function(lambda name=name: float(getattr(learning.status, name)))
+
+
+@contextlib.contextmanager
+def _learned(service: TargetService, learning: LearningProcess | None) -> Iterator[None]:
+    """Let the drafter learn from the texts of this time, and adopt its versions."""
+    if learning is None:
+        yield
+        return
+    from moaspec.backends.fast_drafter import prepared
+    from moaspec.generation.drafters import load_drafter
+    from moaspec.model.checkpoint.moa_checkpoint import fingerprint
+    from moaspec.target.target import Target, plain_torch
+
+    loop, target = asyncio.get_running_loop(), service.target
+    assert isinstance(target, Target), "_learning() refuses other engines"
+
+    def adopt(directory: Path) -> None:
+        drafter = load_drafter(directory, target=target)
+        with plain_torch():
+            prepared(drafter, target)  # not in the loop, where devices would wait
+        loop.call_soon_threadsafe(service.adopt, drafter, fingerprint(drafter))
+
+    service.listen(learning.offer)
+    learning.start(adopt)
+    try:
+        yield
+    finally:
+        learning.close()
 
 
 def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
@@ -346,7 +404,11 @@ def _print_traces() -> None:
 
 
 async def _serve(
-    service: TargetService, make: Callable[[], Any], drain_s: float, facts: dict[str, Any]
+    service: TargetService,
+    make: Callable[[], Any],
+    drain_s: float,
+    facts: dict[str, Any],
+    learning: LearningProcess | None,
 ) -> None:
     from moaspec.process_memory import freeze_loaded_objects
 
@@ -364,6 +426,7 @@ async def _serve(
             if server.websocket.has_page:
                 facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
-        await stop.wait()
+        with _learned(service, learning):
+            await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)

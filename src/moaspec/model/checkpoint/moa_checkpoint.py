@@ -44,6 +44,9 @@ from moaspec.model.drafter_config import DrafterConfig, TargetIdentity
 from moaspec.model.head_moment import is_moment
 from moaspec.model.moa import MoADrafter
 
+ON_DEVICE = ("decoder.", "exits.")
+"""Beginnings of the names of weights that run on a device; the encoder runs on the server."""
+
 _INCONSISTENCIES = (
     CorruptCheckpointError,
     LookupError,
@@ -96,6 +99,15 @@ def published_tensors(drafter: MoADrafter, dtype: torch.dtype | None = None) -> 
     return {
         name: parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
         for name, parameter in published_parameters(drafter).items()
+    }
+
+
+def device_part(drafter: MoADrafter) -> dict[str, Tensor]:
+    """The weights that run on a device, in bf16 under their published names, on the CPU."""
+    return {
+        name: tensor
+        for name, tensor in published_tensors(drafter, torch.bfloat16).items()
+        if to_module_name(name).startswith(ON_DEVICE)
     }
 
 

@@ -7,13 +7,17 @@ device never opens the target's own files.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -21,12 +25,12 @@ from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
 from moaspec.drafting.baseline_proposers import IndependentProposer
 from moaspec.drafting.protocols import Proposer
-from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
+from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, RefusedError
 from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
-from moaspec.model.checkpoint.moa_checkpoint import fingerprint, published_tensors
+from moaspec.model.checkpoint.moa_checkpoint import ON_DEVICE, device_part, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
@@ -36,12 +40,19 @@ from moaspec.model.checkpoint.weight_files import (
     write_config,
     write_weights,
 )
-from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
+from moaspec.model.drafter_config import (
+    MAX_LAYERS,
+    DrafterConfig,
+    LayerConfig,
+    TargetIdentity,
+)
+from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
+from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.support.paths import why_not_trusted
 from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.families import is_family
@@ -53,9 +64,10 @@ from moaspec.target.target import Target
 
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
+MAX_HEADER_BYTES = 1 << 16
+"""Of a file of weights that a server sends."""
 TARGET_CONFIG = "target"  # directory inside the bundle for the target's config and tokenizer
 
-_ON_DEVICE = ("decoder.", "exits.")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -81,7 +93,52 @@ class DeviceBundle(Device):
     module: MoADrafter | IndependentDrafter  # the part of the drafter that runs on the device
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.info.fingerprint
+        # The first one names the encoder to the server, whatever version drafts.
+        self.fingerprint = self.version = self.info.fingerprint
+
+    async def update(self, transport: ServerTransport) -> bool:
+        """Take the newest version of a server's drafter; texts go on meanwhile.
+
+        New sessions draft with it, others from their next turn on. The bundle's files stay.
+
+        Returns:
+            Whether there was a newer one.
+
+        Raises:
+            LinkError: the link broke.
+            RefusedError: the server refuses, or sends weights that are not of this drafter.
+        """
+        if not isinstance(self.module, MoADrafter):
+            return False
+        newest = (await transport.describe()).newest
+        if newest in ("", self.version):
+            return False
+        data, most = bytearray(), _most_bytes(self.module.config)
+        async with contextlib.aclosing(transport.weights()) as pieces:
+            async for piece in pieces:
+                data += piece
+                if len(data) > most:
+                    raise RefusedError(f"The server sends more than the {most} bytes of weights.")
+        self.module = await asyncio.to_thread(self._received, bytes(data))
+        self.version = newest
+        return True
+
+    def renew(self, drafting: Proposer) -> None:
+        """Let a session's drafter use the newest version; see `Device`."""
+        if isinstance(drafting, DeviceMoAProposer) and isinstance(self.module, MoADrafter):
+            module, _ = drafting.modules(self.module, drafting.target)
+            if module is not drafting.module:
+                drafting.adopt(self.module)
+
+    def _received(self, data: bytes) -> MoADrafter | IndependentDrafter:
+        """The device's part of a version, from a file of safetensors."""
+        try:
+            state = safetensors.torch.load(data)
+            if not all(bool(one.isfinite().all()) for one in state.values()):
+                raise ValueError("a weight is not finite")
+            return _module(self.info, state, self.module.draft_token_ids, self.target.dtype)
+        except (SafetensorError, CheckpointError, ValueError, RuntimeError) as error:
+            raise RefusedError(f"The server's weights do not fit this bundle: {error}") from error
 
     def drafting(self, num_target_layers: int | None = None) -> Proposer:
         """Make a drafter with its own caches; InputError for an N that it or the bundle lacks."""
@@ -93,6 +150,14 @@ class DeviceBundle(Device):
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
         return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
+
+
+def _most_bytes(config: DrafterConfig) -> int:
+    """The largest file of a version's weights that run on a device."""
+    with torch.device("meta"):
+        weights = dict(MoADrafter(config).named_parameters())
+    numbers = sum(one.numel() for name, one in weights.items() if name.startswith(ON_DEVICE))
+    return 2 * numbers + MAX_HEADER_BYTES
 
 
 def export_bundle(
@@ -207,11 +272,7 @@ def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tenso
     """The part of the drafter that runs on the device, in bf16."""
     if isinstance(module, IndependentDrafter):
         return {name: p.detach().contiguous().cpu() for name, p in module.named_parameters()}
-    return {
-        name: tensor
-        for name, tensor in published_tensors(module, torch.bfloat16).items()
-        if module_name(name).startswith(_ON_DEVICE)
-    }
+    return device_part(module)
 
 
 def read_bundle_info(directory: str | Path) -> BundleInfo:

@@ -10,6 +10,7 @@ from moaspec.engine.position_rules import TargetFacts
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.protocol.activation_layout import ActivationLayout, Activations
 from moaspec.remote.protocol.codec import CodecName
+from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.target.generation_defaults import GenerationDefaults
 
 
@@ -59,3 +60,10 @@ class Device(ABC):
 
         One that needs activations is a `DeviceProposer`.
         """
+
+    async def update(self, transport: ServerTransport) -> bool:  # noqa: ARG002
+        """Take the newest version of a server's drafter, if it learns; whether there was one."""
+        return False
+
+    def renew(self, drafting: Proposer) -> None:  # noqa: B027 - only some devices are updated
+        """Let a session's drafter use the device's newest version."""

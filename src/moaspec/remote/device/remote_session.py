@@ -109,7 +109,7 @@ class RemoteSession:
         self.device, self.options = device, options or RemoteOptions()
         self.stats = LinkStats()
         self._rules = PositionRules.of(device.target)
-        drafting = device.drafting(self.options.num_target_layers)
+        self._drafting = drafting = device.drafting(self.options.num_target_layers)
         inner = drafting if isinstance(drafting, DeviceProposer) else None
         self._ahead = AheadDrafter(drafting, needs_memory=inner is not None, clock=now)
         self._memory = None if inner is None else self._make_memory(inner)
@@ -237,6 +237,7 @@ class RemoteSession:
             )
         if self._chains_only and isinstance(policy, Tree) and policy.breadth > 1:
             raise InputError(f"This device drafts chains, no {policy}; use auto or chain:LENGTH.")
+        self.device.renew(self._drafting)
         self._handle = self._engine.add(
             prompt,
             shape=policy,

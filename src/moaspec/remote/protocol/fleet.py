@@ -180,6 +180,13 @@ class Fleet:
                 self.avoid(server, AVOID_S)
         raise error
 
+    async def weights(self) -> AsyncGenerator[bytes]:
+        """The weights of the first server; see `ServerTransport`. `describe` avoids broken ones."""
+        (server, *_) = await self.ranked(b"")
+        async with contextlib.aclosing(self._calls(server, b"").weights()) as pieces:
+            async for piece in pieces:
+                yield piece
+
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
     ) -> AsyncGenerator[pb.Generated]:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S
+from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S, UPDATE_S
 from moaspec.remote.protocol.wire import one_line
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
@@ -104,6 +104,16 @@ class GrpcTransport:
             with translated_errors():
                 async for message in call:
                     yield message
+
+    async def weights(self) -> AsyncGenerator[bytes]:
+        """The newest drafter's weights; see `ServerTransport`."""
+        async with self._channel() as channel:
+            call = channel.unary_stream(
+                f"/{SERVICE}/Update", response_deserializer=pb.Weights.FromString
+            )(b"", metadata=self._metadata(), timeout=UPDATE_S)
+            with translated_errors():
+                async for message in call:
+                    yield message.data
 
     def _channel(self) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = list(OPTIONS)

@@ -23,7 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only")
+    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only", "newest")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Description(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     CHAINS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     target: TargetIdentity
     drafter: str
@@ -44,7 +45,8 @@ class Description(_message.Message):
     name: str
     engine: str
     chains_only: bool
-    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ...) -> None: ...
+    newest: str
+    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ..., newest: _Optional[str] = ...) -> None: ...
 
 class TargetIdentity(_message.Message):
     __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash", "adapter")
@@ -303,6 +305,12 @@ class GenerateRequest(_message.Message):
     speculate: bool
     stop: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., speculate: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class Generated(_message.Message):
     __slots__ = ("token_ids", "sources", "stop_reason")

@@ -18,6 +18,9 @@ STREAM_S = 3600.0
 AFFINITY = "moaspec-affinity"
 """The header with the hash of a text's first tokens, by which load balancers choose a server."""
 
+UPDATE_S = 600.0
+"""Deadline of an update of the drafter."""
+
 CALL_S = 10.0
 """Deadline of a call that is answered at once."""
 
@@ -78,6 +81,15 @@ class ServerTransport(Transport, Protocol):
         self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
     ) -> AsyncGenerator[pb.Generated]:
         """Let the server decode alone; yields its messages.
+
+        Raises:
+            LinkError: the link broke.
+            RefusedError: the server refuses.
+        """
+        ...
+
+    def weights(self) -> AsyncGenerator[bytes]:
+        """The file of the newest drafter's weights for devices, piece by piece; see `Update`.
 
         Raises:
             LinkError: the link broke.

@@ -28,7 +28,7 @@ from websockets.typing import Subprotocol
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S
+from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S, UPDATE_S
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
 
@@ -94,6 +94,13 @@ class WebSocketTransport:
         async with contextlib.aclosing(self._messages("Generate", request, timeout_s)) as messages:
             async for frame in messages:
                 yield wire.parse(frame, pb.Generated())
+
+    async def weights(self) -> AsyncGenerator[bytes]:
+        """The newest drafter's weights; see `ServerTransport`."""
+        asked = self._messages("Update", pb.DescribeRequest(), UPDATE_S)
+        async with contextlib.aclosing(asked) as messages:
+            async for frame in messages:
+                yield wire.parse(frame, pb.Weights()).data
 
     async def _messages(
         self, call: str, request: Message, timeout_s: float

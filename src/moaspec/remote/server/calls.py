@@ -7,10 +7,14 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from moaspec.errors import LinkError
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.admission import request_deadline
 from moaspec.remote.server.service import TargetService
+
+PIECE_BYTES = 1 << 18
+"""Bytes of weights in one message: small enough that verdicts on the same link wait little."""
 
 Call = Callable[[TargetService, str, Connection], Awaitable[None]]
 
@@ -27,17 +31,35 @@ async def _converse(service: TargetService, owner: str, connection: Connection) 
 
 async def _generate(service: TargetService, owner: str, connection: Connection) -> None:
     request = wire.parse_generate(await _request(connection))
-    timeout_s = service.options.send_timeout_s
     async with contextlib.aclosing(service.generate(owner, request)) as texts:
         async for generated in texts:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await connection.send(generated.SerializeToString())
-            except TimeoutError as error:
-                raise LinkError(f"The client read nothing for {timeout_s:g} s.") from error
+            await _send(service, connection, generated.SerializeToString())
 
 
-CALLS: dict[str, Call] = {"Describe": _describe, "Converse": _converse, "Generate": _generate}
+async def _update(service: TargetService, _: str, connection: Connection) -> None:
+    """Send the device's part of the newest drafter in pieces; the request has no fields."""
+    await _request(connection)
+    weights = await asyncio.to_thread(service.device_weights)
+    for start in range(0, len(weights), PIECE_BYTES):
+        piece = pb.Weights(data=weights[start : start + PIECE_BYTES])
+        await _send(service, connection, piece.SerializeToString())
+
+
+async def _send(service: TargetService, connection: Connection, frame: bytes) -> None:
+    timeout_s = service.options.send_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            await connection.send(frame)
+    except TimeoutError as error:
+        raise LinkError(f"The client read nothing for {timeout_s:g} s.") from error
+
+
+CALLS: dict[str, Call] = {
+    "Describe": _describe,
+    "Converse": _converse,
+    "Generate": _generate,
+    "Update": _update,
+}
 """By their names in target.proto. They raise `MoaSpecError`, which a transport tells its client."""
 
 

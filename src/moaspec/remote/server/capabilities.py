@@ -56,6 +56,8 @@ class Capabilities:
         self._target, self._engine = target, engine
         self._config = None if drafter is None else drafter.config
         self._fingerprint = "" if drafter is None else fingerprint(drafter)
+        self._versions = {self._fingerprint} - {""}  # with the same encoder
+        self._newest = ""
         self.layers = (
             (0,) if drafter is None else layers_offered(drafter, target.num_reusable_layers)
         )
@@ -63,6 +65,15 @@ class Capabilities:
         self.limits = wire.WireLimits(target.vocab_size, self.max_tokens)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._grammars: Grammars | None = None  # made when a device first asks for one
+
+    def add_versions(self, *fingerprints: str) -> None:
+        """Accept bundles of these versions of the drafter, too; the last one is announced."""
+        self._versions.update(fingerprints)
+        self._newest = fingerprints[-1] if fingerprints else ""
+
+    def serves(self, drafter: str) -> bool:
+        """Whether this drafter, of which a device has a part, has the encoder that runs here."""
+        return drafter in self._versions
 
     def describe(self) -> pb.Description:
         """Describe this server to a device."""
@@ -77,6 +88,7 @@ class Capabilities:
             name=self._target.name,
             engine=self._engine.name,
             chains_only=self._engine.chains_only,
+            newest=self._newest,
         )
 
     def opening(self, message: pb.ClientMessage) -> TurnRequest:
@@ -153,7 +165,7 @@ class Capabilities:
         """Check which activations the device asks for."""
         if not asked.drafter:
             return None
-        if asked.drafter != self._fingerprint or self._config is None:
+        if not self.serves(asked.drafter) or self._config is None:
             have = self._fingerprint[:12] or "none"
             raise RefusedError(
                 f"The device's drafter ({asked.drafter[:12]}) is not the one whose encoder runs "

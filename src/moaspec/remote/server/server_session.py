@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree
@@ -23,6 +23,9 @@ from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.token_ids import common_length
+
+OnText = Callable[[Sequence[int], Sequence[int]], None]
+"""Gets prompt and generated ids of a text; must neither block nor raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class ServerSession:
     stream: ResponseStream | None = None
     task: asyncio.Task[None] | None = None
     waiting: TurnRequest | DraftRequest | None = None
+    on_text: OnText | None = None  # gets the turn's text when it is over
     _opened: int = 0
     _drafted_at: int = 0  # length of the text that the newest drafts followed
 
@@ -100,6 +104,7 @@ class ServerSession:
             opening: the request.
             sampling: its parameters, with the grammar as a logits processor.
         """
+        self.offer_text()
         ids = list(opening.token_ids)
         same_keys = self.rules.shares_keys(
             self.num_verified, len(ids), self.prompt_length, opening.prompt_length
@@ -110,6 +115,12 @@ class ServerSession:
         self.prompt_length, self.sampling = opening.prompt_length, sampling
         self.logprobs, self.dropped = [], []
         self._adopt(opening.asked)
+
+    def offer_text(self) -> None:
+        """Pass on what the target has written, unless the device steered it."""
+        if self.on_text is not None and self.decided and not self.sampling.steers:
+            split = self.prompt_length
+            self.on_text(self.token_ids[:split], self.token_ids[split:])
 
     def _adopt(self, asked: RecordRequest | None) -> None:
         """Keep activations in the layout that the device asks for."""

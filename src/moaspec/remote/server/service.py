@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import safetensors.torch
+
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier
@@ -15,6 +17,7 @@ from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import InputError, LinkError, RefusedError, WireError
+from moaspec.model.checkpoint.moa_checkpoint import device_part
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
@@ -26,7 +29,7 @@ from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities,
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.server_only import decode_alone
-from moaspec.remote.server.server_session import DraftRequest, ServerSession
+from moaspec.remote.server.server_session import DraftRequest, OnText, ServerSession
 from moaspec.remote.server.session_store import (
     ForeignSessionError,
     NoRoomError,
@@ -166,6 +169,7 @@ class TargetService:
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
         costs = shaping.costs
+        self._weights: tuple[MoADrafter, bytes] | None = None
         budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
         self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)
         self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
@@ -200,6 +204,28 @@ class TargetService:
         ):
             self.observer.gauge(name, what).set_function(read)
         self.observer.by_owner("slots_used", "Slots of each owner's texts", self.shared.owners)
+
+    def listen(self, on_text: OnText) -> None:
+        """Pass on all texts to come that no request steers, at the end of a turn."""
+        self.sessions.on_text = on_text
+
+    def adopt(self, drafter: MoADrafter, version: str) -> None:
+        """Take a new version of the drafter, with the same encoder; `version` is its fingerprint.
+
+        Texts that begin from now on are drafted by it here; devices can fetch it by `Update`, and
+        may go on drafting with earlier ones.
+        """
+        self._drafter = drafter
+        self.capabilities.add_versions(version)
+
+    def device_weights(self) -> bytes:
+        """The device's part of the newest drafter, as a file of safetensors; empty: none."""
+        drafter = self._drafter
+        if drafter is None:
+            return b""
+        if self._weights is None or self._weights[0] is not drafter:
+            self._weights = drafter, safetensors.torch.save(device_part(drafter))
+        return self._weights[1]
 
     def _record_bytes(self) -> int:
         """Bytes of activations that are kept for devices."""
@@ -374,9 +400,13 @@ class TargetService:
                 owner=owner,
                 max_tokens=self.capabilities.max_tokens,
             )
+            written: list[int] = []
             async with contextlib.aclosing(work) as messages:
                 async for message in messages:
+                    written += message.token_ids
                     yield message
+            if self.sessions.on_text is not None and not sampling.steers:
+                self.sessions.on_text(ids, written)
 
     @contextlib.contextmanager
     def _count_text(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import MoaSpecError, RefusedError
 from moaspec.remote.server.auth import ANONYMOUS
-from moaspec.remote.server.server_session import ServerSession
+from moaspec.remote.server.server_session import OnText, ServerSession
 from moaspec.remote.server.shared_verifier import SharedVerifier
 
 
@@ -73,6 +73,7 @@ class SessionStore:
     def __init__(self, options: StoreOptions, shared: SharedVerifier, rules: PositionRules) -> None:
         self._options, self._shared, self._rules = options, shared, rules
         self._sessions: dict[bytes, ServerSession] = {}
+        self.on_text: OnText | None = None
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -105,6 +106,7 @@ class SessionStore:
         if rows >= self._options.max_sessions and not self._evict(None):
             raise NoRoomError(f"All {rows} texts of this server are in use.")
         session = ServerSession(name, owner, self._shared.lease(owner), self._shared, self._rules)
+        session.on_text = self.on_text
         self._sessions[name] = session
         return session
 
@@ -112,6 +114,7 @@ class SessionStore:
         """Remove a session and free its row."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
+            session.offer_text()
             session.close()
 
     def sweep(self) -> None:

@@ -6,6 +6,7 @@ sessions and continues a conversation in the session that holds its beginning.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,13 +14,13 @@ from operator import attrgetter
 from typing import Any, Literal, Protocol, cast
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.errors import BusyError, InputError
+from moaspec.errors import BusyError, InputError, LinkError, RefusedError
 from moaspec.generation.options import GenerateOptions
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.protocol.transport import ServerTransport, Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Cancel,
@@ -40,6 +41,9 @@ from moaspec.serve.sources.source import (
 )
 from moaspec.target.generation_defaults import GenerationDefaults
 
+log = logging.getLogger(__name__)
+
+UPDATE_EVERY_S = 60.0  # interval at which a device asks for a new version of its drafter
 CUT_POLL_S = 0.05  # interval at which a text checks whether its cut emulated link is restored
 
 
@@ -125,6 +129,7 @@ class EdgeSource(TextSource):
         server_only: decodes jobs without speculation and log-probabilities; None drafts for all
             jobs, which changes no text.
         defaults: sampling defaults; None takes those of the target.
+        updates: where new versions of the device's drafter come from; None: it stays as it is.
     """
 
     def __init__(
@@ -138,8 +143,10 @@ class EdgeSource(TextSource):
         faults: Cuttable | None = None,
         server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
+        updates: ServerTransport | None = None,
     ) -> None:
-        self._device, self._transport = device, transport
+        self._device, self._transport, self._updates = device, transport, updates
+        self._updating: asyncio.Task[None] | None = None
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
         self._places = Places("device", self._limits)
@@ -161,8 +168,23 @@ class EdgeSource(TextSource):
 
     async def start(self) -> None:
         self._room = asyncio.Semaphore(self._limits.active)
+        if self._updates is not None:
+            self._updating = asyncio.create_task(self._update_drafter(self._updates))
+
+    async def _update_drafter(self, server: ServerTransport) -> None:
+        """Take new versions of the drafter while texts go on."""
+        while True:
+            with contextlib.suppress(LinkError):
+                try:
+                    await self._device.update(server)
+                except RefusedError as error:
+                    log.warning("The drafter is not updated: %s", error)
+                    return
+            await asyncio.sleep(UPDATE_EVERY_S)
 
     async def close(self) -> None:
+        if self._updating is not None:
+            await end_tasks(self._updating)
         tasks = tuple(self._running)
         for task in tasks:
             self._running[task](BusyError("The server is shutting down."))

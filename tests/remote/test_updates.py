@@ -1,0 +1,236 @@
+"""A device takes new versions of a server's drafter; no text is cut, and none changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import bundles
+import moaspec
+import tiny
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.errors import LinkError, RefusedError
+from moaspec.generation.drafters import load_drafter
+from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint, save_drafter
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.bundle import DeviceBundle, export_bundle, load_device
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.fleet import Fleet
+from moaspec.remote.protocol.transport import InProcessTransport
+from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.service import TargetService
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.serve.sources import edge_source
+from moaspec.serve.sources.edge_source import EdgeSource
+from moaspec.target.target import Target
+from transports import KINDS, listening, reach
+
+PROMPT = tiny.PROMPTS[1]
+OPTIONS: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "int8"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("device")
+    return bundles.save_bundle(directory, int8=request.param)
+
+
+def served(bundle: Path) -> tuple[Target, MoADrafter, MoADrafter]:
+    """Target and drafter of the server, and a version with another decoder."""
+    target = moaspec.load_target(bundle.parent / "target", dtype="float32")
+    first = load_drafter(bundle.parent / "drafter", target=target)
+    version = tiny.random_drafter(target, seed=9)
+    version.encoder.load_state_dict(first.encoder.state_dict())
+    return target, first, version
+
+
+def decoder_weight(module: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.decoder.self_attention.mlp.down_proj.weight
+    return weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_running_session_takes_a_version(kind: str, bundle: Path) -> None:
+    """The turn in which it arrives goes on, the next one drafts with it."""
+    target, first, version = served(bundle)
+    plain = moaspec.generate(target, PROMPT, **OPTIONS).token_ids
+
+    async def run() -> None:
+        service = TargetService(target, first)
+        async with GrpcServer(service, listening(kind)) as server:
+            transport = Fleet.of(reach(server, kind))
+            device = load_device(bundle, dtype="float32")
+            session = RemoteSession(device, transport, RemoteOptions(draft=Chain(3)))
+            assert not await device.update(transport)  # there is none yet
+            text: list[int] = []
+            async for event in session.stream(PROMPT, **OPTIONS):
+                text[event.start :] = event.token_ids
+                if device.version == device.fingerprint:
+                    service.adopt(version, fingerprint(version))
+                    assert await device.update(transport)
+            assert text == plain
+            assert device.version == fingerprint(version) != device.fingerprint
+            assert not await device.update(transport)  # it has the newest
+            old = session._drafting.module  # type: ignore[attr-defined]
+            after = [*PROMPT, *plain[:4]]
+            assert (await session.generate(after, **OPTIONS)).token_ids[: len(plain) - 4] == plain[
+                4:
+            ]
+            new = session._drafting.module  # type: ignore[attr-defined]
+            assert new is not old
+            expected = decoder_weight(version).bfloat16().float()
+            assert torch.equal(decoder_weight(new), expected)
+            # A bundle of the first drafter opens as before, and drafts with the old version.
+            late = RemoteSession(load_device(bundle, dtype="float32"), transport)
+            assert (await late.generate(PROMPT, **OPTIONS)).token_ids == plain
+            await late.close()
+            await session.close()
+
+    asyncio.run(run())
+
+
+def test_bundles_of_all_versions_are_served(tmp_path: Path) -> None:
+    """Also those of versions that a server made before its last start."""
+    bundle = bundles.save_bundle(tmp_path)
+    target, first, version = served(bundle)
+    save_drafter(version, tmp_path / "version")
+    export_bundle(tmp_path / "target", tmp_path / "version", tmp_path / "later")
+
+    async def run() -> None:
+        service = TargetService(target, version)
+        service.capabilities.add_versions(fingerprint(first), fingerprint(version))
+        assert service.capabilities.describe().newest == fingerprint(version)
+        for directory in (bundle, tmp_path / "later"):
+            session = RemoteSession(
+                load_device(directory, dtype="float32"), InProcessTransport(service)
+            )
+            assert len((await session.generate(PROMPT, **OPTIONS)).token_ids) == tiny.NEW_TOKENS
+            await session.close()
+        session = RemoteSession(
+            load_device(bundle, dtype="float32"),
+            InProcessTransport(TargetService(target, version)),
+        )
+        with pytest.raises(RefusedError, match="is not the one whose encoder runs here"):
+            await session.generate(PROMPT, **OPTIONS)
+        await session.close()
+        await service.stop()
+
+    asyncio.run(run())
+
+
+class Sender:
+    """A server that announces a version and sends these pieces."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.sent = pieces, 0
+
+    async def describe(self) -> pb.Description:
+        return pb.Description(newest="new")
+
+    async def weights(self) -> AsyncGenerator[bytes]:
+        for piece in self.pieces:
+            self.sent += 1
+            yield piece
+
+
+def file_of(version: MoADrafter, **changes: torch.Tensor) -> bytes:
+    return safetensors.torch.save(device_part(version) | changes)
+
+
+@pytest.mark.parametrize("fault", ["noise", "empty", "endless", "shape", "missing", "not finite"])
+def test_weights_that_do_not_fit_are_refused(fault: str, bundle: Path) -> None:
+    """The device goes on drafting with what it has."""
+    device = load_device(bundle, dtype="float32")
+    _, _, version = served(bundle)
+    name, weight = next(iter(device_part(version).items()))
+    pieces = {
+        "noise": (b"noise" * 100,),
+        "empty": (),
+        "endless": (bytes(1 << 20),) * 100,
+        "shape": (file_of(version, **{name: torch.zeros(3, 3)}),),
+        "missing": (safetensors.torch.save({name: weight}),),
+        "not finite": (file_of(version, **{name: torch.full_like(weight, torch.nan)}),),
+    }[fault]
+    before, sender = device.module, Sender(*pieces)
+    with pytest.raises(RefusedError, match="The server"):
+        asyncio.run(device.update(sender))  # type: ignore[arg-type]
+    assert (device.module, device.version) == (before, device.fingerprint)
+    assert sender.sent < 10
+
+
+def test_an_edge_asks_again_after_a_cut(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no more once it is refused."""
+    answers: list[Any] = [LinkError("cut"), True, RefusedError("not ours")]
+    done = asyncio.Event()
+
+    async def update(_: Any, __: Any) -> bool:
+        answer = answers.pop(0)
+        if not answers:
+            done.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return True
+
+    monkeypatch.setattr(DeviceBundle, "update", update)
+    monkeypatch.setattr(edge_source, "UPDATE_EVERY_S", 0.0)
+    device = load_device(bundle, dtype="float32")
+
+    async def run() -> None:
+        transport: Any = Sender()
+        source = EdgeSource(device, transport, name="tiny", updates=transport)
+        await source.start()
+        await done.wait()
+        await asyncio.wait_for(source._updating, 60)  # type: ignore[arg-type]
+        await source.close()
+
+    asyncio.run(run())
+    assert "not ours" in caplog.text
+
+
+def test_texts_are_offered_when_a_turn_is_over(tmp_path: Path) -> None:
+    bundle = bundles.save_bundle(tmp_path)
+    target, first, _ = served(bundle)
+    offered: list[tuple[Sequence[int], Sequence[int]]] = []
+    service = TargetService(target, first)
+    service.listen(lambda prompt, text: offered.append((tuple(prompt), tuple(text))))
+
+    async def alone(sampling: SamplingParams) -> list[int]:
+        request = pb.GenerateRequest(
+            token_ids=PROMPT,
+            sampling=wire.sampling_message(sampling),
+            max_new_tokens=6,
+            speculate=True,
+        )
+        return [i async for one in service.generate("me", request) for i in one.token_ids]
+
+    async def run() -> None:
+        session = RemoteSession(load_device(bundle, dtype="float32"), InProcessTransport(service))
+        one = (await session.generate(PROMPT, **OPTIONS)).token_ids
+        assert offered == []
+        two = (await session.generate(tiny.PROMPTS[0], **OPTIONS)).token_ids
+        (text,) = offered
+        assert text[0] == PROMPT
+        assert text[1][: len(one)] == tuple(one)  # the server may have chosen more
+        await session.generate(tiny.PROMPTS[2], logit_bias={3: 1.0}, **OPTIONS)
+        assert offered[1][0] == tiny.PROMPTS[0]
+        assert offered[1][1][: len(two)] == tuple(two)
+        await session.close()
+        offered.clear()
+        written = await alone(GREEDY)
+        assert offered == [(PROMPT, tuple(written))]
+        await alone(SamplingParams(logit_bias={3: 1.0}))
+        assert len(offered) == 1
+        await service.stop()
+
+    asyncio.run(run())

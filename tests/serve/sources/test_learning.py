@@ -1,0 +1,257 @@
+"""A server whose drafter learns: versions change between rounds, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ruled_target
+import tiny
+from moaspec.backends.fast_target import accelerate
+from moaspec.cli.commands.target_server import _learning
+from moaspec.cli.loading import learning_process
+from moaspec.cli.options import LoadOptions
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.engine.engine import Engine
+from moaspec.errors import InputError
+from moaspec.generation.drafters import load_drafter
+from moaspec.generation.local_engine import local_parts
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.params import SamplingParams
+from moaspec.serve.metrics import Metrics
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.serve.sources.source import Job, Update
+from moaspec.target.target import Target
+from moaspec.train.continual import LearnConfig, newest_version
+from moaspec.train.learning_process import MAX_WAITING_TEXTS, LearningProcess, LearningSettings
+
+
+def other_decoder(of: Target, drafter: MoADrafter, **options: Any) -> MoADrafter:
+    """A version of the drafter: the same encoder, another decoder."""
+    made = tiny.random_drafter(of, seed=9, **options)
+    made.to(next(drafter.parameters()).dtype)
+    made.encoder.load_state_dict(drafter.encoder.state_dict())
+    return made
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 0), ("llama", 2), ("kernels", 0)])
+def test_a_version_joins_between_two_rounds(family: str, layers: int) -> None:
+    """From then on it drafts as one that has read the text from its start."""
+    of = tiny.kernel_target() if family == "kernels" else tiny.target(family)
+    if family == "kernels":
+        accelerate(of)  # so that a token has the same bits in any pass
+    old = tiny.random_drafter(of, exits=(layers,)).to(of.dtype)
+    new = other_decoder(of, old, exits=(layers,))
+    prompt, shape = tiny.PROMPTS[1], Tree(3, 2, 5)
+    engine, proposer = started(of, old, prompt, shape)
+    texts = [token for _ in range(5) for event in engine.step() for token in event.token_ids]
+    before, _ = started(of, old, [*prompt, *texts[:-1]], shape)
+    fresh, _ = started(of, new, [*prompt, *texts[:-1]], shape)
+    proposer.adopt(new)
+    drafted = [trees_of(one) for one in (engine, fresh, before)]
+    assert drafted[0] == drafted[1] != drafted[2]
+    list(engine.run())
+    written = engine.result(0).token_ids
+    plain = Engine(local_parts(of)[0], target=of)
+    plain.add(prompt, max_new_tokens=24, shape=None)
+    list(plain.run())
+    assert written == plain.result(0).token_ids
+
+
+def started(
+    of: Target, drafter: MoADrafter, prompt: Sequence[int], shape: Tree
+) -> tuple[Engine, FastMoAProposer]:
+    """An engine with this prompt."""
+    verifier, proposer = local_parts(of, drafter)
+    assert isinstance(proposer, FastMoAProposer)
+    engine = Engine(verifier, proposer, target=of)
+    engine.add(prompt, max_new_tokens=24, shape=shape)
+    return engine, proposer
+
+
+def trees_of(engine: Engine) -> tuple[Any, Any]:
+    """The drafts of the next round; a prompt is read before it."""
+    (event,) = engine.step()
+    if event.tree is None or not event.tree.tokens:
+        (event,) = engine.step()
+    assert event.tree is not None
+    return event.tree.tokens, event.tree.parents
+
+
+class Offered(LearningProcess):
+    """Takes texts and starts no process."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            LearningSettings(target="t", dtype="float32", initial="i", directory=directory)
+        )
+        self.texts: list[tuple[Sequence[int], Sequence[int]]] = []
+
+    def start(self, on_version: Any) -> None:
+        self.on_version = on_version
+
+    def offer(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
+        self.texts.append((tuple(prompt_ids), tuple(response_ids)))
+
+    def close(self) -> None:
+        pass
+
+
+async def generated(source: LocalSource, *jobs: Job) -> list[tuple[int, ...]]:
+    """The texts of jobs, one after another."""
+    texts = []
+    for job in jobs:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        tokens: list[int] = []
+
+        def report(
+            _: int, news: Update | Exception, ended: Any = ended, tokens: list[int] = tokens
+        ) -> None:
+            assert isinstance(news, Update), news
+            tokens.extend(news.token_ids)
+            if news.stop_reason is not None:
+                ended.set_result(None)
+
+        source.submit([job], report)
+        await ended
+        texts.append(tuple(tokens))
+    return texts
+
+
+def job(prompt: Sequence[int], **sampling: Any) -> Job:
+    return Job(
+        prompt_ids=tuple(prompt),
+        max_new_tokens=tiny.NEW_TOKENS,
+        sampling=SamplingParams(**sampling),
+    )
+
+
+def test_only_texts_that_the_target_chose_freely_are_offered(tmp_path: Path) -> None:
+    of = tiny.fresh_target(tokenizer=tiny.tokenizer())
+    learning = Offered(tmp_path)
+    source = LocalSource(of, tiny.random_drafter(of), learning=learning)
+
+    async def run() -> list[tuple[int, ...]]:
+        await source.start()
+        try:
+            return await generated(
+                source, job(tiny.PROMPTS[0]), job(tiny.PROMPTS[1], logit_bias={5: 2.0})
+            )
+        finally:
+            await source.close()
+
+    texts = asyncio.run(run())
+    assert learning.texts == [(tiny.PROMPTS[0], texts[0])]
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+def test_other_drafters_are_refused(drafter: str | None, tmp_path: Path) -> None:
+    of = tiny.target()
+    proposer = None if drafter is None else tiny.ReplayDrafting([tiny.PROMPTS[0]])
+    with pytest.raises(InputError, match="Only Mixture-of-Attentions drafters learn"):
+        LocalSource(of, proposer, learning=Offered(tmp_path))
+
+
+def test_learning_needs_a_drafter_and_our_engine(tmp_path: Path) -> None:
+    asked = LoadOptions(model=str(tmp_path / "other"))
+    with pytest.raises(InputError, match="no drafter is bundled"):
+        learning_process(asked, tmp_path)
+    with pytest.raises(InputError, match="for --engine torch"):
+        _learning(asked, tmp_path, "vllm")
+    assert _learning(asked, None, "vllm") == (asked, None)
+
+
+def test_texts_are_dropped_while_the_process_is_busy(tmp_path: Path) -> None:
+    settings = LearningSettings(target="t", dtype="float32", initial="i", directory=tmp_path)
+    process = LearningProcess(settings)
+    for _ in range(MAX_WAITING_TEXTS + 3):
+        process.offer((1,), (2,))
+    status = process.status
+    assert (status.offered, status.dropped) == (MAX_WAITING_TEXTS + 3, 3)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_reported_and_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = str(tmp_path / "missing")
+    process = LearningProcess(
+        LearningSettings(target=missing, dtype="float32", initial="i", directory=tmp_path / "d")
+    )
+    process.start(lambda _: None)
+    process.offer((1,), (2,))
+    process._thread.join()
+    assert not process.status.running
+    assert "learns no more" in caplog.text
+    assert missing in caplog.text
+    process.offer((1,), (2,))
+    process.close()
+
+
+@pytest.mark.slow
+def test_a_served_domain_is_learned(tmp_path: Path) -> None:
+    """From texts that are served to a version that drafts, and to the next start of the server."""
+    of = ruled_target.target()
+    of.model.save_pretrained(tmp_path / "target")
+    assert of.tokenizer is not None
+    of.tokenizer.save_pretrained(tmp_path / "target")
+    settings = LearningSettings(
+        target=str(tmp_path / "target"),
+        dtype="float32",
+        initial=str(ruled_target.save_initial(tmp_path / "initial")),
+        directory=tmp_path / "learned",
+        config=LearnConfig(batch_size=4, steps=3, held_out=4, learning_rate=3e-3),
+    )
+    first = load_drafter(settings.newest(), target=of)
+    learning, adopted = LearningProcess(settings), threading.Event()
+    source = LocalSource(of, first, shaping=DraftSettings(Chain(4)), learning=learning)
+    start = learning.start
+
+    def watched(on_version: Any) -> None:
+        def adopt(directory: Path) -> None:
+            on_version(directory)
+            adopted.set()
+
+        start(adopt)
+
+    learning.start = watched  # type: ignore[method-assign]
+
+    async def run() -> None:
+        await source.start()
+        try:
+            for prompt, text in ruled_target.stream():
+                assert await generated(source, job(prompt)) == [text]
+                while learning._texts.qsize() > MAX_WAITING_TEXTS // 2:
+                    await asyncio.sleep(0.05)
+            while not adopted.is_set():
+                await asyncio.sleep(0.05)
+                assert learning.status.running
+            for prompt, text in ruled_target.stream()[:8]:
+                assert await generated(source, job(prompt)) == [text]
+            exposed = Metrics(source).text().decode()
+            assert f"moaspec_learning_version {learning.status.version}.0" in exposed
+            assert "moaspec_learning_running 1.0" in exposed
+        finally:
+            await source.close()
+
+    asyncio.run(run())
+    assert learning.status.accepted >= 1
+    assert learning.status.version >= 1
+    assert learning.status.dropped == 0
+    newest = newest_version(settings.directory)
+    assert settings.newest() == str(newest)
+    assert LearningProcess(settings).status.version == learning.status.version
+    adopted_module = source._drafting.module  # type: ignore[union-attr]
+    assert not torch.equal(
+        adopted_module.decoder.self_attention.mlp.down_proj.weight,
+        first.decoder.self_attention.mlp.down_proj.weight,
+    )
