@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import generate_latest
 
 import ruled_target
 import tiny
 from moaspec.backends.fast_target import accelerate
-from moaspec.cli.commands.target_server import _learning
+from moaspec.cli.commands.target_server import _announce, _learned, _learning
 from moaspec.cli.loading import learning_process
 from moaspec.cli.options import LoadOptions
 from moaspec.drafting.draft_tree import Tree
@@ -25,8 +26,12 @@ from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import SamplingParams
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.server.service import TargetService
+from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.serve.metrics import Metrics
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.serve.sources.source import Job, Update
@@ -151,6 +156,36 @@ def test_only_texts_that_the_target_chose_freely_are_offered(tmp_path: Path) -> 
 
     texts = asyncio.run(run())
     assert learning.texts == [(tiny.PROMPTS[0], texts[0])]
+
+
+def test_a_target_server_passes_on_texts_and_adopts_versions(tmp_path: Path) -> None:
+    of = tiny.fresh_target(tokenizer=tiny.tokenizer())
+    first = tiny.random_drafter(of)
+    version = other_decoder(of, first)
+    save_drafter(version, tmp_path / "version-1")
+    service, learning = TargetService(of, first), Offered(tmp_path)
+    request = pb.GenerateRequest(
+        token_ids=tiny.PROMPTS[0],
+        sampling=wire.sampling_message(GREEDY),
+        max_new_tokens=6,
+        speculate=True,
+    )
+
+    async def run() -> list[int]:
+        _announce(service, learning)
+        assert service.capabilities.describe().newest == ""
+        with _learned(service, learning):
+            await asyncio.to_thread(learning.on_version, tmp_path / "version-1")
+            await asyncio.sleep(0)
+            assert service.capabilities.describe().newest == fingerprint(version)
+            texts = service.generate("me", request)
+            return [token async for one in texts for token in one.token_ids]
+
+    text = asyncio.run(run())
+    assert learning.texts == [(tiny.PROMPTS[0], tuple(text))]
+    exposed = generate_latest(service.observer.registry).decode()
+    assert "learning_version 0.0" in exposed
+    assert "learning_running 1.0" in exposed
 
 
 @pytest.mark.parametrize("drafter", [None, "oracle"])
