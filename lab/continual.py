@@ -103,7 +103,7 @@ def _split(texts: Sequence[list[int]]) -> list[Text]:
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """The options of the command line."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("questions", type=Path)
     options.add_argument("scratch", type=Path)
@@ -120,7 +120,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all parts."""
+    """Run all parts and print their results."""
     args = parsed()
     torch.set_num_threads(1)
     args.scratch.mkdir(parents=True, exist_ok=True)

@@ -284,8 +284,7 @@ def test_no_bundle(scripts: Path, tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_another_drafter(device_models: Path, scripts: Path) -> None:
-    description = SimpleNamespace(drafter="another")
-    service: Any = SimpleNamespace(capabilities=SimpleNamespace(describe=lambda: description))
+    service: Any = SimpleNamespace(capabilities=SimpleNamespace(serves=lambda _: False))
     with pytest.raises(InputError, match="another drafter"):
         _page(device_models / "bundle", scripts, "tiny", service)
     assert _page(None, None, "tiny", service) is None
