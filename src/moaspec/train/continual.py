@@ -105,6 +105,7 @@ class ContinualTrainer:
 
     Attributes:
         texts: texts received so far.
+        steps: optimiser steps behind the weights; the first cycle's worth of them warms up.
         version: number of the newest version.
 
     Raises:
@@ -150,6 +151,7 @@ class ContinualTrainer:
         self._batch: list[Example] = []
         self._held_out: list[Example] = []
         self._steps_left, self._finite = self.config.steps, True
+        self._steps_before = self.steps
 
     def add(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> CycleReport | None:
         """Learn from a text; at the end of a cycle judge it, save and report.
@@ -203,12 +205,13 @@ class ContinualTrainer:
         finite = self._finite and all(bool(one.isfinite().all()) for one in trained.values())
         after = self._tau() if finite else None
         self._load(self._before)
+        trained_steps, self.steps = self.steps, self._steps_before
         before = self._tau()
         accepted = after is not None and after > before
         self.cycle += 1
         if accepted:
             self._load(trained)
-            self._before = trained
+            self._before, self.steps = trained, trained_steps
             self._add_version()
         report = CycleReport(
             cycle=self.cycle,
