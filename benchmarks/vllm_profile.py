@@ -39,7 +39,7 @@ SHARES = {
     "proposer's products": ("proposer: products",),
     "proposer's attention": ("proposer: attention",),
     "rest of the proposer": (
-        "proposer: capture",
+        "proposer: read",
         "proposer: encode",
         "proposer: draft",
         "proposer: other",
@@ -185,7 +185,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
     from moaspec.backends import fast_drafter
     from moaspec.backends.fast_drafter import FastAttentionBlock
     from moaspec.backends.pack import PackedLinear
-    from moaspec.vllm_plugin.capture import VLLMCapture
+    from moaspec.vllm_plugin.cache_reader import CacheReader
 
     parts = drafter._parts
     for module in parts.drafter.modules():
@@ -196,9 +196,9 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
             around(module, "forward", "proposer: products")
     around(parts.head, "_choose", "proposer: products")
     around(fast_drafter, "fast_attention", "proposer: attention")
-    around(VLLMCapture, "_take", "proposer: capture")
+    around(CacheReader, "read", "proposer: read")
     around(drafter, "propose", "proposer: other")
-    around(drafter, "finish_step", "proposer: other")
+    around(drafter, "note_pass", "proposer: other")
     around(drafter._drafter, "encode", "proposer: encode")
     around(drafter._drafter, "draft", "proposer: draft")
 

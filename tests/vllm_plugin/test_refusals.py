@@ -26,7 +26,6 @@ def settings(**changes: Any) -> Any:
         "model_config.hf_config": tiny.target().config,
         "model_config.model": "tiny",
         "cache_config.cache_dtype": "auto",
-        "compilation_config.cudagraph_mode": SimpleNamespace(has_full_cudagraphs=lambda: False),
     }
     config = SimpleNamespace()
     for path, value in (values | changes).items():
@@ -50,11 +49,6 @@ def test_plain_settings_pass() -> None:
         ("model_config.logits_processors", ["pkg:Mine"], "logits processors"),
         ("parallel_config.pipeline_parallel_size", 2, "tensor parallelism"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
-        (
-            "compilation_config.cudagraph_mode",
-            SimpleNamespace(has_full_cudagraphs=lambda: True),
-            "PIECEWISE",
-        ),
     ],
 )
 def test_settings_that_cannot_work(path: str, value: Any, reason: str) -> None:

@@ -32,8 +32,6 @@ def test_the_command_carries_the_engines_arguments() -> None:
         "num_speculative_tokens": 4,
     }
     assert json.loads(options.pop("--additional-config")) == {"moaspec": {"drafter": "my drafter"}}
-    graphs = json.loads(options.pop("--compilation-config"))
-    assert graphs == {"cudagraph_mode": "PIECEWISE"}
     assert options == {"--worker-cls": WORKER, "--scheduler-cls": SCHEDULER}
 
 

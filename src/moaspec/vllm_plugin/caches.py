@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.vllm_plugin.capture import Integers
+from moaspec.vllm_plugin.encoded_tokens import Integers
 
 
 class PagedLayer:
@@ -99,14 +99,15 @@ def _by_token(x_1HND: Tensor) -> Tensor:
 
 
 class CacheGroup:
-    """The KV cache group of one of the drafter's layers, in a runner with allocated caches."""
+    """The KV cache group of some attention layers, in a runner with allocated caches.
 
-    def __init__(self, runner: Any, layer: PagedLayer) -> None:
+    Args:
+        name: vLLM's name of one of the layers.
+    """
+
+    def __init__(self, runner: Any, name: str) -> None:
         self.group = next(
-            group
-            for groups in runner.attn_groups
-            for group in groups
-            if layer.name in group.layer_names
+            group for groups in runner.attn_groups for group in groups if name in group.layer_names
         )
         self._runner = runner
         self._starts = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
@@ -116,27 +117,41 @@ class CacheGroup:
         """VLLM's block table. vLLM may replace its batch, so the table is looked up each time."""
         return self._runner.input_batch.block_table[self.group.kv_cache_group_id]
 
+    @property
+    def block_size(self) -> int:
+        return int(self.table.block_size)
+
+    @property
+    def blocks(self) -> Integers:
+        """Block ids of all requests, (R, M)."""
+        table: Integers = self.table.get_numpy_array()
+        return table
+
     def room(self, count: int) -> Integers:
         """Number of allocated slots of each of the first `count` requests."""
         table = self.table
         return table.num_blocks_per_row[:count] * int(table.block_size)
 
-    def slots(self, tokens_N: Tensor | slice) -> Tensor:
-        """Cache slots of some of the step's tokens, int64."""
-        return self.table.slot_mapping.gpu[tokens_N]
+    def slots_of(self, rows: Integers, positions: Integers) -> Integers:
+        """Cache slots of positions of the given requests, int64. The arguments broadcast."""
+        place, offset = np.divmod(positions, self.block_size)
+        blocks = self.blocks[rows, place]
+        return np.multiply(blocks, self.block_size, dtype=np.int64) + offset
 
-    def slots_of(self, rows_R: Integers, position_SR: Integers) -> Integers:
-        """Cache slots of positions of the given requests, (S, R) int64."""
-        size = int(self.table.block_size)
-        place_SR, offset_SR = np.divmod(position_SR, size)
-        block_SR = self.table.get_numpy_array()[rows_R, place_SR]
-        return np.multiply(block_SR, size, dtype=np.int64) + offset_SR
+    def queries(self, rows_R: Integers, first_R: Integers | None = None) -> CommonAttentionMetadata:
+        """The common metadata of a draft: one query for each request of these batch indices.
 
-    def queries(self, rows_R: Integers, num_reqs: int) -> CommonAttentionMetadata:
-        """The common metadata of a draft: one query for each request of these batch indices."""
-        count, table_RM = len(rows_R), self.table.get_device_tensor(num_reqs)
-        if count < num_reqs:
+        Args:
+            rows_R: batch indices.
+            first_R: first block that each query reads; None: block 0.
+        """
+        count, table_RM = len(rows_R), self.table.get_device_tensor(int(rows_R.max()) + 1)
+        if count < len(table_RM):
             table_RM = table_RM[torch.from_numpy(rows_R).to(table_RM.device)]
+        if first_R is not None:
+            width = table_RM.shape[1]
+            place_RM = (first_R[:, None] + np.arange(width)).clip(max=width - 1)
+            table_RM = table_RM.gather(1, torch.from_numpy(place_RM).to(table_RM.device))
         starts = self._starts[: count + 1]
         return CommonAttentionMetadata(
             query_start_loc=starts.to(table_RM.device),

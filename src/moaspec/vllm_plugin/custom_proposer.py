@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.capture import HeadShare, VLLMCapture, require_capturable
+from moaspec.vllm_plugin.cache_reader import HeadShare, require_readable
 from moaspec.vllm_plugin.refusals import check_settings
 
 
@@ -19,7 +19,7 @@ class CustomProposer:
 
     Raises:
         ServingError: this vLLM version or one of its settings is not supported.
-        UnsupportedTargetError: the target's keys and values cannot be captured.
+        UnsupportedTargetError: the target is of no supported family.
     """
 
     runner_hooks: tuple[str, ...] = ()  # attributes of the model runner that the class reads
@@ -37,27 +37,34 @@ class CustomProposer:
             hooks.require(runner, path)
         self.runner = runner
 
-    def finish_step(self) -> None:
-        """Called by the worker at the end of each step."""
+    def prepare(self) -> None:
+        """Called by the worker before vLLM serves, when its caches are allocated."""
+
+    def begin_step(self) -> None:
+        """Called by the worker before each pass of the target."""
+
+    def note_pass(self) -> None:
+        """Called by the worker after each pass of the target over at least one token."""
 
     def empty_like_target(self, target: Any) -> torch.Tensor:
         dtype = self.vllm_config.model_config.dtype
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
-    def capture(self, target: Any, *, may_hold: bool = False) -> VLLMCapture:
-        """Capture keys and values before the drafter adds its layers; ServingError if it cannot."""
-        config = self.vllm_config
-        found = get_layers_from_vllm_config(config, Attention)
+    def target_layers(self) -> list[Any]:
+        """The target's attention layers in order, before the drafter adds its own.
+
+        Raises:
+            ServingError: a layer's keys and values cannot be read.
+        """
+        found = get_layers_from_vllm_config(self.vllm_config, Attention)
         layers = [found[name] for name in sorted(found, key=extract_layer_index)]
-        require_capturable(layers, config.model_config.hf_config.num_hidden_layers)
-        share = HeadShare(
-            total=config.model_config.get_total_num_kv_heads(),
-            ranks=config.parallel_config.tensor_parallel_size,
-        )
-        return VLLMCapture(
-            layers,
-            max_tokens=config.scheduler_config.max_num_batched_tokens,
-            share=share,
-            like=self.empty_like_target(target),
-            may_hold=may_hold,
+        require_readable(layers, self.vllm_config.model_config.hf_config.num_hidden_layers)
+        return layers
+
+    @property
+    def share(self) -> HeadShare:
+        """Distribution of the target's KV heads over ranks."""
+        return HeadShare(
+            total=self.vllm_config.model_config.get_total_num_kv_heads(),
+            ranks=self.vllm_config.parallel_config.tensor_parallel_size,
         )

@@ -16,8 +16,8 @@ MODULE_HOOKS = (
     ("vllm._custom_ops", "fused_add_rms_norm"),
     ("vllm._custom_ops", "rms_norm"),
     ("vllm._custom_ops", "rotary_embedding"),
-    ("vllm.config", "CompilationMode"),
     ("vllm.config", "get_layers_from_vllm_config"),
+    ("vllm.distributed", "get_tp_group"),
     ("vllm.distributed", "tensor_model_parallel_all_gather"),
     ("vllm.model_executor.layers.attention", "Attention"),
     ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
@@ -30,16 +30,21 @@ MODULE_HOOKS = (
 """Modules of vLLM and the names that are imported from them."""
 
 RUNNER_HOOKS = (
+    "_dummy_run",
     "_sample",
     "attn_groups",
     "input_batch.all_greedy",
     "input_batch.block_table",
     "input_batch.num_computed_tokens_cpu",
     "input_batch.num_reqs",
-    "input_ids.gpu",
+    "input_batch.req_ids",
+    "input_batch.token_ids_cpu",
+    "kv_cache_config.num_blocks",
     "max_num_reqs",
+    "max_num_tokens",
     "positions",
     "query_start_loc.np",
+    "requests",
 )
 """Attributes of the model runner that are read after each pass of the target."""
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from prometheus_client import Counter
 from torch import Tensor
-from vllm.config import CompilationMode
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from moaspec.backends.fast_drafter import packed_copy
+from moaspec.drafting.policy.cost_model import PRIOR
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.drafter_config import LayerConfig
@@ -31,8 +31,15 @@ from moaspec.target.spec import TargetSpec
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
-from moaspec.vllm_plugin.load_aware import LoadAwareLength
+from moaspec.vllm_plugin.load_aware import (
+    HORIZON,
+    Candidate,
+    LoadAwareDrafts,
+    Plan,
+    StepCosts,
+)
 from moaspec.vllm_plugin.refusals import check_drafter
+from moaspec.vllm_plugin.vllm_costs import measure
 from moaspec.vllm_plugin.vllm_drafting import DrafterParts, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
 from moaspec.vllm_plugin.vllm_target_layers import DraftHead, embedding_of
@@ -45,31 +52,34 @@ FAILURES = Counter(
 )
 SECONDS = Counter(
     "moaspec:drafter_seconds",
-    "Host seconds that the drafter took, by part: encode (once per verified token) and draft.",
+    "Host seconds that the drafter took, by part: encode (once per token at most) and draft.",
     ["part"],
 )
 SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}
 
 NO_DRAFT: list[int] = []
-ALL_TOKENS = 2**31  # a length beyond that of any request
 
 
 class VLLMMoAProposer(CustomProposer):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
 
     vLLM constructs it, passes it the target (`load_model`) and calls `propose` after every step.
-    `MoAWorker` calls `start` and `finish_step`.
+    `MoAWorker` starts it and tells it of each pass.
 
     Raises:
         ServingError: this vLLM version or one of its settings is not supported.
-        UnsupportedTargetError: the target's keys and values cannot be captured.
+        UnsupportedTargetError: the target is of no supported family.
     """
 
     runner_hooks = hooks.RUNNER_HOOKS
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self._depths, self._chooser = _depths(vllm_config), _chooser(vllm_config)
+        self._depths = _depths(vllm_config)
+        self._chooser: LoadAwareDrafts | None = None
+        self._drafted: dict[str, int] = {}  # lengths of the drafts that the next step verifies
+        self._begun_s = self._ended_s = time.perf_counter()
+        self._decoded = False  # whether the latest step read no prompt
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: DrafterParts | None = None
         self._drafter: PagedDrafter | None = None
@@ -80,32 +90,30 @@ class VLLMMoAProposer(CustomProposer):
 
         Raises:
             CheckpointError: the drafter is damaged, is for another target or needs N > 0.
-            ServingError: the target's keys and values cannot be captured in this vLLM.
+            ServingError: the target's keys and values cannot be read in this vLLM.
         """
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name)
-        capture = self.capture(target, may_hold=self._eager)
+        layers = self.target_layers()
         like = self.empty_like_target(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
-        index = len(capture)
+        index = len(layers)
         self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
             head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             self_attention=self._paged(index, drafter.config.self_attention, "self_attn"),
             cross_attention=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
-            capture=capture,
+            target_layers=layers,
+            share=self.share,
         )
-
-    @property
-    def _eager(self) -> bool:
-        return self.vllm_config.compilation_config.mode == CompilationMode.NONE
 
     def start(self, runner: Any) -> None:
         """Connect the drafter to vLLM's caches, and work around wrong temperatures if needed.
 
         Raises:
-            ServingError: the model runner lacks one of `runner_hooks`.
+            ServingError: the model runner lacks one of `runner_hooks`, or the target's keys and
+                values cannot be read from its caches.
         """
         super().start(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
@@ -118,36 +126,134 @@ class VLLMMoAProposer(CustomProposer):
                 hooks.installed_version(),
             )
 
+    def prepare(self) -> None:
+        """Measure what drafts cost, unless vLLM's option says how many tokens to draft."""
+        if self._depths is not None or self._drafter is None:
+            return
+        scheduler = self.vllm_config.scheduler_config
+        assert self._parts is not None
+        sizes = {"longest": self._longest, "max_requests": int(scheduler.max_num_seqs)}
+        table = measure(self.runner, self._drafter, **sizes, share=self._share)
+        costs = StepCosts(table, **sizes, share=self._share)
+        acceptance = self._parts.drafter.config.acceptance or PRIOR
+        rates = [line[0] for line in acceptance[: self._longest]]
+        rate = sum(rates) / len(rates)
+        self._chooser = LoadAwareDrafts(costs, longest=self._longest, rate=rate)
+
+    @property
+    def _longest(self) -> int:
+        return int(self.vllm_config.speculative_config.num_speculative_tokens)
+
+    def _share(self, numbers: list[float]) -> list[float]:
+        """See `Share`."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return numbers
+        shared: list[float] = group.broadcast_object(numbers, src=0)
+        return shared
+
+    def begin_step(self) -> None:
+        """Note the time at which the target's pass begins."""
+        self._begun_s = time.perf_counter()
+
+    def note_pass(self) -> None:
+        """Note which blocks of the cache the target has begun to fill."""
+        if self._drafter is not None:
+            self._drafter.note_pass()
+
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, *_: Any, **__: Any
     ) -> list[list[int]]:
-        """Draft for each request of the batch, in order; an unfinished prompt gets no draft.
+        """Draft for requests of the batch, in order; an unfinished prompt gets no draft.
 
         Args:
             sampled_token_ids: tokens that the step verified and sampled, per request.
             num_tokens_no_spec: number of tokens of each request, including the sampled ones.
         """
         drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
-        if self._drafter is None:
-            return drafts
-        lengths_R = num_tokens_no_spec[: len(drafts)].tolist()
-        newest = {row: lengths_R[row] - 1 for row, new in enumerate(sampled_token_ids) if new}
-        with self._failures_logged():
-            # All computed tokens of an unfinished prompt are verified.
-            self._encode([newest.get(row, ALL_TOKENS) for row in range(len(drafts))])
-            depth = self._depth(lengths_R, [len(new) for new in sampled_token_ids])
-            if rows := self._to_draft(newest, depth):
-                tokens = [sampled_token_ids[row][-1] for row in rows]
-                with _timed("draft"):
-                    chains = self._drafter.draft(rows, tokens, [newest[row] for row in rows], depth)
-                for row, chain in zip(rows, chains, strict=True):
+        if self._drafter is not None:
+            with self._failures_logged():
+                self._count_step(sampled_token_ids)
+                self._drafted.clear()
+                lengths_R = num_tokens_no_spec[: len(drafts)].tolist()
+                newest = {
+                    row: lengths_R[row] - 1 for row, new in enumerate(sampled_token_ids) if new
+                }
+                plan = self._plan(newest)
+                for row, chain in self._chains(plan, newest, sampled_token_ids).items():
                     drafts[row] = chain
+        self._ended_s = time.perf_counter()
         return drafts
 
-    def _depth(self, lengths_R: list[int], emitted_R: list[int]) -> int:
+    def _count_step(self, sampled_token_ids: list[list[int]]) -> None:
+        """Let the chooser learn from the step's time and from the drafts that were accepted."""
         if self._chooser is None:
-            return self._depths[len(lengths_R)]
-        return self._chooser.choose(lengths_R, emitted_R, time.perf_counter())
+            return
+        batch = self.runner.input_batch
+        names = batch.req_ids[: len(sampled_token_ids)]
+        drafted = [self._drafted.get(name, 0) for name in names]
+        for name, number, new in zip(names, drafted, sampled_token_ids, strict=True):
+            if number and new:
+                self._chooser.count(name, number, len(new) - 1)
+        num_tokens = int(self.runner.query_start_loc.np[batch.num_reqs])
+        decodes = num_tokens == len(names) + sum(drafted) and all(sampled_token_ids)
+        # The first step after prompts were read takes longer.
+        if decodes and self._decoded:
+            now_s = time.perf_counter()
+            rest_s = self._begun_s - self._ended_s
+            self._chooser.costs.count_pass(len(names), sum(drafted), now_s - self._begun_s, rest_s)
+        self._decoded = decodes
+
+    def _plan(self, newest: dict[int, int]) -> Plan:
+        """The drafts of this step; `newest`: by request, the position of its newest token."""
+        assert self._drafter is not None
+        batch = self.runner.input_batch
+        if self._vllm_sample is not None and not batch.all_greedy:
+            return Plan()
+        if self._chooser is not None and self._chooser.rests(batch.num_reqs):
+            return Plan()
+        room_R = self._drafter.room(batch.num_reqs)
+        depth = self._longest if self._depths is None else self._depths[batch.num_reqs]
+        rows = [row for row, last in newest.items() if depth <= room_R[row] - last]
+        if self._chooser is None:
+            return Plan(rows if depth else (), depth)
+        names = batch.req_ids
+        self._chooser.forget(set(names))
+        candidates = [Candidate(row, names[row], self._left(names[row])) for row in rows]
+        drafter = self._drafter
+        return self._chooser.choose(
+            candidates, batch.num_reqs, lambda one: drafter.backlog(one.row, newest[one.row])
+        )
+
+    def _left(self, name: str) -> int:
+        """Number of tokens until the request's limit."""
+        request = self.runner.requests[name]
+        limit = getattr(request.sampling_params, "max_tokens", None)
+        return HORIZON if limit is None else limit - len(request.output_token_ids)
+
+    def _chains(
+        self, plan: Plan, newest: dict[int, int], sampled_token_ids: list[list[int]]
+    ) -> dict[int, list[int]]:
+        """Drafts by request."""
+        assert self._drafter is not None
+        rows, depth = plan.rows, plan.depth
+        if not rows:
+            return {}
+        positions = [newest[row] for row in rows]
+        tokens = [sampled_token_ids[row][-1] for row in rows]
+        started = time.perf_counter()
+        num_encoded = self._drafter.encode(rows, positions)
+        encoded = time.perf_counter()
+        chains = self._drafter.draft(rows, tokens, positions, depth)
+        drafted = time.perf_counter()
+        SECONDS_OF["encode"].inc(encoded - started)
+        SECONDS_OF["draft"].inc(drafted - encoded)
+        if self._chooser is not None:
+            self._chooser.costs.count_encode(num_encoded, encoded - started)
+            self._chooser.costs.count_draft(depth, len(rows), drafted - encoded)
+        names = self.runner.input_batch.req_ids
+        self._drafted = {names[row]: depth for row in rows}
+        return dict(zip(rows, chains, strict=True))
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
         """Sample as vLLM does, but verify no drafts in a step with a sampled request.
@@ -165,32 +271,6 @@ class VLLMMoAProposer(CustomProposer):
             newest_R += np.arange(len(newest_R))
             logits_NV, metadata = logits_NV[torch.from_numpy(newest_R)], None
         return self._vllm_sample(logits_NV, metadata)
-
-    def finish_step(self) -> None:
-        """Encode a step for which vLLM requested no drafts, because a text is near its limit.
-
-        Other requests may still reuse its blocks by prefix.
-        """
-        if self._parts is not None and self._parts.capture.pending:
-            with self._failures_logged():
-                self._encode(None)
-
-    def _to_draft(self, newest: dict[int, int], depth: int) -> list[int]:
-        """Requests whose newest tokens at these positions leave room for a draft of `depth`."""
-        assert self._drafter is not None
-        batch = self.runner.input_batch
-        if self._vllm_sample is not None and not batch.all_greedy:
-            return []
-        room_R = self._drafter.room(batch.num_reqs)
-        return [row for row, last in newest.items() if 0 < depth <= room_R[row] - last]
-
-    def _encode(self, lengths_R: list[int] | None) -> None:
-        assert self._parts is not None
-        assert self._drafter is not None
-        # Reset before encoding: a step that fails is not encoded a second time.
-        self._parts.capture.pending = False
-        with _timed("encode"):
-            self._drafter.encode(lengths_R)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -220,31 +300,16 @@ class VLLMMoAProposer(CustomProposer):
         )
 
 
-def _depths(vllm_config: Any) -> list[int]:
-    """Draft length by the number of requests in a step."""
+def _depths(vllm_config: Any) -> list[int] | None:
+    """Draft length by the number of requests in a step; None: the load decides."""
     settings, most = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    depth = int(settings.num_speculative_tokens)
     schedule = settings.num_speculative_tokens_per_batch_size
     if schedule is None:
-        return [depth] * (most + 1)
-    return build_dynamic_sd_schedule_lookup(schedule, most, depth)
-
-
-def _chooser(vllm_config: Any) -> LoadAwareLength | None:
-    """Chooses draft lengths, unless vLLM's option does, or several ranks must choose alike."""
-    settings = vllm_config.speculative_config
-    if settings.num_speculative_tokens_per_batch_size is not None:
         return None
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        return None
-    return LoadAwareLength(int(settings.num_speculative_tokens))
-
-
-@contextmanager
-def _timed(part: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    SECONDS_OF[part].inc(time.perf_counter() - started)
+    lookup: list[int] = build_dynamic_sd_schedule_lookup(
+        schedule, most, int(settings.num_speculative_tokens)
+    )
+    return lookup
 
 
 MoAProposer = VLLMMoAProposer

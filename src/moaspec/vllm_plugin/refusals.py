@@ -52,17 +52,7 @@ _RULES: tuple[_Rule, ...] = (
         ),
         "context parallelism spreads one text's tokens over ranks: use tensor parallelism",
     ),
-    (
-        lambda c: _captures_whole_passes(c.compilation_config),
-        "full CUDA graphs replay a pass without the step that reads keys and values: use "
-        '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager',
-    ),
 )
-
-
-def _captures_whole_passes(compilation_config: Any) -> bool:
-    mode = getattr(compilation_config, "cudagraph_mode", None)
-    return bool(mode is not None and mode.has_full_cudagraphs())
 
 
 def check_settings(vllm_config: Any) -> None:

@@ -1,6 +1,9 @@
 """The drafter on vLLM's batch: encode verified tokens, then draft a chain for each request.
 
-Legend: R requests, N tokens, S draft steps, D head dim, E hidden size.
+A token is encoded when its request is drafted for, and not before: until then its keys and values
+wait in vLLM's cache. Requests that nobody drafts for cost nothing.
+
+Legend: R requests, N tokens, S draft steps, D head dim, E hidden size, M blocks of a request.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from vllm.distributed import tensor_model_parallel_all_gather
 
 from moaspec.model.layers import CosSin
 from moaspec.model.moa import MoADrafter
+from moaspec.vllm_plugin.cache_reader import CacheReader, HeadShare, require_kept
 from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
-from moaspec.vllm_plugin.capture import Integers, VLLMCapture, verified_index
+from moaspec.vllm_plugin.encoded_tokens import EncodedTokens, Integers
 from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
+
+ENCODE_CHUNK = 1024  # tokens that are encoded at once; bounds memory for long prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,59 +37,134 @@ class DrafterParts:
     # self_attention, cross_attention: its layers in vLLM's cache.
     self_attention: PagedLayer
     cross_attention: PagedLayer
-    capture: VLLMCapture
+    target_layers: Sequence[Any]  # vLLM's attention layers of the target, in order
+    share: HeadShare  # of the target's KV heads
 
 
 class PagedDrafter:
-    """A drafter that uses vLLM's caches. `runner`: vLLM's model runner, its caches allocated."""
+    """A drafter that uses vLLM's caches.
+
+    Args:
+        parts: the drafter and its connections.
+        runner: vLLM's model runner, its caches allocated.
+
+    Raises:
+        ServingError: the target's keys and values cannot be read from its caches.
+    """
 
     def __init__(self, parts: DrafterParts, runner: Any) -> None:
         self._parts, self._runner = parts, runner
-        self._self_group = CacheGroup(runner, parts.self_attention)
-        # Layers of equal size are in one group and have a token's keys at the same slot.
-        same = parts.cross_attention.name in self._self_group.group.layer_names
-        self._cross_group = self._self_group if same else CacheGroup(runner, parts.cross_attention)
+        require_kept(runner, parts.target_layers)
+        self._reader = CacheReader(parts.target_layers, parts.share)
+        self._target_group = CacheGroup(runner, parts.target_layers[0].layer_name)
+        self._self_group = CacheGroup(runner, parts.self_attention.name)
+        self._cross_group = CacheGroup(runner, parts.cross_attention.name)
+        blocks = runner.kv_cache_config.num_blocks
+        self._self_encoded = EncodedTokens(blocks, self._self_group.block_size)
+        self._cross_encoded = EncodedTokens(blocks, self._cross_group.block_size)
+        self._window = parts.drafter.config.prompt_window
+        self._first_blocks: dict[str, int] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._reader.device
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block of SA's cache."""
+        return self._self_group.block_size
 
     def room(self, count: int) -> list[int]:
         """Number of tokens that each of the first `count` requests has slots for."""
-        room_R = self._self_group.room(count)
-        if self._cross_group is not self._self_group:
-            room_R = np.minimum(room_R, self._cross_group.room(count))
-        return room_R.tolist()
+        return np.minimum(self._self_group.room(count), self._cross_group.room(count)).tolist()
 
-    def encode(self, lengths_R: Sequence[int] | None = None) -> None:
-        """Write the drafter's keys and values of the step's verified tokens.
+    def note_pass(self) -> None:
+        """Note which blocks the target has begun to fill in this step."""
+        batch = self._runner.input_batch
+        start_R = batch.num_computed_tokens_cpu[: batch.num_reqs]
+        stop_R = start_R + np.diff(self._runner.query_start_loc.np[: batch.num_reqs + 1])
+        self._self_encoded.forget(self._self_group.blocks, start_R, stop_R)
+        self._cross_encoded.forget(self._cross_group.blocks, start_R, stop_R)
+
+    def backlog(self, row: int, length: int) -> int:
+        """Number of a request's first `length` tokens that CA needs and that are not encoded."""
+        return len(self._unread(row, length))
+
+    def _unread(self, row: int, length: int) -> Integers:
+        blocks_M, size = self._cross_group.blocks[row], self._cross_group.block_size
+        first = self._first_block(row)
+        missing = self._cross_encoded.missing(blocks_M, first, length)
+        if self._window and len(missing) >= self._window:
+            # A new prompt, or a request that was not drafted for: CA reads its last tokens only.
+            first = max(0, length - self._window) // size
+            self._first_blocks[self._runner.input_batch.req_ids[row]] = first
+            missing = self._cross_encoded.missing(blocks_M, first, length)
+        return missing
+
+    def _first_block(self, row: int) -> int:
+        """The first block of a request that CA reads."""
+        if not self._first_blocks:
+            return 0
+        return self._first_blocks.get(self._runner.input_batch.req_ids[row], 0)
+
+    def encode(self, rows: Sequence[int], lengths: Sequence[int]) -> int:
+        """Write the drafter's keys and values of the tokens of some requests that lack them.
 
         Args:
-            lengths_R: number of each request's tokens that are verified and have activations. It
-                may exceed the computed tokens. None: all tokens of all requests.
+            rows: batch indices of the requests.
+            lengths: number of tokens of each that the target has computed and verified.
+
+        Returns:
+            Number of tokens whose keys and values were missing.
         """
-        parts, runner = self._parts, self._runner
-        verified = self._verified(lengths_R)
-        position_1N, ids_N = runner.positions[verified][None], runner.input_ids.gpu[verified]
-        read_NLK = parts.capture.read(verified, tensor_model_parallel_all_gather)
-        slots_N = self._cross_group.slots(verified)
-        parts.cross_attention.write(*parts.drafter.encode(read_NLK[None], position_1N), slots_N)
-        decoder, embeddings_1NE = parts.drafter.decoder, parts.embed(ids_N)[None]
-        if self._self_group is not self._cross_group:
-            slots_N = self._self_group.slots(verified)
-        cos_sin = decoder.self_rope(position_1N)
-        parts.self_attention.write(
-            *decoder.self_attention.keys_values(embeddings_1NE, cos_sin), slots_N
+        self._prune()
+        unread, unseen = [], []
+        for row, length in zip(rows, lengths, strict=True):
+            unread.append(self._unread(row, length))
+            blocks_M = self._self_group.blocks[row]
+            unseen.append(self._self_encoded.missing(blocks_M, 0, length))
+        for row_N, position_N in _chunks(rows, unread):
+            self.encode_target(row_N, position_N)
+        for row_N, position_N in _chunks(rows, unseen):
+            self.encode_text(row_N, position_N)
+        for row, length in zip(rows, lengths, strict=True):
+            self._cross_encoded.add(self._cross_group.blocks[row], self._first_block(row), length)
+            self._self_encoded.add(self._self_group.blocks[row], 0, length)
+        return sum(map(len, unread))
+
+    def _prune(self) -> None:
+        """Forget the first blocks of requests that have left the batch."""
+        if len(self._first_blocks) > 2 * self._runner.max_num_reqs:
+            here = set(self._runner.input_batch.req_ids)
+            self._first_blocks = {k: v for k, v in self._first_blocks.items() if k in here}
+
+    def encode_target(self, row_N: Integers, position_N: Integers) -> None:
+        """Write CA's keys and values of tokens at these positions of these requests."""
+        parts = self._parts
+        kv_NLK = self._reader.read(
+            self._slots(self._target_group, row_N, position_N), tensor_model_parallel_all_gather
+        )
+        position_1N = torch.from_numpy(position_N).to(kv_NLK.device)[None]
+        parts.cross_attention.write(
+            *parts.drafter.encode(kv_NLK[None], position_1N),
+            self._slots(self._cross_group, row_N, position_N),
         )
 
-    def _verified(self, lengths_R: Sequence[int] | None) -> slice | Tensor:
-        """Indices of the step's verified tokens."""
-        batch = self._runner.input_batch
-        starts = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-        if lengths_R is None:
-            return slice(0, starts[-1])
-        known_R = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        verified_R = [last - known for last, known in zip(lengths_R, known_R, strict=True)]
-        index = verified_index(starts, verified_R)
-        if isinstance(index, slice):
-            return index
-        return torch.tensor(index, device=self._runner.positions.device)
+    def encode_text(self, row_N: Integers, position_N: Integers) -> None:
+        """Write SA's keys and values of tokens at these positions of these requests."""
+        parts, decoder = self._parts, self._parts.drafter.decoder
+        ids_N = self._runner.input_batch.token_ids_cpu[row_N, position_N].astype(np.int64)
+        slots_N = self._slots(self._self_group, row_N, position_N)
+        host_2N = torch.from_numpy(np.stack((ids_N, position_N)))
+        ids, position_1N = host_2N.to(slots_N.device).split(1)
+        cos_sin = decoder.self_rope(position_1N)
+        parts.self_attention.write(
+            *decoder.self_attention.keys_values(parts.embed(ids[0])[None], cos_sin), slots_N
+        )
+
+    def _slots(self, group: CacheGroup, row_N: Integers, position_N: Integers) -> Tensor:
+        """Cache slots of tokens, int64, on the device."""
+        return torch.from_numpy(group.slots_of(row_N, position_N)).to(self.device)
 
     def draft(
         self, rows: Sequence[int], tokens: Sequence[int], positions: Sequence[int], depth: int
@@ -93,14 +174,14 @@ class PagedDrafter:
         Args:
             rows: batch indices of the requests.
             tokens: ids of their newest tokens.
-            positions: positions of these, so the number of earlier tokens with activations.
+            positions: positions of these, so the number of earlier tokens, which are encoded.
         """
         parts, decoder = self._parts, self._parts.drafter.decoder
         row_R, root_R, position_R = np.array((rows, tokens, positions))
-        # Number of tokens before each root and before each drafted token.
-        length_XR = position_R + np.arange(depth + 1)[:, None]
-        token_R, position_SR, slots_SR = self._on_device(row_R, root_R, length_XR[:-1])
-        cross_attend, *self_attends = self._attends(row_R, slots_SR, length_XR.astype(np.int32))
+        # Number of tokens that CA reads, then those before each drafted token.
+        step_S1 = np.arange(depth)[:, None]
+        token_R, position_SR, slots_SR = self._on_device(row_R, root_R, position_R + step_S1)
+        cross_attend, *self_attends = self._attends(row_R, slots_SR, position_R)
         self_rope = _by_step(decoder.self_rope(position_SR))
         cross_rope = _by_step(decoder.cross_rope(position_SR))
         drafted = []
@@ -123,33 +204,54 @@ class PagedDrafter:
         slots_SR = self._self_group.slots_of(row_R, position_SR)
         host_XR = torch.from_numpy(np.concatenate((root_R[None], position_SR, slots_SR)))
         sizes = (1, len(position_SR), len(slots_SR))
-        token_1R, positions, slots = host_XR.to(self._parts.capture.device).split(sizes)
+        token_1R, positions, slots = host_XR.to(self.device).split(sizes)
         return token_1R[0], positions, slots
 
     def _attends(
-        self, row_R: Integers, slots_SR: Tensor, length_XR: Integers
+        self, row_R: Integers, slots_SR: Tensor, position_R: Integers
     ) -> Iterator[PagedAttend]:
         """Yield the attention of CA, used in all draft steps, then that of SA for each step.
 
         Args:
             row_R: batch indices of the requests.
             slots_SR: slots for SA's keys and values.
-            length_XR: number of tokens that CA reads, then that SA reads in each step, int32.
+            position_R: positions of the newest tokens.
         """
-        parts, self_group, cross_group = self._parts, self._self_group, self._cross_group
-        num_reqs, longest = self._runner.input_batch.num_reqs, int(length_XR[0].max())
-        known_R, *lengths = torch.from_numpy(length_XR).unbind()
-        slots = slots_SR.unbind()
-        queries = cross_group.queries(row_R, num_reqs)
+        parts, cross_group, slots = self._parts, self._cross_group, slots_SR.unbind()
         # CA reads the same tokens in all steps and stores no keys.
+        first_R = np.array([self._first_block(row) for row in row_R])
+        known_R = position_R - first_R * cross_group.block_size
+        queries = cross_group.queries(row_R, first_R if first_R.any() else None)
         yield PagedAttend(
-            parts.cross_attention, cross_group.metadata(queries, slots[0], known_R, longest)
+            parts.cross_attention,
+            cross_group.metadata(queries, slots[0], _lengths(known_R), int(known_R.max())),
         )
-        if self_group is not cross_group:
-            queries = self_group.queries(row_R, num_reqs)
-        for step, (slots_R, lengths_R) in enumerate(zip(slots, lengths, strict=True), start=1):
-            metadata = self_group.metadata(queries, slots_R, lengths_R, longest + step)
+        queries, longest = self._self_group.queries(row_R), int(position_R.max())
+        for step, slots_R in enumerate(slots, start=1):
+            metadata = self._self_group.metadata(
+                queries, slots_R, _lengths(position_R + step), longest + step
+            )
             yield PagedAttend(parts.self_attention, metadata, slots_R)
+
+
+def _lengths(lengths_R: Integers) -> Tensor:
+    return torch.from_numpy(lengths_R.astype(np.int32))
+
+
+def _chunks(
+    rows: Sequence[int], positions: Sequence[Integers]
+) -> Iterator[tuple[Integers, Integers]]:
+    """Batch index and position of all tokens, (N,) each, in chunks.
+
+    Args:
+        rows: batch indices of requests.
+        positions: of each one's tokens.
+    """
+    position_N = np.concatenate(positions)
+    row_N = np.repeat(rows, [len(one) for one in positions])
+    for start in range(0, len(row_N), ENCODE_CHUNK):
+        part = slice(start, start + ENCODE_CHUNK)
+        yield row_N[part], position_N[part]
 
 
 def _by_step(cos_sin: CosSin) -> Iterable[CosSin]:

@@ -11,9 +11,10 @@ V vocabulary, T tokens, L target layers, G KV heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
@@ -21,7 +22,8 @@ from vllm.v1.outputs import SamplerOutput
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept_sampled import accept
-from moaspec.vllm_plugin.capture import VLLMCapture
+from moaspec.vllm_plugin.cache_reader import CacheReader, require_kept
+from moaspec.vllm_plugin.caches import CacheGroup
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.vllm_settings import CONFIG_KEY
 
@@ -35,10 +37,9 @@ class PendingVerification:
     request: VerifyRequest  # its tree is the chain that vLLM verifies
     text: list[int]  # all tokens up to the newest. Accepted tokens are appended.
     num_steps: int = 0  # number of vLLM's steps so far
-    # Tokens whose keys and values vLLM had before; None before the first step.
-    num_cached: int | None = None
-    # Keys and values of the tokens after those, (T, L, G, 2 D) each.
-    captured: list[Tensor] = field(default_factory=list)
+    # Of the tokens after the request's `num_verified`, (T, L, G, 2 D); None until there is an
+    # outcome, and where no drafter reads them.
+    keys_values: Tensor | None = None
     # The result or error; None while vLLM reads the prompt.
     outcome: VerifyResult | Exception | None = None
 
@@ -48,9 +49,8 @@ class _SampledRow:
     """The part of a step that belongs to one request."""
 
     pending: PendingVerification  # its verification
-    # tokens, logits: its slices of the step's tokens and logits.
-    tokens: slice
-    logits: slice
+    stop: int  # number of its tokens that are in the cache after this step
+    logits: slice  # its part of the step's logits
     partial: bool  # whether its prompt is not complete after this step
 
 
@@ -73,17 +73,26 @@ class SeededSampler(CustomProposer):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self.pending: dict[str, PendingVerification] = {}
-        self._capture: VLLMCapture | None = None
+        self._layers = list[Any]()
+        self._reader: CacheReader | None = None
 
-    def load_model(self, target: Any) -> None:
-        """Capture the target's keys and values if a drafter's encoder reads them."""
+    def load_model(self, _: Any) -> None:
+        """Find the target's attention layers if a drafter's encoder reads their keys and values."""
         if self.vllm_config.additional_config[CONFIG_KEY]["features"]:
-            self._capture = self.capture(target)
+            self._layers = self.target_layers()
 
     def start(self, runner: Any) -> None:
-        """Replace the model runner's sampling function."""
+        """Replace the model runner's sampling function.
+
+        Raises:
+            ServingError: the target's keys and values cannot be read from its caches.
+        """
         super().start(runner)
         runner._sample = self._sample
+        if self._layers:
+            require_kept(runner, self._layers)
+            self._reader = CacheReader(self._layers, self.share)
+            self._group = CacheGroup(runner, self._layers[0].layer_name)
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         """Return no drafts, as devices send them."""
@@ -100,19 +109,20 @@ class SeededSampler(CustomProposer):
         for place, row in enumerate(rows):
             tokens = _new_tokens(row.pending)
             ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            self._capture_row(row, place)
+            row.pending.num_steps += 1
+            self._read_row(row, place)
         return SamplerOutput(ids.to(logits_NV.device), logprobs_tensors=None)
 
     def _rows(self, drafted: Sequence[int]) -> list[_SampledRow]:
-        starts, partial = self.runner.query_start_loc.np, self.runner.discard_request_mask.np
+        batch, partial = self.runner.input_batch, self.runner.discard_request_mask.np
+        counts = np.diff(self.runner.query_start_loc.np[: batch.num_reqs + 1])
+        stops = batch.num_computed_tokens_cpu[: batch.num_reqs] + counts
         rows, first = [], 0
-        for place, (name, drafts) in enumerate(
-            zip(self.runner.input_batch.req_ids, drafted, strict=True)
-        ):
+        for place, (name, drafts) in enumerate(zip(batch.req_ids, drafted, strict=True)):
             rows.append(
                 _SampledRow(
                     self.pending[name],
-                    slice(int(starts[place]), int(starts[place + 1])),
+                    int(stops[place]),
                     slice(first, first + 1 + drafts),
                     bool(partial[place]),
                 )
@@ -120,18 +130,15 @@ class SeededSampler(CustomProposer):
             first += 1 + drafts
         return rows
 
-    def _capture_row(self, row: _SampledRow, place: int) -> None:
-        """Copy the keys and values of verified tokens before the next step overwrites them."""
-        pending, outcome = row.pending, row.pending.outcome
-        pending.num_steps += 1
-        if self._capture is None or not pending.request.encode:
+    def _read_row(self, row: _SampledRow, place: int) -> None:
+        """Read the keys and values of newly verified tokens before later steps overwrite them."""
+        request, outcome = row.pending.request, row.pending.outcome
+        if self._reader is None or not request.encode or not isinstance(outcome, Acceptance):
             return
-        if pending.num_cached is None:
-            pending.num_cached = int(self.runner.input_batch.num_computed_tokens_cpu[place])
         drafts = row.logits.stop - row.logits.start - 1
-        accepted = len(outcome.accepted) if isinstance(outcome, VerifyResult) else 0
-        stop = row.tokens.stop if row.partial else row.tokens.stop - drafts + accepted
-        pending.captured.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
+        position_N = np.arange(request.num_verified, row.stop - drafts + len(outcome.accepted))
+        slots_N = torch.from_numpy(self._group.slots_of(np.array(place), position_N))
+        row.pending.keys_values = self._reader.read_own(slots_N.to(self._reader.device))
 
 
 def _own(row: _SampledRow, logits_NV: Tensor) -> Tensor:

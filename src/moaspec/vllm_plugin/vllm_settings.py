@@ -17,8 +17,6 @@ PROPOSER = f"{PACKAGE}.proposer.VLLMMoAProposer"
 SAMPLER = f"{PACKAGE}.vllm_sampling.SeededSampler"
 WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
-COMPILATION = {"cudagraph_mode": "PIECEWISE"}
-"""Full CUDA graphs would replay a pass without the step that captures keys and values."""
 CONFIG_KEY = "moaspec"  # our key in vLLM's `additional_config`
 
 
@@ -109,7 +107,6 @@ def _arguments(
         "additional_config": {CONFIG_KEY: own},
         "worker_cls": WORKER,
         "scheduler_cls": SCHEDULER,
-        "compilation_config": COMPILATION,
     }
 
 

@@ -19,7 +19,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
@@ -40,17 +39,14 @@ class _RequestRow:
 
     # All tokens; the last one may have no keys and values yet.
     text: list[int] = field(default_factory=list)
-    # Cache salt that separates the row's blocks from those of other texts. Tokens found in the
-    # prefix cache are not computed, so they have no features. None: start a new salt.
-    salt: str | None = None
+    salt: str = ""  # separates its blocks in the prefix cache from those of other sessions
     request_id: str | None = None  # the waiting request with this text; None if there is none
 
 
 class VLLMVerifier:
     """Verifies chains inside vLLM, in this process.
 
-    Features are encoded from the keys and values after a request's `num_verified` tokens, so a row
-    has to request them always or never.
+    Features are encoded from the keys and values after a request's `num_verified` tokens.
 
     Args:
         options: model, number of rows and lengths.
@@ -124,7 +120,7 @@ class VLLMVerifier:
         except Exception:
             # The state of these requests inside vLLM is unknown, so their rows start over.
             for request in requests:
-                self._start_over(self._rows.setdefault(request.cache_row, _RequestRow()))
+                self._abort(self._row(request))
             raise
         finally:
             self._sampler.pending.clear()
@@ -144,8 +140,14 @@ class VLLMVerifier:
             for decision, pending, feature in zip(decisions, batch, features, strict=True)
         ]
 
+    def _row(self, request: VerifyRequest) -> _RequestRow:
+        row = self._rows.get(request.cache_row)
+        if row is None:
+            row = self._rows[request.cache_row] = _RequestRow(salt=str(next(self._numbers)))
+        return row
+
     def _schedule(self, request: VerifyRequest, chain: Sequence[int]) -> PendingVerification:
-        row = self._rows.setdefault(request.cache_row, _RequestRow())
+        row = self._row(request)
         text = [*row.text[: request.num_verified], *request.new_tokens]
         continues = row.request_id is not None and text == row.text and not request.text_length
         nodes = chain[: self._options.max_drafted] if continues else []
@@ -164,9 +166,6 @@ class VLLMVerifier:
         from vllm.sampling_params import RequestOutputKind
 
         self._abort(row)
-        extends = text[: len(row.text)] == row.text and request.num_verified >= len(row.text) - 1
-        if row.salt is None or not request.num_verified or not extends:
-            row.salt = str(next(self._numbers))
         # `SeededSampler` chooses the tokens. A partial prompt needs no token after it.
         settings = SamplingParams(
             temperature=0.0,
@@ -215,7 +214,9 @@ class VLLMVerifier:
         encoded_rows = [i for i, pending in enumerate(batch) if pending.request.encode]
         if self._encoder is None or not encoded_rows:
             return features
-        parts = [_new_keys_values(batch[i]) for i in encoded_rows]
+        found = [batch[i].keys_values for i in encoded_rows]
+        parts = [part for part in found if part is not None]
+        assert len(parts) == len(found), "a request without an outcome has raised its error"
         counts = [len(part) for part in parts]
         position_ids = [
             batch[i].request.num_verified + offset
@@ -235,11 +236,6 @@ class VLLMVerifier:
             if row is not None:
                 self._abort(row)
 
-    def _start_over(self, row: _RequestRow) -> None:
-        """Make the row's next request read its text from the start, without cached blocks."""
-        self._abort(row)
-        row.salt = None
-
     def _abort(self, row: _RequestRow) -> None:
         if row.request_id is not None:
             self._engine.abort_request([row.request_id], internal=True)
@@ -248,7 +244,7 @@ class VLLMVerifier:
 
 def _start(options: VLLMVerifierSettings) -> Any:
     """Start vLLM's engine, or raise a ServingError with cause and remedy."""
-    # Keys and values are captured in the process that writes them.
+    # Keys and values are read in the process that holds them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # On CPUs this variable overrides `kv_cache_memory_bytes`.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -265,14 +261,6 @@ def _start(options: VLLMVerifierSettings) -> Any:
             f"vLLM does not start with {options.model}: {cause} (Its cache, "
             f"{options.cache_bytes / 2**30:.1f} GiB, is smaller with fewer or shorter sessions.)"
         ) from error
-
-
-def _new_keys_values(pending: PendingVerification) -> Tensor:
-    """Keys and values after the request's `num_verified` tokens: (N, L, G, 2 D)."""
-    cached, verified = pending.num_cached, pending.request.num_verified
-    assert cached is not None
-    assert cached <= verified, "vLLM reused blocks of tokens that have no features yet"
-    return torch.cat(pending.captured)[verified - cached :]
 
 
 def _first_chain(tree: DraftTree) -> list[int]:

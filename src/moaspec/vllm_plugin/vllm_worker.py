@@ -16,7 +16,7 @@ else:
 
 
 class MoAWorker(PlatformWorker):
-    """The stock worker, which also starts the proposer and lets it finish each step."""
+    """The stock worker, which also starts the proposer and tells it of each step."""
 
     @property
     def _proposer(self) -> CustomProposer | None:
@@ -28,10 +28,19 @@ class MoAWorker(PlatformWorker):
         if self._proposer is not None:
             self._proposer.start(self.model_runner)
 
-    @torch.inference_mode()
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, verify and draft, then let the proposer finish the step."""
-        output = super().sample_tokens(*args, **kwargs)
+    def compile_or_warm_up_model(self) -> Any:
+        found = super().compile_or_warm_up_model()
         if self._proposer is not None:
-            self._proposer.finish_step()
+            with torch.inference_mode():
+                self._proposer.prepare()
+        return found
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the target, with the proposer's notes before and after."""
+        proposer = self._proposer
+        if proposer is None or not scheduler_output.total_num_scheduled_tokens:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        proposer.begin_step()
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        proposer.note_pass()
         return output

@@ -1,0 +1,87 @@
+"""What passes, drafts and encodings cost in this vLLM, measured before it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from moaspec.drafting.policy.cost_model import CostTable
+from moaspec.vllm_plugin.load_aware import Share
+from moaspec.vllm_plugin.vllm_drafting import ENCODE_CHUNK, PagedDrafter
+
+REPEATS = 3  # runs of which the fastest counts, after one that does not
+MOST_S = 4.0  # time for each part; larger sizes than those measured until then are extrapolated
+POSITION = 8  # of the newest token of requests that are drafted for; drafting does not depend on it
+
+
+def measure(
+    runner: Any,
+    drafter: PagedDrafter,
+    *,
+    longest: int,
+    max_requests: int,
+    share: Share,
+) -> CostTable:
+    """Time passes of the target, drafts and encodings, in blocks that hold nothing yet.
+
+    Args:
+        runner: vLLM's model runner, its caches allocated.
+        drafter: on this runner.
+        longest: the longest draft.
+        max_requests: most requests of a step.
+        share: see `Share`.
+    """
+    limit = runner.max_num_tokens
+
+    def run_pass(num_tokens: int) -> None:
+        states_NE, _ = runner._dummy_run(num_tokens)
+        runner.model.compute_logits(states_NE[:num_tokens]).argmax(-1).tolist()
+
+    def encode(num_tokens: int) -> None:
+        row_N = np.zeros(num_tokens, np.int64)
+        position_N = np.arange(num_tokens) % drafter.block_size
+        drafter.encode_target(row_N, position_N)
+        drafter.encode_text(row_N, position_N)
+        torch.zeros(1, device=drafter.device).tolist()  # waits for an accelerator
+
+    def draft(depth: int) -> Callable[[int], object]:
+        return lambda rows: drafter.draft(range(rows), [0] * rows, [POSITION] * rows, depth)
+
+    pass_s = dict(_times(run_pass, min(limit, max_requests * (1 + longest)), share))
+    encode_s = dict(_times(encode, min(limit, ENCODE_CHUNK), share))
+    first_s = dict(_times(draft(1), max_requests, share))
+    longer_s = dict(_times(draft(1 + longest), max_requests, share))
+    widths = tuple(sorted(first_s.keys() & longer_s.keys()))
+    tokens = tuple(sorted(pass_s.keys() & encode_s.keys()))
+    return CostTable(
+        contexts=(1,),
+        tokens=tokens,
+        pass_s=(tuple(pass_s[one] for one in tokens),),
+        head_s=(0.0,) * len(tokens),
+        root_s=first_s[1],
+        widths=widths,
+        step_s=tuple(max(0.0, longer_s[one] - first_s[one]) / longest for one in widths),
+        encode_s=tuple(encode_s[one] for one in tokens),
+    )
+
+
+def _times(call: Callable[[int], object], most: int, share: Share) -> Iterator[tuple[int, float]]:
+    """Pairs of a size and the seconds of a call with it: powers of two, then `most`."""
+    size, spent_s = 1, 0.0
+    while spent_s < MOST_S:
+        seconds = []
+        for _ in range(1 + REPEATS):
+            started = time.perf_counter()
+            call(size)
+            seconds.append(time.perf_counter() - started)
+        # Ranks of tensor parallelism stop together.
+        (fastest_s, whole_s) = share([min(seconds[1:]), sum(seconds)])
+        spent_s += whole_s
+        yield size, fastest_s
+        if size >= most:
+            return
+        size = min(2 * size, most)
