@@ -1,7 +1,7 @@
-"""How many tokens to draft for which requests, by what a step costs in this vLLM.
+"""The choice of requests to draft for, and of the draft length, by the measured costs of a step.
 
 A pass takes longer with more tokens, and drafts pay where it takes little longer. Costs are
-measured when vLLM starts and corrected by each step; what drafts bring is counted by request.
+measured when vLLM starts and corrected by each step; acceptance is counted by request.
 
 Legend: R requests that can be drafted for, most promising first.
 """
@@ -30,7 +30,7 @@ LEARN, RETURN = 0.01, 0.001
 step without drafts: what did not pay is tried again some hundred steps later."""
 NEWEST = 0.1  # weight of the newest time in a mean
 LONGEST = 1.0  # most that a pass counts beyond the table, as anything may interrupt it
-PROBE = 64  # steps with drafts after which one has none, to know what that takes
+PROBE = 64  # steps with drafts, after which one without drafts is timed
 REFRESH = 8  # steps until new times count, and until a step without drafts is reconsidered
 
 Share = Callable[[list[float]], list[float]]

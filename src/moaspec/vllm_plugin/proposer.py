@@ -127,7 +127,7 @@ class VLLMMoAProposer(CustomProposer):
             )
 
     def prepare(self) -> None:
-        """Measure what drafts cost, unless vLLM's option says how many tokens to draft."""
+        """Measure the costs of drafts, unless vLLM's option fixes their length."""
         if self._depths is not None or self._drafter is None:
             return
         scheduler = self.vllm_config.scheduler_config
@@ -145,7 +145,7 @@ class VLLMMoAProposer(CustomProposer):
         return int(self.vllm_config.speculative_config.num_speculative_tokens)
 
     def _share(self, numbers: list[float]) -> list[float]:
-        """See `Share`."""
+        """Numbers of the first rank, see `Share`."""
         group = get_tp_group()
         if group.world_size == 1:
             return numbers
@@ -234,7 +234,7 @@ class VLLMMoAProposer(CustomProposer):
     def _chains(
         self, plan: Plan, newest: dict[int, int], sampled_token_ids: list[list[int]]
     ) -> dict[int, list[int]]:
-        """Drafts by request."""
+        """Encode and draft by a plan; the drafts by batch index."""
         assert self._drafter is not None
         rows, depth = plan.rows, plan.depth
         if not rows:

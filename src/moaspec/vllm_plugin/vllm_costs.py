@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,9 @@ from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.vllm_plugin.load_aware import Share
 from moaspec.vllm_plugin.vllm_drafting import ENCODE_CHUNK, PagedDrafter
 
-REPEATS = 3  # runs of which the fastest counts, after one that does not
-MOST_S = 4.0  # time for each part; larger sizes than those measured until then are extrapolated
+REPEATS = 3  # timed runs of each size after an untimed one; the fastest counts
+ENOUGH_S = 0.5  # time after which a size is not run again
+MOST_S = 8.0  # time for each part; larger sizes than those measured until then are extrapolated
 POSITION = 8  # of the newest token of requests that are drafted for; drafting does not depend on it
 
 
@@ -73,14 +75,17 @@ def _times(call: Callable[[int], object], most: int, share: Share) -> Iterator[t
     """Pairs of a size and the seconds of a call with it: powers of two, then `most`."""
     size, spent_s = 1, 0.0
     while spent_s < MOST_S:
-        seconds = []
-        for _ in range(1 + REPEATS):
+        fastest_s, before_s = math.inf, spent_s
+        for number in range(1 + REPEATS):
             started = time.perf_counter()
             call(size)
-            seconds.append(time.perf_counter() - started)
-        # Ranks of tensor parallelism stop together.
-        (fastest_s, whole_s) = share([min(seconds[1:]), sum(seconds)])
-        spent_s += whole_s
+            # Ranks of tensor parallelism stop together.
+            (took_s,) = share([time.perf_counter() - started])
+            spent_s += took_s
+            if number:
+                fastest_s = min(fastest_s, took_s)
+            if number and spent_s - before_s > ENOUGH_S:
+                break
         yield size, fastest_s
         if size >= most:
             return
