@@ -40,7 +40,7 @@ class Steps:
     accepted: dict[str, float]
     chooser: LoadAwareDrafts = field(
         default_factory=lambda: LoadAwareDrafts(
-            StepCosts(table(), max_requests=MOST, longest=LONGEST), longest=LONGEST, rate=0.5
+            StepCosts(table(), max_requests=MOST, longest=LONGEST), longest=LONGEST, rate=1.0
         )
     )
     backlog: int = 0

@@ -40,6 +40,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         capture_output=True,
         text=True,
     ).stdout
+    command = shlex.split(printed)
+    # The target is so small that drafts would not pay.
+    place = command.index("--speculative-config") + 1
+    fixed = {"num_speculative_tokens_per_batch_size": [[1, 1024, 3]]}
+    command[place] = json.dumps(json.loads(command[place]) | fixed)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     with (root / "log").open("w") as log:
         process = subprocess.Popen(
-            [*shlex.split(printed), *shlex.split(extra)],
+            [*command, *shlex.split(extra)],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
