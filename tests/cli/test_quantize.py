@@ -45,7 +45,7 @@ def test_it_reaches_the_target(
     ("command", "message"),
     [
         (("generate", "Why?", "--quantize", "int3"), "choose one of int8, int4"),
-        (("chat", "--url", "http://127.0.0.1:1", "--quantize", "int8"), "the server has the"),
+        (("chat", "--url", "http://127.0.0.1:1", "--quantize", "int8"), "they are the server's"),
         (("target-server", "--engine", "vllm", "--quantize", "int8"), "is for --engine torch"),
     ],
 )
