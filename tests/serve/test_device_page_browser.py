@@ -25,6 +25,8 @@ from browsing import PHONE, Visit
 from chatpage import DONE, ask, asked, local_source, painted, raw_text, violations
 from device_pages import KEPT, READY, PageServer, built_scripts, free_port, serving_pages
 from memorised_target import ANSWER, QUESTION
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -144,6 +146,40 @@ def test_on_a_phone(server: PageServer, browser: Browser, tmp_path: Path) -> Non
         visited.shows(DONE)
         assert raw_text(visited) == ANSWER
         assert not visited.complaints
+
+
+def test_marked_text_stays_in_the_browser(
+    page: Visit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server reads placeholders, also of what is recognised."""
+    seen = set()
+    receive = WebSocketConnection.receive
+
+    async def note(connection: WebSocketConnection) -> bytes:
+        frame = await receive(connection)
+        seen.add(tuple(pb.ClientMessage.FromString(frame).open.token_ids))
+        return frame
+
+    monkeypatch.setattr(WebSocketConnection, "receive", note)
+    page.page.fill("#message", "Is Ada at ada@example.org?")
+    page.page.evaluate("document.querySelector('#message').setSelectionRange(3, 6)")
+    page.page.click("#private")
+    assert page.page.input_value("#message") == "Is <private>Ada</private> at ada@example.org?"
+    assert not violations(page)
+    page.page.screenshot(path=browsing.screenshots(tmp_path) / "device-private.png")
+    page.page.press("#message", "Enter")
+    page.shows(f"document.querySelector('.reply') && {DONE}")
+    of = memorised_target.target()
+    assert tuple(memorised_target.prompt_ids(of, "Is [PRIVATE_1] at [EMAIL_1]?")) in seen
+    tokens: Any = of.tokenizer
+    assert not any("Ada" in tokens.decode(ids) for ids in seen)
+    page.page.click("#private")
+    assert page.page.input_value("#message") == "<private></private>"
+    page.page.keyboard.type("Bob")
+    assert page.page.input_value("#message") == "<private>Bob</private>"
+    page.page.fill("#message", "I am <private>Ada")
+    page.page.press("#message", "Enter")
+    page.shows("document.querySelector('.failure')?.textContent.includes('never closed')")
 
 
 def test_plain_decoding_has_the_same_text(page: Visit) -> None:

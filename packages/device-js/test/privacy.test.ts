@@ -3,6 +3,8 @@ import { readFileSync } from "node:fs";
 import { inspect } from "node:util";
 import { expect, test } from "vitest";
 import { InputError } from "../src/errors.js";
+import type { Chunk, Piece } from "../src/page/messages.js";
+import { ChunkRestorer } from "../src/page/private_chunks.js";
 import { fold } from "../src/privacy/folding.js";
 import { defaultRecognisers, phones } from "../src/privacy/recognisers.js";
 import { marked, Span } from "../src/privacy/spans.js";
@@ -99,6 +101,37 @@ test("pieces restore as the whole; only what may be a placeholder waits", () => 
   const restorer = vault.restorer();
   const pieces = ["to [EMA", "IL_1", "] or [not", " ["].map((piece) => restorer.push(piece));
   expect([...pieces, restorer.close()]).toEqual(["to ", "", "bob@example.org or [not", " ", "["]);
+});
+
+/** The texts of an answer's chunks, with those of provisional tokens, after a restorer. */
+function restored(vault: Vault, chunks: readonly (readonly [final: string[], provisional?: string[]])[]) {
+  const restorer = new ChunkRestorer(vault);
+  const piece = (text: string): Piece => ({ text, id: 0, source: "target" });
+  return chunks.map(([final, provisional], i) => {
+    const finish_reason = i === chunks.length - 1 ? "stop" : null;
+    const correction = { confirmed: 0, removed: 1, text: "[PRIVATE_1]" };
+    const moaspec = { pieces: final.map(piece), correction, ...(provisional ? { provisional: provisional.map(piece) } : {}) };
+    const chunk = { choices: [{ index: 0, delta: { content: final.join("") }, finish_reason }], moaspec };
+    const { choices, moaspec: said } = restorer.chunk(chunk as unknown as Chunk);
+    const texts = said.pieces?.map(({ text }) => text) ?? [];
+    expect(choices[0].delta.content).toBe(texts.join(""));
+    expect(said.correction!.text).toBe(vault.restore("[PRIVATE_1]"));
+    return [texts, said.provisional?.map(({ text }) => text)];
+  });
+}
+
+test("private text is restored in the tokens of an answer", () => {
+  const vault = new Vault([]);
+  const chunks = [[["Dear ", "[PRIV"]], [["ATE", "_1"], ["] and", " [PRIVATE_1]!"]], [["]["]], [["a", "PRIVATE_1] [PR"]]] as const;
+  const given = chunks.map(([final, provisional]) => [[...final], provisional && [...provisional]] as [string[], string[]?]);
+  expect(restored(vault, given)).toEqual(given); // it hides nothing
+  vault.hide("I am <private>Ada</private>");
+  expect(restored(vault, given)).toEqual([
+    [["Dear "], undefined],
+    [[], ["Ada", "", "", " and", " Ada!"]],
+    [[], undefined],
+    [["Ada", "", "", "[", "a", "PRIVATE_1] [PR"], undefined],
+  ]);
 });
 
 test("long hostile texts end", () => {

@@ -5,6 +5,7 @@ import type { DeviceTokenizer } from "../bundle/tokenizer.js";
 import { loadDevice } from "../device.js";
 import type { Device } from "../device.js";
 import { BundleError, UnknownClientError } from "../errors.js";
+import { Vault } from "../privacy/vault.js";
 import { WebSocketTransport } from "../protocol/websocket.js";
 import { RemoteSession } from "../session/remote_session.js";
 import { BundleCache } from "./bundle_cache.js";
@@ -12,6 +13,7 @@ import { ChunkWriter } from "./chunks.js";
 import { CuttableTransport } from "./cuttable.js";
 import type { Failure, FromWorker, Link, Question, ToWorker } from "./messages.js";
 import { PREFIX_CACHE, keepPrefix, keptPrefix } from "./prefix_cache.js";
+import { ChunkRestorer } from "./private_chunks.js";
 
 const MAX_THREADS = 4;
 /** Time between two reports of the link. */
@@ -123,16 +125,19 @@ async function ask(id: number, question: Question): Promise<void> {
     if (stop.signal.aborted) return post({ kind: "end", id });
     const running = session!;
     const { tokenizer } = device!;
-    const prompt = tokenizer.chat(question.messages, { continueFinal: question.continueFinal });
+    const vault = new Vault(); // a question has all messages, so placeholders stay the same
+    const messages = vault.hideMessages(question.messages);
+    const prompt = tokenizer.chat(messages, { continueFinal: question.continueFinal });
     const { temperature, topP, seed, maxNewTokens } = question;
     const sampling = { temperature, seed, maxNewTokens, ...(topP === undefined ? {} : { topP }) };
     const draft = question.speculation ? {} : { draft: 0 };
     const writer = new ChunkWriter(tokenizer, running, prompt);
+    const restorer = new ChunkRestorer(vault);
     const events = running.stream(prompt, { ...sampling, ...draft });
     stop.signal.addEventListener("abort", () => running.stop());
     for await (const event of events) {
       if (stop.signal.aborted) break;
-      post({ kind: "chunk", id, chunk: writer.chunk(event, link()) });
+      post({ kind: "chunk", id, chunk: restorer.chunk(writer.chunk(event, link())) });
     }
     post({ kind: "end", id });
     if (before === numForgotten) await keepPrefix(device!.manifest, running.prefix());

@@ -6,9 +6,15 @@ import { defaultRecognisers } from "./recognisers.js";
 import type { Recogniser } from "./recognisers.js";
 import { marked, mergeSpans, Span } from "./spans.js";
 
-const PLACEHOLDER = /\[[A-Z]{2,16}_\p{Nd}{1,6}\]/gu;
+export const PLACEHOLDER = /\[[A-Z]{2,16}_\p{Nd}{1,6}\]/gu;
 /** Text that may become a placeholder when more text arrives. */
 const BEGINNING = /\[(?:[A-Z]{0,16}|[A-Z]{2,16}_\p{Nd}{0,6})$/u;
+
+/** Where an incomplete placeholder begins at the end of a text; the text's length if there is none. */
+export function beginning(text: string): number {
+  return BEGINNING.exec(text)?.index ?? text.length;
+}
+
 /** Kind of text that has the form of a placeholder but is none. */
 const LITERAL = "TEXT";
 
@@ -154,7 +160,7 @@ export class Restorer {
   /** Add a piece; returns the text that can be shown, without an incomplete placeholder. */
   push(piece: string): string {
     const text = this.#pending + piece;
-    const place = BEGINNING.exec(text)?.index ?? text.length;
+    const place = beginning(text);
     this.#pending = text.slice(place);
     return this.vault.restore(text.slice(0, place));
   }

@@ -3,6 +3,7 @@
 import { Chat } from "./chat.js";
 import { History } from "./history.js";
 import { Panel } from "./panel.js";
+import { markPrivate } from "./private.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { Speaker } from "./spoken.js";
@@ -121,6 +122,7 @@ function listen() {
     const inDialog = event.target.closest?.("dialog");
     if (event.key === "Escape" && !event.defaultPrevented && !inDialog) chat.stop();
   });
+  $("private").addEventListener("click", () => markPrivate($("message")));
   $("examples").addEventListener("click", (event) => {
     if (event.target.matches("button")) send(event.target.textContent);
   });
