@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,9 @@ KINDS = {
     "onnxruntime, 8 bits": ["--format", "onnx", "--int8"],
     "onnxruntime, 4 bits": ["--format", "onnx", "--int4"],
     "WebAssembly, 8 bits": ["--format", "onnx-web", "--int8"],
+    "WebAssembly, 4 bits": ["--format", "onnx-web", "--int4"],
 }
-WEB = "WebAssembly, 8 bits"
+WEB = [name for name in KINDS if name.startswith("WebAssembly")]
 NUM_READ, DEPTH = 40, 8
 """Tokens of the text that a draft step is timed after, and drafts of a run."""
 Floats = Any
@@ -212,7 +215,7 @@ def starts(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first draft, and memory."""
     found: dict[str, Any] = {}
     for _ in range(args.repeats):
-        for name in (one for one in KINDS if one != WEB):
+        for name in (one for one in KINDS if one not in WEB):
             row = found.setdefault(name, {"cold_s": [], "warm_s": []})
             forget(places[name])
             row["cold_s"].append(started(places[name])["start_s"])
@@ -245,11 +248,12 @@ def steps(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, Callable[[], dict[str, float]]] = {
         f"{name}, one thread": lambda place=place: started(place)  # type: ignore[misc]
         for name, place in places.items()
-        if name != WEB
+        if name not in WEB
     }
     if shutil.which("node") and (ROOT / "packages" / "device-js" / "node_modules").exists():
-        for threads in sorted({1, min(4, os.cpu_count() or 1)}):
-            runs[f"{WEB}, threads: {threads}"] = lambda n=threads: in_wasm(places[WEB], n)  # type: ignore[misc]
+        for name, threads in product(WEB, sorted({1, min(4, os.cpu_count() or 1)})):
+            step = functools.partial(in_wasm, places[name], threads)
+            runs[f"{name}, threads: {threads}"] = step
     for _ in range(args.repeats):
         for name, run in runs.items():
             row = run()
@@ -350,7 +354,7 @@ def page_start(places: dict[str, Path], args: argparse.Namespace) -> dict[str, A
     ready = f"document.querySelector('#model').textContent === {Path(args.model).name!r}"
     kept = "navigator.serviceWorker.controller !== null"
     found: dict[str, Any] = {"cold_s": [], "warm_s": []}
-    with page_server(places[WEB], args) as url, browsing.chromium() as browser:
+    with page_server(places[WEB[0]], args) as url, browsing.chromium() as browser:
         for _ in range(args.repeats):
             began = time.monotonic()
             with browsing.visit(browser, url) as visited:

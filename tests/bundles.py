@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import generic_models
 import tiny
@@ -40,13 +41,16 @@ def save_drafter_and_target(
     directory: Path,
     family: str = "llama",
     *,
-    trimmed: bool = False,
+    trimmed: bool | Tensor = False,
     num_target_layers: tuple[int, ...] = (0,),
     **changes: Any,
 ) -> None:
-    """A tiny target in `directory / "target"` and a random drafter in `directory / "drafter"`."""
+    """A tiny target in `directory / "target"` and a random drafter in `directory / "drafter"`.
+
+    `trimmed` drafts half of the tokens, or those with the given ids.
+    """
     target = save_target(directory / "target", family, **changes)
-    ids = DRAFT_IDS if trimmed else None
+    ids = trimmed if isinstance(trimmed, Tensor) else DRAFT_IDS if trimmed else None
     torch.manual_seed(1)
     config = drafter_config(target, DrafterSizes(), num_target_layers)
     save_drafter(MoADrafter(config, ids), directory / "drafter")

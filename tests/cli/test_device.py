@@ -35,6 +35,7 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
         (("onnx", "--int8"), "int8"),
         (("onnx", "--int4"), "int4"),
         (("onnx-web", "--int8"), "int8-web"),
+        (("onnx-web", "--int4"), "int4-web"),
     ],
 )
 def test_export_and_info_of_onnx(
@@ -56,7 +57,6 @@ def test_export_and_info_of_onnx(
     [
         (("--int4",), "--format onnx"),
         (("--format", "onnx", "--int4", "--int8"), "exclude"),
-        (("--format", "onnx-web", "--int4"), "--int8"),
     ],
 )
 def test_options_that_exclude_each_other(

@@ -184,8 +184,8 @@ describe.skipIf(!hasPython)("a real server", () => {
     }
   }, 300_000);
 
-  test("a bundle in 8 bits", async () => {
-    const found = await made({ draft: 3 }, {}, "bundle-int8");
+  test.each(["int8", "int4"])("a bundle in %s", async (bits) => {
+    const found = await made({ draft: 3 }, {}, `bundle-${bits}`);
     const { prompt, settings, tokenIds } = expected.answers[0]!;
     const result = await found.session.generate(prompt, turnOptions(settings));
     expect(result.tokenIds).toEqual(tokenIds);

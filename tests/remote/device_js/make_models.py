@@ -111,7 +111,11 @@ def make(directory: Path) -> None:
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     save_drafter(tiny.trained_drafter(target, examples, steps=60), directory / "drafter")
-    forms: dict[str, Weights] = {"bundle": "float32", "bundle-int8": "int8-web"}
+    forms: dict[str, Weights] = {
+        "bundle": "float32",
+        "bundle-int8": "int8-web",
+        "bundle-int4": "int4-web",
+    }
     for name, weights in forms.items():
         places = directory / "target", directory / "drafter", directory / name
         export_onnx(*places, weights=weights)

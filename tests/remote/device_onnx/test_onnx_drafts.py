@@ -69,14 +69,18 @@ def models(directory: Path) -> tuple[Target, MoADrafter]:
 
 
 def contexts(
-    drafter: MoADrafter, count: int, target: Target | None = None, num_layers: int = 0
+    drafter: MoADrafter,
+    count: int,
+    target: Target | None = None,
+    num_layers: int = 0,
+    vocab_size: int = tiny.VOCAB,
 ) -> Iterator[Context]:
-    """With N > 0 the newest one to three tokens lack activations."""
+    """Random texts. With N > 0 the newest one to three tokens lack activations."""
     generator = torch.Generator().manual_seed(0)
     sizes = drafter.config.cross_attention
     for _ in range(count):
         length = int(torch.randint(2, 40, (), generator=generator))
-        ids = torch.randint(0, tiny.VOCAB, (length,), generator=generator)
+        ids = torch.randint(0, vocab_size, (length,), generator=generator)
         newest = 1 + (length % 3 if num_layers and length > 3 else 0)
         shape = (1, sizes.num_kv_heads, length - newest, sizes.head_dim)
         key, value = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -228,7 +232,7 @@ def test_reused_layers_in_any_order_of_text_and_activations(tmp_path: Path) -> N
     np.testing.assert_allclose(late.log_q, whole.log_q, **tiny.TOLERANCE)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int8-web", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int8-web", "int4", "int4-web"])
 def test_fewer_bits_draft_nearly_the_same(tmp_path: Path, weights: Weights) -> None:
     """The mean error of a log-probability, of weights whose tokens differ by several."""
     save_drafter_and_target(tmp_path, trimmed=True, tie_word_embeddings=True)
@@ -241,7 +245,41 @@ def test_fewer_bits_draft_nearly_the_same(tmp_path: Path, weights: Weights) -> N
         got = device.run(context.token_ids, 0)
         assert np.all(np.diff(got.log_q) <= 0)
         errors.append(np.abs(got.log_q - expected[got.token_ids]).mean())
-    assert np.mean(errors) < (1.0 if weights == "int4" else 0.1)
+    assert np.mean(errors) < (1.0 if "int4" in weights else 0.1)
+
+
+GEMMA_TOKENS = 2**18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_ids", [None, torch.arange(7, GEMMA_TOKENS, 50)])
+def test_as_many_tokens_as_gemma_has(tmp_path: Path, draft_ids: Tensor | None) -> None:
+    """Logits and chains of 100 contexts, whose ids and drafts mostly exceed 65,535.
+
+    Log-probabilities are off by up to 0.001, as their denominators sum all tokens in float32.
+    """
+    save_drafter_and_target(
+        tmp_path,
+        "gemma3_text",
+        trimmed=False if draft_ids is None else draft_ids,
+        vocab_size=GEMMA_TOKENS,
+        tie_word_embeddings=True,
+        final_logit_softcapping=None,
+    )
+    device = OnnxDrafter(bundle(tmp_path))
+    target, drafter = models(tmp_path)
+    drafts: set[int] = set()
+    for context in contexts(drafter, 100, vocab_size=GEMMA_TOKENS):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        np.testing.assert_allclose(got.log_q, expected[got.token_ids], atol=1e-3)
+        chain = torch_chain(target, drafter, context)
+        assert onnx_chain(device, context) == chain
+        drafts |= set(chain)
+    assert len(drafts) > 50
+    assert np.mean(np.array([*drafts]) >= 2**16) > 0.5
+    assert draft_ids is None or drafts <= set(draft_ids.tolist())
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def export_device(
     ] = "torch",
     int8: Annotated[bool, typer.Option("--int8", help="Store eight bits per weight.")] = False,
     int4: Annotated[
-        bool, typer.Option("--int4", help="Store four bits per weight; for --format onnx.")
+        bool, typer.Option("--int4", help="Store four bits per weight; not for PyTorch.")
     ] = False,
     num_target_layers: Annotated[
         int | None,
@@ -95,7 +95,9 @@ def export_device(
     require("`moaspec checkpoint export-device`", *extras)
     require_writable("OUT", out)
     if form == "torch" and int4:
-        raise InputError("--int4 needs --format onnx; PyTorch's bundles have 16 or 8 bits.")
+        raise InputError(
+            "--int4 needs --format onnx or onnx-web; PyTorch's bundles have 16 or 8 bits."
+        )
     weights = _onnx_weights(form, int8=int8, int4=int4)
     with loading(target):
         if form == "torch":
@@ -113,13 +115,8 @@ def export_device(
 def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
     if int8 and int4:
         raise InputError("--int8 and --int4 exclude each other.")
-    if int4 and form == "onnx-web":
-        raise InputError(
-            "--int4 needs --format onnx: WebAssembly has no kernel for four bits, and is faster "
-            "with --int8."
-        )
     if int4:
-        return "int4"
+        return "int4" if form == "onnx" else "int4-web"
     if int8:
         return "int8" if form == "onnx" else "int8-web"
     return "float32"

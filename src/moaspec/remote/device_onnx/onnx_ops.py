@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from moaspec.errors import InputError
 
-Weights = Literal["float32", "int8", "int8-web", "int4"]
+Weights = Literal["float32", "int8", "int8-web", "int4", "int4-web"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
-standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel."""
+standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel. int4-web:
+the same, made of four bits by operations on constants, which runtimes compute as they load."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits`
+WEB_BLOCK = 16  # inputs that share a factor of int4-web
+MAX_FACTOR = 18  # 7 * 18 fits into eight bits
+WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
@@ -78,6 +82,8 @@ class GraphBuilder:
             quantised, scale = _quantised(weight_RI, 127)
             stored, scale = quantised.T.astype(np.int8), scale[:, 0]
             return Matrix(self.constant(stored), self.constant(scale), num_inputs, num_rows)
+        if self.weights == "int4-web":
+            return self._expanded(weight_RI)
         blocks_RQB = _blocks(weight_RI)
         values, scale = _quantised(blocks_RQB, 2 ** (self.bits - 1) - 1, np.float16)
         names = self.constant(_packed(values, self.bits)), self.constant(scale[..., 0])
@@ -88,15 +94,57 @@ class GraphBuilder:
             rest = self.constant(_packed(steps.clip(-7, 7), 4))
         return Matrix(*names, num_inputs, num_rows, rest)
 
+    def _expanded(self, weight_RI: Array) -> Matrix:
+        """Store four bits, a factor of each block and a scale of each row."""
+        num_rows, num_inputs = weight_RI.shape
+        blocks_RQB = _blocks(weight_RI, WEB_BLOCK)
+        largest_RQ1 = np.abs(blocks_RQB).max(2, keepdims=True)
+        scale_R11 = (largest_RQ1.max(1, keepdims=True) / (7 * MAX_FACTOR)).clip(SMALLEST)
+        factor_RQ1 = np.rint(largest_RQ1 / (7 * scale_R11)).clip(1)
+        steps_RQB = np.rint(blocks_RQB / (scale_R11 * factor_RQ1)).clip(-7, 7)
+        parts = [
+            self._multiplied(steps_RQB[i : i + WEB_ROWS], factor_RQ1[i : i + WEB_ROWS])
+            for i in range(0, num_rows, WEB_ROWS)
+        ]
+        x_IR = self.op("Concat", *parts, axis=1)
+        if num_inputs % WEB_BLOCK:
+            x_IR = self.op("Slice", x_IR, *(self.constant([one]) for one in (0, num_inputs, 0)))
+        return Matrix(x_IR, self.constant(scale_R11.ravel()), num_inputs, num_rows)
+
+    def _multiplied(self, steps_RQB: Array, factor_RQ1: Array) -> str:
+        """Steps times factors, (I, R) int8: a convolution in which each block is a channel.
+
+        Runtimes apply no other product of eight bits to constants.
+        """
+        steps, factor = steps_RQB.astype(np.int8), factor_RQ1.astype(np.int8)
+        x = self.op("Cast", self._int4(steps.reshape(1, -1, WEB_BLOCK)), to=TensorProto.INT8)
+        same = self.constant(np.float32(1)), self.constant(np.int8(0))
+        factors = self.constant(factor.reshape(-1, 1, 1))
+        x = self.op("QLinearConv", x, *same, factors, *same, *same, group=factor.size)
+        x_RI = self.op("Reshape", x, self.constant([len(steps), -1]))
+        return self.op("Transpose", x_RI, perm=[1, 0])
+
+    def _int4(self, values: Array) -> str:
+        """Store whole numbers from -8 to 7; an even number of them."""
+        low, high = (values.reshape(-1, 2).astype(np.uint8) & 15).T
+        name, data = f"constant_{len(self.initializers)}", (low | high << 4).tobytes()
+        made = helper.make_tensor(name, TensorProto.INT4, values.shape, data, raw=True)
+        self.initializers.append(made)
+        return name
+
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
         index = self.constant(rows)
-        by_column = self.weights in ("float32", "int8-web")
+        by_column = self.weights == "float32" or self.is_web
         name = self.op("Gather", matrix.name, index, axis=int(by_column))
         scale = matrix.scale
         if self.weights != "float32":
             scale = self.op("Gather", scale, index, axis=0)
         return Matrix(name, scale, matrix.num_inputs, len(rows))
+
+    @property
+    def is_web(self) -> bool:
+        return self.weights.endswith("-web")
 
     @property
     def bits(self) -> int:
@@ -106,7 +154,7 @@ class GraphBuilder:
         """(T, I) -> (T, R)."""
         if self.weights == "float32":
             return self.op("MatMul", x, matrix.name)
-        if self.weights == "int8-web":
+        if self.is_web:
             quantised, scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
             sums = self.op("MatMulInteger", quantised, matrix.name, zero)
             factor = self.op("Mul", scale, matrix.scale)
@@ -164,7 +212,7 @@ class GraphBuilder:
         if self.weights == "float32":
             return self.op("Transpose", self.op("Gather", matrix.name, ids, axis=1), perm=[1, 0])
         scale = self.op("Gather", matrix.scale, ids, axis=0)
-        if self.weights == "int8-web":
+        if self.is_web:
             columns = self.op("Gather", matrix.name, ids, axis=1)
             found = self.op("Cast", columns, to=TensorProto.FLOAT)
             scale = self.op("Unsqueeze", scale, self.constant([1]))
@@ -219,11 +267,11 @@ def to_numpy(tensor: Tensor) -> Array:
     return array
 
 
-def _blocks(weight_RI: Array) -> Array:
+def _blocks(weight_RI: Array, size: int = BLOCK) -> Array:
     """Rows in blocks, the last one filled with zeros, (R, Q, B)."""
     num_rows, num_inputs = weight_RI.shape
-    padded = np.pad(weight_RI, ((0, 0), (0, -num_inputs % BLOCK)))
-    return padded.reshape(num_rows, -1, BLOCK)
+    padded = np.pad(weight_RI, ((0, 0), (0, -num_inputs % size)))
+    return padded.reshape(num_rows, -1, size)
 
 
 def _quantised(values: Array, largest: int, kind: Any = np.float32) -> tuple[Array, Array]:
