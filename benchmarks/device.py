@@ -13,7 +13,8 @@ Parts, of which any may be named with --parts, in the order of their needs:
   again; the download is from this machine. Needs `make device-page` and Playwright.
 - links: milliseconds per token over lan, 5g and 4g beside plain streaming and the formula, by
   tools/edge_bench, as root on Linux; a pass of the server is held at --pass-ms. `slow` holds a
-  draft step at three times this machine's own. `auto` lets the session choose how much to draft.
+  draft step at three times this machine's own. `auto` lets the session choose how much to draft,
+  or nothing: it is to have at least 0.97 of plain streaming's speed with every device.
 
 Only `page` and `links` need a quiet machine. The last line is JSON.
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import itertools
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -48,6 +50,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.device_parts import Device, DeviceProposer
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.remote.protocol.activation_layout import Activations
+from moaspec.remote.protocol.codec import Codec, Floats
 
 # Only functions import PyTorch: a process of a device without it is measured.
 
@@ -64,7 +67,14 @@ KINDS = {
 WEB = [name for name in KINDS if name.startswith("WebAssembly")]
 NUM_READ, DEPTH = 40, 8
 """Tokens of the text that a draft step is timed after, and drafts of a run."""
-Floats = Any
+LINK_DEVICES = {
+    "PyTorch": ("PyTorch", {}),
+    "PyTorch, AVX2": ("PyTorch", {"MOASPEC_KERNELS": "avx2"}),
+    "onnxruntime, 8 bits": ("onnxruntime, 8 bits", {}),
+}
+"""Bundle and environment of the devices of `links`."""
+MIN_AUTO = 0.97
+"""Speed over plain streaming that `auto` must have."""
 
 
 def main() -> None:
@@ -188,8 +198,13 @@ def load(directory: str | Path) -> Device:
 def read(drafter: DeviceProposer) -> None:
     """Give a drafter activations of a made-up text."""
     layout, generator = drafter.layout("int8"), np.random.default_rng(0)
-    numbers = generator.standard_normal((NUM_READ - 1, layout.memory.vectors, layout.memory.width))
-    data = layout.encode(numbers.astype(np.float32), None)
+
+    def numbers(codec: Codec) -> Floats:
+        shape = NUM_READ - 1, codec.vectors, codec.width
+        return generator.standard_normal(shape, dtype=np.float32)
+
+    layers = None if layout.layers is None else numbers(layout.layers)
+    data = layout.encode(numbers(layout.memory), layers)
     drafter.place_activations(0, 0, layout.decode(data.tobytes(), NUM_READ - 1))
 
 
@@ -308,31 +323,29 @@ def taus(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     return {"tau": tau, "tokens": counts["PyTorch, float32"][0]}
 
 
-def features(target: Any, module: Any, ids: list[int]) -> tuple[Floats, Floats]:
-    """CA's keys and values of a text, (C, T, D) each."""
-    from moaspec.drafting.moa_proposer import MoAProposer
+def features(target: Any, module: Any, ids: list[int]) -> Any:
+    """A server's `ActivationParts` of a text."""
     from moaspec.drafting.protocols import VerifyRequest
     from moaspec.engine.engine import run_now
     from moaspec.engine.local_verifier import LocalVerifier
+    from moaspec.remote.server.service import wire_encoder
 
-    proposer = MoAProposer(module, target)
-    proposer.prompt_window = 0  # a server encodes whole texts for devices
-    verifier = LocalVerifier(target, proposer)
+    encoder: Any = wire_encoder(module, target)
+    verifier = LocalVerifier(target, encoder)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(ids))]))
-    key, value = (one[0].numpy() for one in verdict.features)
-    return key, value
+    return verdict.features
 
 
-def num_rounds(
-    drafter: DeviceProposer, ids: list[int], start: int, seen: tuple[Floats, Floats], depth: int
-) -> int:
+def num_rounds(drafter: DeviceProposer, ids: list[int], start: int, seen: Any, depth: int) -> int:
     """Rounds that greedy chains take for a known text from position `start` on."""
+    from moaspec.remote.server.activation_records import encoded
+
     layout, placed, rounds = drafter.layout("int8"), 0, 0
-    memory_TVD = np.concatenate(seen).transpose(1, 0, 2)
+    records = encoded(seen, layout)
     drafter.rollback(0, 0)
     while start < len(ids):
-        new = np.ascontiguousarray(memory_TVD[placed : start - 1])
-        sent: Activations = layout.decode(layout.encode(new, None).tobytes(), len(new))
+        new = records[placed : start - 1]
+        sent: Activations = layout.decode(new.tobytes(), len(new))
         drafter.place_activations(0, placed, sent)
         placed = start - 1
         (tree,) = drafter.propose([RequestText(0, ids[:start])], Chain(depth))
@@ -408,27 +421,42 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     prompts = tuple(one.turns[0] for one in read_prompts("bundled", limit=args.link_prompts))
     found: dict[str, Any] = {}
     rows: list[Sequence[object]] = []
-    for kind in ("PyTorch", "onnxruntime, 8 bits"):
-        for drafted in (args.depth, 0):
-            settings = EdgeSettings(
-                model=args.model,
-                drafter=args.drafter,
-                bundles={"moa": str(places[kind])},
-                prompts=prompts,
-                dtype="float32",
-                links=tuple(args.links.split(",")),
-                modes=("plain", "ahead"),
-                drafters=("moa",),
-                server_speeds=(1.0, 3.0),
-                drafted=drafted,
-                pass_s=args.pass_ms / 1e3,
-                max_new_tokens=args.link_tokens,
-            )
-            report = found[f"{kind}, {drafted or 'auto'}"] = run_edge_bench(settings)
-            rows += link_rows(kind, drafted, report)
+    auto: dict[str, float] = {}
+    for (name, (kind, variables)), drafted in itertools.product(
+        LINK_DEVICES.items(), (args.depth, 0)
+    ):
+        settings = EdgeSettings(
+            model=args.model,
+            drafter=args.drafter,
+            bundles={"moa": str(places[kind])},
+            prompts=prompts,
+            dtype="float32",
+            links=tuple(args.links.split(",")),
+            modes=("plain", "ahead"),
+            drafters=("moa",),
+            num_target_layers=(num_target_layers(places[kind]),),
+            server_speeds=(1.0, 3.0),
+            drafted=drafted,
+            pass_s=args.pass_ms / 1e3,
+            max_new_tokens=args.link_tokens,
+        )
+        with unittest.mock.patch.dict(os.environ, variables):
+            report = found[f"{name}, {drafted or 'auto'}"] = run_edge_bench(settings)
+        new = list(link_rows(name, drafted, report))
+        rows += new
+        if not drafted:
+            auto |= {f"{row[0]}, {row[1]}": float(str(row[6])) for row in new}
     head = ("link", "device", "drafts", "plain, ms/token", "with drafts", "formula", "over plain")
     table((*head, "step, ms", "text"), *rows)
-    return found
+    least = min(auto, key=auto.__getitem__)
+    print(f"Least of auto over plain: {auto[least]} ({least}); it must be {MIN_AUTO} or more.")
+    return found | {"auto_over_plain": auto, "auto_is_enough": auto[least] >= MIN_AUTO}
+
+
+def num_target_layers(place: Path) -> int:
+    """N of a bundle's drafter."""
+    drafter: Any = load(place).drafting(None)
+    return int(drafter.num_target_layers)
 
 
 def link_rows(kind: str, drafted: int, report: dict[str, Any]) -> Iterator[Sequence[object]]:

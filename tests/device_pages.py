@@ -16,10 +16,12 @@ from unittest.mock import patch
 import pytest
 
 import memorised_target
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.remote.server.websocket_server import WebSocketOptions
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 from moaspec.support.ports import bind
@@ -27,6 +29,9 @@ from moaspec.target.target import Target
 
 PAUSE_S = 0.02
 """Before each message of a server, so that an answer lasts long enough to be cut."""
+
+TOLD_PASS_S = 1.0
+"""What a server tells of its passes, so that drafts pay on every machine."""
 
 READY = "document.querySelector('#model').textContent === 'tiny'"
 """The page has its bundle."""
@@ -117,8 +122,19 @@ def serving_pages(
         await asyncio.sleep(PAUSE_S)
         await send(connection, frame)
 
+    decide = SharedVerifier.decide
+
+    async def decide_and_tell(
+        shared: SharedVerifier, request: VerifyRequest
+    ) -> tuple[VerifyResult, float]:
+        verdict, _ = await decide(shared, request)
+        return verdict, TOLD_PASS_S
+
     server = PageServer(directory, scripts, free_port(), memorised_target.target(), tls)
-    with patch.object(WebSocketConnection, "send", send_late):
+    with (
+        patch.object(WebSocketConnection, "send", send_late),
+        patch.object(SharedVerifier, "decide", decide_and_tell),
+    ):
         server.start()
         try:
             yield server

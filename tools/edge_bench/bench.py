@@ -355,6 +355,7 @@ def measured_row(
         rtt_s=rtt_s,
         transfer_s=8 * moved * measured["tau"] / link.bits_per_s if link.bits_per_s else 0.0,
         hits=measured["hits"],
+        streamed=measured.get("streamed", 0) / rounds,
     )
     predicted_s = prediction(case.mode, of)
     return {

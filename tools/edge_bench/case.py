@@ -62,6 +62,7 @@ class Measured:
         seconds: from each prompt's first token to its last.
         first_token_s: from the request to the first token, of each prompt.
         drafted: tokens sent for verification.
+        streamed: of the rounds, those of a session that chose to draft nothing.
         step_s: of a draft step, the mean.
         pass_s: of the server's pass, the mean.
         hits: share of rounds whose next draft was there when the verdict came.
@@ -75,6 +76,7 @@ class Measured:
     seconds: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
     drafted: int = 0
+    streamed: int = 0
     step_s: float = 0.0
     pass_s: float = 0.0
     hits: float = 0.0

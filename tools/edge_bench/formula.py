@@ -8,6 +8,8 @@ the share of rounds whose next draft was ready when the verdict came. Seconds pe
 - server, drafting beside its target: (gamma t_d' + t_v) / A with the server's own draft step;
 - sync, client-server, one after the other: (gamma t_d + R + s/B + t_v) / A;
 - ahead, the device drafting on meanwhile: (max(gamma t_d, R + s/B + t_v) + (1 - h) gamma t_d) / A.
+
+Rounds for which a session chose no drafts are streamed, and take t_v.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ class Round:
 
     Attributes:
         tokens: A.
-        drafted: gamma.
+        drafted: gamma, the mean of all rounds.
         step_s: t_d, or t_d' where the server drafts.
         pass_s: t_v, or t_T.
         rtt_s: R, of an idle link.
         transfer_s: s/B, of one round's bytes in both directions.
         hits: h.
+        streamed: share of the rounds that are streamed.
     """
 
     tokens: float
@@ -39,6 +42,7 @@ class Round:
     rtt_s: float
     transfer_s: float = 0.0
     hits: float = 0.0
+    streamed: float = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -53,9 +57,10 @@ def prediction(mode: Mode, of: Round) -> float:
         return of.pass_s
     if mode == "server":
         return (draft_s + of.pass_s) / of.tokens
-    if mode == "sync":
-        return (draft_s + of.wait_s) / of.tokens
-    return (max(draft_s, of.wait_s) + (1.0 - of.hits) * draft_s) / of.tokens
+    waited_s = (1.0 - of.streamed) * of.wait_s
+    overlapped_s = draft_s + waited_s if mode == "sync" else max(draft_s, waited_s)
+    late_s = 0.0 if mode == "sync" else (1.0 - of.hits) * draft_s
+    return (overlapped_s + late_s + of.streamed * of.pass_s) / of.tokens
 
 
 def pays(mode: Mode, of: Round, plain_pass_s: float) -> bool:

@@ -103,6 +103,8 @@ async def _session(
     rounds = list(session.stats.rounds)[1:]
     found.rounds += len(rounds)
     found.drafted += sum(one.drafted for one in rounds)
+    if session.options.draft == "auto":
+        found.streamed += sum(not one.drafted for one in rounds)
     found.pass_s += sum(one.pass_s for one in rounds)
     found.hits += session.stats.ahead_hits
     found.bytes_up += session.stats.bytes_up

@@ -28,7 +28,7 @@ import type { WebSocketOptions } from "../src/protocol/websocket.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { RemoteText } from "../src/session/server_text.js";
-import { FaultyTransport } from "./fake_target.js";
+import { FaultyTransport, preferPlain } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
 const repository = new URL("../../..", import.meta.url).pathname;
@@ -216,6 +216,22 @@ describe.skipIf(!hasPython)("a real server", () => {
     for (const { prompt, settings, tokenIds } of expected.shaped) {
       const options = { ...turnOptions(settings), maxNewTokens: tokenIds.length };
       expect((await found.session.generate(prompt, options)).tokenIds).toEqual(tokenIds);
+    }
+  }, 300_000);
+
+  test("streamed tokens and drafts in turn, over such a link and a clean one", async () => {
+    for (const faults of [{}, { loss: 0.1, twice: 0.2, delayMs: 20 }]) {
+      const found = await made({ link: { ...PATIENT, retryMs: 100 } }, faults);
+      preferPlain(found.session);
+      for (const { prompt, settings, tokenIds } of expected.shaped.slice(0, 12)) {
+        const options = { ...turnOptions(settings), maxNewTokens: tokenIds.length };
+        expect((await found.session.generate(prompt, options)).tokenIds).toEqual(tokenIds);
+      }
+      const kinds = found.link.sent.map((frame) => fromBinary(ClientMessageSchema, frame).kind);
+      const drafts = kinds.flatMap((kind) => (kind.case === "draft" ? [kind.value] : []));
+      expect(drafts.some(({ further }) => further > 0)).toBe(true);
+      expect(drafts.some(({ tokens }) => tokens.length > 0)).toBe(true);
+      await found.session.close();
     }
   }, 300_000);
 

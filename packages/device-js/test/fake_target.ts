@@ -13,6 +13,8 @@ import type { ClientMessage, ServerMessage } from "../src/protocol/target_pb.js"
 import type { Connection, ConnectionEvents, Transport } from "../src/protocol/transport.js";
 import type { Fields } from "../src/protocol/wire.js";
 import { commonLength } from "../src/session/draft_ahead.js";
+import type { LinkPolicy } from "../src/session/link_policy.js";
+import type { RemoteSession } from "../src/session/remote_session.js";
 
 export const VOCAB = 97;
 export const PROMPT = [5, 9, 2, 77, 13];
@@ -108,6 +110,9 @@ interface Session {
   seed: bigint;
   sent: PositionSet;
   prompt: number;
+  /** Length up to which tokens are streamed. */
+  goal: number;
+  isStreaming: boolean;
 }
 
 /** A server's message; its turn and session are filled in. */
@@ -120,6 +125,8 @@ export class FakeServer implements Transport {
   connections = 0;
   /** Milliseconds of a pass. */
   passMs = 1;
+  /** Most tokens that are streamed after a request; 0 makes it an older server. */
+  maxFurther = 32;
   /** Replaces an answer; frames are sent as they are. */
   lie: (answer: Answer, to: ClientMessage) => (Answer | Uint8Array)[] = (answer) => [answer];
   /** Answers before the protocol does: a problem, or undefined. */
@@ -128,17 +135,33 @@ export class FakeServer implements Transport {
   async connect(events: ConnectionEvents): Promise<Connection> {
     this.connections += 1;
     let open = true;
+    const say = (answers: Answer[], message: ClientMessage): void => {
+      for (const answer of answers) {
+        for (const said of this.lie(answer, message)) {
+          if (open) events.onFrame(said instanceof Uint8Array ? said : frameOf(said, message));
+        }
+      }
+    };
+    const stream = (session: Session, message: ClientMessage): void => {
+      session.isStreaming = open && session.turn === message.turn && session.text.length < session.goal;
+      if (!session.isStreaming) return;
+      const base = session.text.length;
+      session.text.push(nextToken(session.text, session.seed));
+      const name = String(message.session);
+      say([this.verdict(name, base), ...this.memory(name)], message);
+      setTimeout(() => stream(session, message), this.passMs);
+    };
     return {
       send: (frame) => {
         const message = fromBinary(ClientMessageSchema, frame);
         this.received.push(message);
         const answers = this.answers(message);
+        const session = this.sessions.get(String(message.session));
         setTimeout(() => {
-          for (const answer of answers) {
-            for (const said of this.lie(answer, message)) {
-              if (open) events.onFrame(said instanceof Uint8Array ? said : frameOf(said, message));
-            }
-          }
+          say(answers, message);
+          if (!session || session.isStreaming) return;
+          session.isStreaming = true;
+          setTimeout(() => stream(session, message), this.passMs);
         }, message.kind.case === "heartbeat" ? 0 : this.passMs);
       },
       close: () => {
@@ -159,8 +182,10 @@ export class FakeServer implements Transport {
       if (known?.turn !== turn || commonLength(known.text, tokenIds) < tokenIds.length) {
         const sent = new PositionSet(held.map((one) => [one.start, one.stop] as const));
         const text = [...tokenIds];
-        this.sessions.set(name, { turn, text, seed: sampling?.seed ?? 0n, sent, prompt: promptLength });
-        text.push(nextToken(text, sampling?.seed ?? 0n));
+        const seed = sampling?.seed ?? 0n;
+        const more = { prompt: promptLength, goal: 0, isStreaming: false };
+        this.sessions.set(name, { turn, text, seed, sent, ...more });
+        text.push(nextToken(text, seed));
       }
       return [this.verdict(name, tokenIds.length), ...this.memory(name)];
     }
@@ -168,7 +193,10 @@ export class FakeServer implements Transport {
     if (!session || turn > session.turn) return [problem(Problem_Kind.LOST)];
     if (turn < session.turn) return [];
     if (kind.case === "draft") {
-      const { base, tokens } = kind.value;
+      const { base, tokens, further } = kind.value;
+      session.goal = further ? base + 1 + Math.min(further, this.maxFurther) : 0;
+      // The token that a stream chooses next is the answer.
+      if (base === session.text.length && session.isStreaming && session.goal) return [];
       if (base === session.text.length) {
         for (const token of tokens) {
           if (token !== nextToken(session.text, session.seed)) break;
@@ -192,7 +220,8 @@ export class FakeServer implements Transport {
 
   private verdict(name: string, base: number): Answer {
     const { text } = this.sessions.get(name)!;
-    return { case: "verdict", value: { base, tokens: text.slice(base), passS: this.passMs / 1000 } };
+    const { maxFurther, passMs } = this;
+    return { case: "verdict", value: { base, tokens: text.slice(base), passS: passMs / 1000, maxFurther } };
   }
 
   /** Activations that the device lacks, one message for each range. */
@@ -282,4 +311,16 @@ export class FaultyTransport implements Transport {
       },
     };
   }
+}
+
+/** Let a session find plain decoding faster, and draft after at most so many rounds without drafts. */
+export function preferPlain(session: RemoteSession, longest = 5): void {
+  const { auto } = session as unknown as { auto: LinkPolicy };
+  const choose = auto.numDrafts.bind(auto);
+  auto.numDrafts = () => {
+    const number = choose();
+    auto.pause = Math.min(auto.pause, longest);
+    return number;
+  };
+  Object.defineProperty(session, "plainMs", { get: () => 0.001 });
 }

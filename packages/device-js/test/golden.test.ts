@@ -89,6 +89,18 @@ test("expected speeds of chains", () => {
   }
 });
 
+test("numbers of drafts, round by round", () => {
+  for (const { ahead, stepMs, plainMs, drafts } of golden.lengths) {
+    const policy = new LinkPolicy(() => 80, () => stepMs ?? undefined, ahead, () => plainMs ?? undefined);
+    const chosen = drafts.map((expected: number) => {
+      const found = policy.numDrafts();
+      policy.record(expected, expected >> 1);
+      return found;
+    });
+    expect(chosen).toEqual(drafts);
+  }
+});
+
 test("messages of sampling options with a model's defaults", () => {
   for (const { config, options: given, message } of golden.messages) {
     const defaults = new GenerationDefaults(config).settings(given.temperature > 0);

@@ -1,11 +1,12 @@
 /** Sessions against a made-up target: losslessness, cuts, turns, ends, problems. */
 import { afterEach, expect, test } from "vitest";
-import { LinkError, RefusedError, InputError } from "../src/errors.js";
+import { LinkError, RefusedError, InputError, WireError } from "../src/errors.js";
+import { MAX_FURTHER } from "../src/protocol/limits.js";
 import { Problem_Kind } from "../src/protocol/target_pb.js";
 import type { RemoteEvent } from "../src/session/events.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
-import { FakeServer, FaultyTransport, device, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
+import { FakeServer, FaultyTransport, device, nextToken, ownText, preferPlain, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
 /** Cuts are noticed quickly. */
@@ -53,7 +54,8 @@ test.each([0, 1, 4, "auto"] as const)("the text is the target's with draft %s", 
   expect(session.result!.tokenIds).toEqual(text);
   expect(events.at(-1)!.stopReason).toBe("max_new_tokens");
   expect(events.every((event) => event.sources.length === event.tokenIds.length)).toBe(true);
-  expect(session.result!.sources.includes("draft")).toBe(draft !== 0);
+  // Whether drafts pay depends on how busy this machine is.
+  if (draft !== "auto") expect(session.result!.sources.includes("draft")).toBe(draft !== 0);
 });
 
 test.each([0, 0.5, 1])("a drafter that is right at a share of %s of texts", async (share) => {
@@ -325,6 +327,97 @@ test("a device gives up after a while", async () => {
   const { session, transport } = made({ giveUpMs: 100 });
   transport.hole = true;
   await expect(session.generate(PROMPT)).rejects.toThrow(new LinkError("No link to the server for 100 ms."));
+});
+
+const FAULTS: Record<string, Faults> = {
+  clean: {},
+  messy: { loss: 0.08, twice: 0.15, delayMs: 4 },
+  cut: { loss: 0.04, twice: 0.1, delayMs: 3, cutAfter: [12, 17, 25] },
+};
+
+test.each(Object.keys(FAULTS).flatMap((name) => [0n, 5n].map((seed) => [name, seed] as const)))(
+  "rounds with drafts and streamed tokens in turn, link %s, seed %s",
+  async (name, seed) => {
+    const { session } = made({}, { faults: FAULTS[name]!, noise: seed });
+    preferPlain(session);
+    const sampling = seed ? { temperature: 1, seed } : {};
+    for (const prompt of [PROMPT, [1, 2, 3], [8, 8]]) {
+      for await (const event of session.stream(prompt, { maxNewTokens: 40, ...sampling })) {
+        if (event.start > 6) break; // a turn that is left while tokens are streamed
+      }
+      const { text } = await read(session, prompt, { maxNewTokens: 40, ...sampling });
+      expect(text).toEqual(ownText(prompt, 40, seed));
+    }
+  },
+);
+
+test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with %s", async (onCut) => {
+  const { server, transport, session } = made({ onCut, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
+  server.passMs = 5;
+  preferPlain(session, 64);
+  let kept = 0;
+  const { text, events } = await read(session, PROMPT, { maxNewTokens: 60 }, (event, shown) => {
+    if (!session.stats.cuts && shown.length > 10) transport.hole = true;
+    if (event.numProvisional) kept = event.start + 1;
+    if (session.provisional.length >= 4) transport.hole = false;
+  });
+  expect(session.stats.provisional).toBeGreaterThanOrEqual(4);
+  expect(server.received.some(({ kind }) => kind.case === "draft" && kind.value.further > 0)).toBe(true);
+  if (onCut === "rollback") {
+    expect(text).toEqual(ownText(PROMPT, 60));
+  } else {
+    expect(text.slice(kept)).toEqual(ownText([...PROMPT, ...text.slice(0, kept)], 60 - kept));
+    expect(session.stats.corrected).toBe(0);
+  }
+  expect(events.at(-1)!.stopReason).toBe("max_new_tokens");
+});
+
+test.each(["auto", 0] as const)("an older server streams nothing, with draft %s", async (draft) => {
+  const { server, session } = made({ draft });
+  server.maxFurther = 0;
+  preferPlain(session);
+  const { text } = await read(session, PROMPT, { maxNewTokens: 40 });
+  expect(text).toEqual(ownText(PROMPT, 40));
+  const asked = server.received.flatMap(({ kind }) => (kind.case === "draft" ? [kind.value.further] : []));
+  expect(Math.max(...asked)).toBe(0);
+  if (draft === 0) expect(session.result!.acceptLengths).toEqual(new Array(39).fill(1));
+});
+
+test("streamed tokens are the target's, and end with the turn", async () => {
+  const { server, session } = made({ draft: 0 });
+  const { text } = await read(session, PROMPT, { maxNewTokens: 50 });
+  expect(text).toEqual(ownText(PROMPT, 50));
+  expect(new Set(session.result!.sources)).toEqual(new Set(["target"]));
+  const [held] = server.sessions.values();
+  expect(held!.text).toEqual([...PROMPT, ...text]);
+});
+
+test("a stop token ends the stream", async () => {
+  const { server, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 2000 } });
+  server.passMs = 10;
+  const stop = ownText(PROMPT, 20).find((token, i, all) => i > 8 && all.indexOf(token) === i)!;
+  const { tokenIds } = await session.generate(PROMPT, { maxNewTokens: 60, stopTokenIds: [stop] });
+  expect(tokenIds.at(-1)).toBe(stop);
+  const halt = server.received.at(-1)!;
+  expect(halt.kind).toMatchObject({ case: "draft", value: { base: PROMPT.length + tokenIds.length - 1, further: 0 } });
+  const [held] = server.sessions.values();
+  expect(held!.goal).toBe(0);
+});
+
+test("verdicts for later requests are kept within the stream only", async () => {
+  const { server, session } = made({ draft: 0 });
+  const { verifier } = session as unknown as { verifier: { early: Map<number, unknown>; text: number[] } };
+  let most = 0;
+  server.lie = (answer) => {
+    most = Math.max(most, verifier.early.size);
+    if (answer.case !== "verdict" || !verifier.text.length) return [answer];
+    const later = Array.from({ length: 100 }, (_, i) => verifier.text.length + 2 + i);
+    const lies = later.map((base) => ({ ...answer, value: { ...answer.value, base, tokens: [1] } }));
+    return verifier.text.length > PROMPT.length + 10 ? [...lies, answer] : [answer];
+  };
+  await expect(session.generate(PROMPT, { maxNewTokens: 50 })).rejects.toThrow(WireError);
+  expect(verifier.early.size).toBeLessThanOrEqual(1 + MAX_FURTHER);
+  expect(most).toBeLessThanOrEqual(1 + MAX_FURTHER);
 });
 
 test("invalid arguments", async () => {

@@ -36,6 +36,7 @@ def verdict_on(sent: DraftTree, longer: Sequence[int] | None) -> VerifyResult:
             opening=pb.Open(),
             memory=None,
             meanwhile=lambda _: False,
+            further=lambda: 0,
             keep=False,
         )
         messages: list[pb.ClientMessage] = []

@@ -163,6 +163,34 @@ def speeds() -> list[dict[str, Any]]:
     return found
 
 
+def lengths() -> list[dict[str, Any]]:
+    """Numbers of drafts where drafts pay, where none do, and where a step is not known."""
+    found = []
+    for ahead, step_s, plain_s in (
+        (True, 0.006, 0.06),
+        (True, 0.09, 0.06),
+        (False, 0.09, 0.06),
+        (True, None, 0.06),
+        (False, None, 0.001),
+        (True, 0.09, None),
+    ):
+        policy = LinkPolicy(
+            wait_s=lambda: 0.08,
+            step_s=lambda step_s=step_s: step_s,  # type: ignore[misc]
+            plain_s=lambda plain_s=plain_s: plain_s,  # type: ignore[misc]
+            ahead=ahead,
+        )
+        drafts = []
+        for _ in range(400):
+            shape = policy.shape(1, 1)
+            drafts.append(0 if shape is None else shape.depth)
+            tree = wire.chain(range(drafts[-1]))
+            policy.record_round(tree, tuple(range(len(tree.tokens) // 2)))
+        times = {"stepMs": step_s and 1e3 * step_s, "plainMs": plain_s and 1e3 * plain_s}
+        found.append({"ahead": ahead, **times, "drafts": drafts})
+    return found
+
+
 def messages() -> list[dict[str, Any]]:
     """The `Sampling` message of options and a model's generation_config.json."""
     found = []
@@ -282,6 +310,7 @@ def golden() -> dict[str, list[dict[str, Any]]]:
         layered_activations,
         drafts,
         speeds,
+        lengths,
         messages,
         private_texts,
     )

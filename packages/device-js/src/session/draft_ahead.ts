@@ -12,6 +12,8 @@ import { nextTask } from "./timing.js";
 
 /** Most tokens of a text in one run of the drafter; bounds its memory. */
 const READ_CHUNK = 512;
+/** A draft step that reads more tokens, of a prompt or after a pause, takes longer than others. */
+const MAX_NEW = 8;
 
 /**
  * Keeps an expected text: the verified one, and the tokens that were drafted after it.
@@ -44,6 +46,11 @@ export class AheadDrafter {
   /** Whether the drafter has activations, which it needs. */
   get canDraft(): boolean {
     return this.held.size > 0;
+  }
+
+  /** Tokens of the turn that come after the next one. */
+  get room(): number {
+    return Math.max(0, this.end - this.numVerified - 1);
   }
 
   /**
@@ -104,6 +111,7 @@ export class AheadDrafter {
     const ended = this.ready().some((token) => this.stops.has(token));
     if (this.isBusy || text.length >= this.end || !(this.canDraft || blindly) || ended) return false;
     this.isBusy = true;
+    const numNew = text.length - this.numRead;
     const started = now();
     try {
       text.push(await this.draft(text));
@@ -111,10 +119,18 @@ export class AheadDrafter {
       this.isBusy = false;
       for (const work of this.waiting.splice(0)) work();
     }
-    const tookMs = now() - started;
-    this.stepMs = this.stepMs === undefined ? tookMs : 0.9 * this.stepMs + 0.1 * tookMs;
+    this.measure(now() - started, numNew);
     await nextTask();
     return true;
+  }
+
+  /** Update `stepMs` by the time of a step that read so many tokens. */
+  private measure(tookMs: number, numNew: number): void {
+    if (numNew <= MAX_NEW) {
+      this.stepMs = this.stepMs === undefined ? tookMs : 0.9 * this.stepMs + 0.1 * tookMs;
+    } else if (this.stepMs !== undefined) {
+      this.stepMs = Math.min(this.stepMs, tookMs); // a step that only drafts takes no longer
+    }
   }
 
   /** Run the drafter over the tokens that it has not read, at least the newest one. */

@@ -57,6 +57,8 @@ export interface RoundTrip {
   readonly ahead: number;
 }
 
+/** Rounds whose times count as current. */
+const NUM_LATEST = 9;
 /** Rounds that are kept. */
 const MAX_ROUNDS = 4096;
 
@@ -99,11 +101,23 @@ export class LinkStats {
     if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
   }
 
-  /** Time of a verdict: the median of the latest ones, which ignores outliers. */
-  get waitMs(): number | undefined {
-    const latest = this.rounds.slice(-9).map((round) => round.receivedMs - round.sentMs);
+  /** Time of the server's latest passes, the lower quartile; undefined before the first. */
+  get passMs(): number | undefined {
+    const latest = this.rounds.slice(-NUM_LATEST).map((round) => round.passMs);
     latest.sort((a, b) => a - b);
-    return latest.length ? latest[latest.length >> 1] : this.rttMs;
+    return latest[latest.length >> 2];
+  }
+
+  /** Time of a verdict on drafts: the median of the latest ones, which ignores outliers. */
+  get waitMs(): number | undefined {
+    const latest: number[] = [];
+    for (let i = this.rounds.length - 1; i >= 0 && latest.length < NUM_LATEST; i--) {
+      const { drafted, receivedMs, sentMs } = this.rounds[i]!;
+      if (drafted) latest.push(receivedMs - sentMs);
+    }
+    latest.sort((a, b) => a - b);
+    if (latest.length) return latest[latest.length >> 1];
+    return this.rttMs === undefined ? undefined : this.rttMs + (this.passMs ?? 0);
   }
 }
 

@@ -1,10 +1,11 @@
 /**
- * How many tokens a device drafts: the chain with the most expected tokens per second.
+ * How many tokens a device drafts: the chain with the most expected tokens per second, or none.
  *
  * n drafts, t each; R the round trip with the server's pass; A(n) expected tokens of a round, the
  * bonus token included; h the probability that a round's text is what was drafted ahead.
  *
- * Synchronous: A / (n t + R). Ahead: A / (max(n t, R) + (1 - h) n t).
+ * Synchronous: A / (n t + R). Ahead: A / (max(n t, R) + (1 - h) n t). Without drafts, tokens are
+ * streamed: 1 / pass.
  */
 
 /** Longest chain; beyond `MAX_DEPTH` the acceptance of the last depth is assumed. */
@@ -19,6 +20,11 @@ const MEMORY = 0.98;
 /** Assumed before the first round trip and the first draft. */
 const ASSUMED_WAIT_MS = 50;
 const ASSUMED_STEP_MS = 10;
+/** Rounds without drafts before drafts are tried again. */
+const MIN_PAUSE = 4;
+const MAX_PAUSE = 1024;
+/** Share of plain decoding's time that these trials may cost; the length of pauses follows. */
+const MAX_LOSS = 0.01;
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
 
@@ -46,31 +52,75 @@ export class AcceptanceRates {
   }
 }
 
-/** Chooses the number of drafts of each round. */
+/** Expected tokens of a round with some number of drafts, and per second. */
+interface Expected {
+  readonly tokens: number;
+  readonly speed: number;
+}
+
+/**
+ * Chooses the number of drafts of each round. After each pause without drafts one round drafts, because
+ * acceptance and times change. A device that drafts ahead begins with a pause, in which it measures
+ * its draft step.
+ */
 export class LinkPolicy {
+  /** Rounds without drafts that follow the current one. */
+  pause = 0;
+  private paused = false;
   private readonly acceptance = new AcceptanceRates();
 
   /**
    * @param waitMs current time of a round trip with its pass; undefined before the first
    * @param stepMs current time of one drafted token; undefined before the first
    * @param ahead whether the device drafts while it waits for a verdict
+   * @param plainMs current time of a token without drafts; undefined has every round draft
    */
   constructor(
     private readonly waitMs: () => number | undefined,
     private readonly stepMs: () => number | undefined,
     private readonly ahead: boolean,
+    private readonly plainMs: () => number | undefined = () => undefined,
   ) {}
 
-  /** Number of drafts with the most expected tokens per second. */
+  /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
   numDrafts(): number {
-    const speeds = this.speeds();
-    return speeds.indexOf(Math.max(...speeds)) + 1;
+    if (this.pause) {
+      this.pause -= 1;
+      return 0;
+    }
+    const plainMs = this.plainMs();
+    if (plainMs !== undefined && this.ahead && this.stepMs() === undefined) {
+      this.pause = MIN_PAUSE - 1;
+      return 0;
+    }
+    const expected = this.expected();
+    const speeds = expected.map(({ speed }) => speed);
+    const best = speeds.indexOf(Math.max(...speeds));
+    const { tokens, speed } = expected[best]!;
+    if (plainMs === undefined || this.paused || speed * plainMs >= 1000) {
+      this.paused = false;
+      return best + 1;
+    }
+    // The round after a trial waits for a round trip, as tokens are not streamed yet.
+    const trialMs = (1000 * tokens) / speed + this.knownWaitMs;
+    const rounds = Math.ceil((trialMs / plainMs - tokens - 1) / MAX_LOSS);
+    this.pause = Math.min(Math.max(rounds, MIN_PAUSE), MAX_PAUSE) - 1;
+    this.paused = true;
+    return 0;
   }
 
   /** Expected tokens per second of chains of 1, 2, ... drafts. */
   speeds(): number[] {
+    return this.expected().map(({ speed }) => speed);
+  }
+
+  private get knownWaitMs(): number {
+    return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
+  }
+
+  private expected(): Expected[] {
     const { rates } = this.acceptance;
-    const waitMs = Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
+    const waitMs = this.knownWaitMs;
     const stepMs = Math.max(this.stepMs() ?? ASSUMED_STEP_MS, MIN_MS);
     let reached = 1;
     let tokens = 1;
@@ -82,13 +132,13 @@ export class LinkPolicy {
       const roundMs = this.ahead
         ? Math.max(draftMs, waitMs) + missed * draftMs
         : draftMs + waitMs;
-      return (1000 * tokens) / roundMs;
+      return { tokens, speed: (1000 * tokens) / roundMs };
     });
   }
 
-  /** Update acceptance rates; see `AcceptanceRates.count`. */
+  /** Update acceptance rates, if there were drafts; see `AcceptanceRates.count`. */
   record(drafted: number, accepted: number): void {
-    this.acceptance.count(drafted, accepted);
+    if (drafted) this.acceptance.count(drafted, accepted);
   }
 }
 

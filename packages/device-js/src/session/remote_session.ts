@@ -2,6 +2,7 @@
 import type { Device } from "../device.js";
 import { InputError, LinkError } from "../errors.js";
 import { ActivationLayout, CODEC_NUMBERS } from "../protocol/activations.js";
+import { MAX_FURTHER } from "../protocol/limits.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
 import type { Transport } from "../protocol/transport.js";
 import { SESSION_BYTES, targetMessage } from "../protocol/wire.js";
@@ -38,6 +39,7 @@ export class RemoteSession {
   private readonly verifier: RemoteVerifier;
   private readonly link: ServerLink;
   private turn: Turn | undefined;
+  private readonly auto: LinkPolicy;
   private policy: LinkPolicy | number = 0;
   private events = new EventQueue<RemoteEvent>();
   private stopTurn = new AbortController();
@@ -70,7 +72,14 @@ export class RemoteSession {
       },
       keep: this.options.onCut === "keep",
       meanwhile: (pending) => this.meanwhile(pending),
+      further: () => this.further,
     });
+    this.auto = new LinkPolicy(
+      () => this.stats.waitMs,
+      () => this.ahead.stepMs,
+      this.options.draftAhead,
+      () => this.plainMs,
+    );
     const name = crypto.getRandomValues(new Uint8Array(SESSION_BYTES));
     this.link = new ServerLink(transport, name, this.options.link, this.stats, {
       onMessage: (message: ServerMessage) => this.whenIdle(() => this.verifier.receive(message)),
@@ -177,10 +186,7 @@ export class RemoteSession {
     checkDraft(draft);
     const turn = new Turn(this.device, [...promptIds], options);
     this.takeOver(turn);
-    const waitMs = () => this.stats.waitMs;
-    this.policy = draft === "auto"
-      ? new LinkPolicy(waitMs, () => this.ahead.stepMs, this.options.draftAhead)
-      : draft;
+    this.policy = draft === "auto" ? this.auto : draft;
     this.turn = turn;
     this.events = new EventQueue();
     this.stopTurn = new AbortController();
@@ -227,8 +233,20 @@ export class RemoteSession {
     } catch (error) {
       if (!signal.aborted) this.failure = error;
     } finally {
+      this.verifier.halt();
       events.end();
     }
+  }
+
+  /** Rounds without drafts that will follow one without drafts. */
+  private get further(): number {
+    if (this.policy instanceof LinkPolicy) return this.policy.pause;
+    return this.policy ? 0 : MAX_FURTHER;
+  }
+
+  /** Current time of a token without drafts, which most servers stream. */
+  private get plainMs(): number | undefined {
+    return this.verifier.maxFurther ? this.stats.passMs : this.stats.waitMs;
   }
 
   private numDrafts(turn: Turn): number {
@@ -287,6 +305,8 @@ export class RemoteSession {
   private async draftAhead(pending: PendingRequest): Promise<boolean> {
     const own = pending.drafts.length;
     const ready = this.ahead.ready().length;
+    // A draft would only hold up the next verdict.
+    if (this.further && (this.policy === 0 || this.ahead.stepMs !== undefined)) return false;
     return this.options.draftAhead && own <= ready && ready <= 2 * own && this.ahead.extend();
   }
 

@@ -4,7 +4,7 @@
  */
 import { LinkError, RefusedError, WireError } from "../errors.js";
 import type { ActivationLayout } from "../protocol/activations.js";
-import { MAX_DRAFTED } from "../protocol/limits.js";
+import { MAX_DRAFTED, MAX_FURTHER } from "../protocol/limits.js";
 import { Problem_Kind } from "../protocol/target_pb.js";
 import type { Activations, Problem, ServerMessage, Verdict } from "../protocol/target_pb.js";
 import { oneLine, rangeMessages } from "../protocol/wire.js";
@@ -77,6 +77,8 @@ export interface VerifierOptions {
   readonly keep: boolean;
   /** Drafts one step while a verdict is awaited; returns whether to call it again at once. */
   readonly meanwhile: (pending: PendingRequest) => Promise<boolean>;
+  /** Number of rounds without drafts that will follow one without drafts. */
+  readonly further: () => number;
 }
 
 /** Verifies one text; see above. */
@@ -88,6 +90,12 @@ export class RemoteVerifier {
   /** Tokens that were shown without verification. */
   provisional: number[] = [];
   turn = 0;
+  /** Most tokens that the server streams after a request, in this turn. */
+  maxFurther = 0;
+  /** Length up to which the server streams tokens in this turn. */
+  private streamed = 0;
+  /** Verdicts that are not asked for yet, by base. */
+  private readonly early = new Map<number, Verdict>();
   /** The server's text, if known. */
   private committed: number[] | undefined;
   private pending: PendingRequest | undefined;
@@ -123,10 +131,19 @@ export class RemoteVerifier {
     this.pending = pending;
     try {
       this.send();
+      this.takeEarly();
       return await this.answer(pending, signal);
     } finally {
       this.pending = undefined;
     }
+  }
+
+  /** Handle the verdict on the waiting request, if it has come. */
+  private takeEarly(): void {
+    const { length } = this.text;
+    const verdict = this.early.get(length);
+    this.early.delete(length);
+    if (verdict) this.onVerdict(verdict);
   }
 
   /** Wait for the verdict; draft meanwhile, and repeat the request when it is due. */
@@ -191,10 +208,16 @@ export class RemoteVerifier {
     pending.dueMs = now() + this.retryMs();
     if (!pending.opening) {
       pending.drafts = this.drafts(pending);
-      const value = { base: this.text.length, tokens: [...pending.drafts] };
+      const base = this.text.length;
+      const most = Math.min(this.maxFurther, MAX_FURTHER, this.options.ahead.room);
+      const further = pending.drafts.length ? 0 : Math.min(this.options.further(), most);
+      if (further) this.streamed = Math.max(this.streamed, base + 1 + further);
+      const value = { base, tokens: [...pending.drafts], further };
       this.link.send(this.turn, { case: "draft", value });
       return;
     }
+    this.streamed = 0;
+    this.early.clear();
     const { request } = pending;
     const value: OpenFields = {
       ...this.options.opening,
@@ -204,6 +227,13 @@ export class RemoteVerifier {
       held: rangeMessages(this.options.ahead.held.ranges()),
     };
     this.link.send(this.turn, { case: "open", value });
+  }
+
+  /** Have the server stream no more tokens, because the turn has ended. */
+  halt(): void {
+    if (this.streamed <= this.text.length) return;
+    // A request that has been answered is answered again without a pass.
+    this.link.send(this.turn, { case: "draft", value: { base: this.text.length - 1 } });
   }
 
   private retryMs(): number {
@@ -247,8 +277,12 @@ export class RemoteVerifier {
   }
 
   private onVerdict(verdict: Verdict): void {
-    const { pending } = this;
-    if (pending && !pending.result) {
+    const pending = this.pending?.result ? undefined : this.pending;
+    if (verdict.base >= this.text.length + (pending ? 1 : 0) && verdict.base < this.streamed) {
+      this.early.set(verdict.base, verdict);
+      return;
+    }
+    if (pending) {
       const text = [...this.text, ...pending.kept];
       const skip = text.length - verdict.base;
       if (skip < 0) {
@@ -262,6 +296,8 @@ export class RemoteVerifier {
           return;
         }
         this.check(pending, verdict);
+        this.maxFurther = verdict.maxFurther;
+        this.putOffStreamed(pending, verdict, skip);
         const tokens = verdict.tokens.slice(skip);
         this.committed = [...text, ...tokens];
         const firstDropped = verdict.base === text.length ? verdict.dropped[0] : undefined;
@@ -270,6 +306,20 @@ export class RemoteVerifier {
       }
     }
     if (verdict.activations) this.onActivations(verdict.activations);
+  }
+
+  /** Keep the tokens that no round with these drafts can emit for the next requests. */
+  private putOffStreamed(pending: PendingRequest, verdict: Verdict, skip: number): void {
+    const path = verdict.tokens.slice(skip, -1);
+    const sent = [pending.request.drafts, pending.drafts];
+    const stop = skip + 1 + Math.max(...sent.map((drafts) => commonLength(drafts, path)));
+    if (pending.kept.length || stop === verdict.tokens.length) return;
+    const base = verdict.base + stop;
+    const [tokens, logprobs] = [verdict.tokens.slice(stop), verdict.logprobs.slice(stop)];
+    this.early.set(base, { ...verdict, base, tokens, logprobs, dropped: [] });
+    verdict.tokens = verdict.tokens.slice(0, stop);
+    verdict.logprobs = verdict.logprobs.slice(0, stop);
+    delete verdict.activations;
   }
 
   private check(pending: PendingRequest, { base, tokens, logprobs }: Verdict): void {
@@ -301,7 +351,7 @@ export class RemoteVerifier {
     // it decided; a chain that was sent before or after that one begins with the same drafts.
     const sent = [pending.request.drafts, pending.drafts];
     const chains = sent.map((drafts) => drafts.slice(0, firstDropped));
-    // The text may be longer than any known request: a verdict tells everything that is committed.
+    // Kept tokens are in no request.
     const chain = [...chains, path].find((drafts) => commonLength(drafts, path) === path.length)!;
     const unknown = new Array<number>(pending.kept.length).fill(Number.NaN);
     pending.result = {

@@ -16,6 +16,9 @@ from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
 
+MAX_NEW = 8
+"""A draft step that reads more tokens, of a prompt or after a pause, takes longer than others."""
+
 
 class AheadDrafter:
     """A `Proposer` of one row that keeps an expected text.
@@ -42,7 +45,7 @@ class AheadDrafter:
         self.held = PositionSet()
         self.expected: list[int] = []
         self.step_s: float | None = None
-        self._verified = 0
+        self._verified = self._num_read = 0
         self.sampling = GREEDY
         self._end, self.stops = 0, frozenset[int]()
         self._rules = PositionRules(max_positions=0)
@@ -51,6 +54,11 @@ class AheadDrafter:
     def can_draft(self) -> bool:
         """Whether the drafter has the features that it needs."""
         return not self.needs_memory or len(self.held) > 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of the turn that come after the next one."""
+        return max(0, self._end - self._verified - 1)
 
     def begin(self, *, end: int, stops: frozenset[int], rules: PositionRules) -> None:
         """Start a turn.
@@ -92,10 +100,17 @@ class AheadDrafter:
             (tree,) = self.inner.propose([row], Chain(count))
         if not tree.tokens:
             return False
-        took = (self._clock() - started) / len(tree.tokens)
-        self.step_s = took if self.step_s is None else 0.9 * self.step_s + 0.1 * took
+        self._measure((self._clock() - started) / len(tree.tokens), len(text) - self._num_read)
         text += tree.tokens
+        self._num_read = len(text) - 1
         return True
+
+    def _measure(self, step_s: float, num_new: int) -> None:
+        """Update `step_s` by the time of one that read so many tokens."""
+        if num_new <= MAX_NEW:
+            self.step_s = step_s if self.step_s is None else 0.9 * self.step_s + 0.1 * step_s
+        elif self.step_s is not None:  # a step that only drafts takes no longer
+            self.step_s = min(self.step_s, step_s)
 
     def ready(self) -> list[int]:
         """Expected tokens after the verified text."""
@@ -129,11 +144,12 @@ class AheadDrafter:
     def rollback(self, row: int, length: int) -> None:
         """Cut the expected text and the drafter's caches."""
         self.expected = self.expected[:length]
+        self._num_read = min(self._num_read, length)
         self.held.cut(length)
         self.inner.rollback(row, length)
 
     def close(self, row: int) -> None:
         """Free the row and its expected text."""
-        self.expected = []
+        self.expected, self._num_read = [], 0
         self.held.cut(0)
         self.inner.close(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from moaspec.engine.result import Event, Source, StopReason
@@ -57,6 +58,10 @@ class RoundTrip:
     ahead: int
 
 
+NUM_LATEST = 9
+"""Rounds whose times count as current."""
+
+
 @dataclass
 class LinkStats:
     """Statistics of a session's link.
@@ -98,6 +103,21 @@ class LinkStats:
     down_s: float | None = None
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
+
+    @property
+    def pass_s(self) -> float | None:
+        """Time of the server's latest passes, the lower quartile; None before the first."""
+        latest = sorted(one.pass_s for one in islice(reversed(self.rounds), NUM_LATEST))
+        return latest[len(latest) // 4] if latest else None
+
+    @property
+    def wait_s(self) -> float | None:
+        """Time of a verdict on drafts: the median of the latest ones, which ignores outliers."""
+        asked = (one for one in reversed(self.rounds) if one.drafted)
+        latest = sorted(one.received_s - one.sent_s for one in islice(asked, NUM_LATEST))
+        if latest:
+            return latest[len(latest) // 2]
+        return None if self.rtt_s is None else self.rtt_s + (self.pass_s or 0.0)
 
 
 def now() -> float:

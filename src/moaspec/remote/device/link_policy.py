@@ -1,14 +1,16 @@
-"""How many tokens a device drafts: the chain with the most expected tokens per second.
+"""Length of a device's drafts, by the formula of docs/remote.md.
 
 gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a
 round, the bonus token included; h the probability that a round's text is what was drafted ahead.
 
 Synchronous: A / (gamma t_d + R + t_v). Ahead: A / (max(gamma t_d, R + t_v) + (1 - h) gamma t_d).
+Without drafts, tokens are streamed: 1 / t_v.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 
 import numpy as np
 
@@ -23,15 +25,28 @@ MAX_DRAFTS = 24
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
 """Assumed before the first round trip and the first draft."""
 
+MIN_PAUSE, MAX_PAUSE = 4, 1024
+"""Rounds without drafts before drafts are tried again."""
+
+MAX_LOSS = 0.01
+"""Share of plain decoding's time that these trials may cost; the length of pauses follows."""
+
 
 class LinkPolicy(DraftPolicy):
-    """The `DraftPolicy` of a device.
+    """Drafts the chain with the most expected tokens per second, or none where none has more.
+
+    After each pause one round drafts, because acceptance and times change. A device that drafts
+    ahead begins with a pause, in which it measures its draft step.
 
     Args:
         wait_s: current time of a round trip with its pass; None before the first.
         step_s: current time of one drafted token; None before the first.
+        plain_s: current time of a token without drafts; None, if unknown, has every round draft.
         ahead: whether the device drafts while it waits for a verdict.
         prior: acceptance rates to start from.
+
+    Attributes:
+        pause: rounds without drafts that follow the current one.
     """
 
     wants_features = True
@@ -41,32 +56,60 @@ class LinkPolicy(DraftPolicy):
         *,
         wait_s: Callable[[], float | None],
         step_s: Callable[[], float | None],
+        plain_s: Callable[[], float | None] = lambda: None,
         ahead: bool,
         prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
-        self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
-        self._acceptance = AcceptanceRates(prior)
+        self._wait_s, self._step_s, self._plain_s = wait_s, step_s, plain_s
+        self._ahead, self._acceptance = ahead, AcceptanceRates(prior)
+        self.pause, self._paused = 0, False
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
-        """The chain with the most expected tokens per second."""
-        return Chain(int(np.argmax(self.speeds())) + 1)
+        """The best chain; None for a round without drafts."""
+        if self.pause:
+            self.pause -= 1
+            return None
+        plain_s = self._plain_s()
+        if plain_s is not None and self._ahead and self._step_s() is None:
+            self.pause = MIN_PAUSE - 1
+            return None
+        speeds = self.speeds()
+        best = int(np.argmax(speeds))
+        if plain_s is None or self._paused or speeds[best] * plain_s >= 1.0:
+            self._paused = False
+            return Chain(best + 1)
+        # The round after a trial waits for a round trip, as tokens are not streamed yet.
+        tokens = self._tokens()[best]
+        trial_s = tokens / speeds[best] + _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        rounds = (trial_s / plain_s - tokens - 1.0) / MAX_LOSS
+        self.pause = min(max(ceil(rounds), MIN_PAUSE), MAX_PAUSE) - 1
+        self._paused = True
+        return None
+
+    def _reached(self) -> np.ndarray:
+        """Probability that 1, 2, ... drafts are accepted."""
+        rates = self._acceptance.rates
+        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
+        return np.asarray(rates.cumprod())
+
+    def _tokens(self) -> np.ndarray:
+        """Expected tokens of rounds with 1, 2, ... drafts."""
+        return 1.0 + self._reached().cumsum()
 
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
-        rates = self._acceptance.rates
-        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
-        reached = rates.cumprod()
-        tokens = 1.0 + reached.cumsum()
+        tokens = self._tokens()
         wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
         draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:
             return np.asarray(tokens / (draft_s + wait_s))
-        hit = reached * rates[0]
+        hit = self._reached() * self._acceptance.rates[0]
         return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Update acceptance rates; see `DraftPolicy`."""
-        self._acceptance.count(tree, accepted)
+        """Update acceptance rates, if there were drafts; see `DraftPolicy`."""
+        if tree.tokens:
+            self._acceptance.count(tree, accepted)
 
 
 def _known_or(value: float | None, otherwise: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +119,7 @@ class RemoteSession:
             opening=self._opening(0 if inner is None else inner.num_target_layers),
             memory=self._memory,
             meanwhile=self._meanwhile,
+            further=self._further,
             keep=self.options.on_cut == "keep",
         )
         self._route = Fleet.of(transport).route()
@@ -133,6 +133,12 @@ class RemoteSession:
             on_change=self._verifier.wake,
         )
         self._verifier.link = self._link
+        self._auto = LinkPolicy(
+            wait_s=lambda: self.stats.wait_s,
+            step_s=lambda: self._ahead.step_s,
+            plain_s=self._plain_s,
+            ahead=self.options.draft_ahead,
+        )
         self._engine = Engine(self._verifier, self._ahead, target=device.target)
         self._events: asyncio.Queue[RemoteEvent | None] = asyncio.Queue()
         self._handle: int | None = None
@@ -140,6 +146,7 @@ class RemoteSession:
         self._task: asyncio.Task[None] | None = None
         self._shown: list[int] = []
         self._stop: StopStrings | None = None
+        self._auto_drafts = False
         self._ended_alone = False
 
     def _make_memory(self, drafting: DeviceProposer) -> DeviceActivations:
@@ -228,20 +235,15 @@ class RemoteSession:
         wire.sampling_message(settings["sampling"])
         tree = options.get("tree", self.options.draft)
         shaping = DraftSettings(tree, options.get("free_branches", "auto"))
-        policy = shaping.policy()
-        if tree == "auto":
-            policy = LinkPolicy(
-                wait_s=self._wait_s,
-                step_s=lambda: self._ahead.step_s,
-                ahead=self.options.draft_ahead,
-            )
+        policy = self._auto if tree == "auto" else shaping.policy()
         if self._chains_only and isinstance(policy, Tree) and policy.breadth > 1:
             raise InputError(f"This device drafts chains, no {policy}; use auto or chain:LENGTH.")
-        self.device.renew(self._drafting)
+        branches = shaping.branches()
+        self._auto_drafts = policy is self._auto and branches is None
         self._handle = self._engine.add(
             prompt,
             shape=policy,
-            free_branches=shaping.branches(),
+            free_branches=branches,
             keep=True,
             after=self._handle,
             **settings,
@@ -264,11 +266,13 @@ class RemoteSession:
         self._route.aim(prompt)
         self._link.start()
 
-    def _wait_s(self) -> float | None:
-        """Time of a verdict: the median of the latest ones, which ignores outliers."""
-        rounds = itertools.islice(reversed(self.stats.rounds), 9)
-        latest = [one.received_s - one.sent_s for one in rounds]
-        return sorted(latest)[len(latest) // 2] if latest else self.stats.rtt_s
+    def _further(self) -> int:
+        """Rounds without drafts that will follow one without drafts."""
+        return self._auto.pause if self._auto_drafts else 0
+
+    def _plain_s(self) -> float | None:
+        """Current time of a token without drafts, which most servers stream."""
+        return self.stats.pass_s if self._verifier.max_further else self.stats.wait_s
 
     async def _decode(self) -> None:
         """Run rounds until the turn ends."""
@@ -278,6 +282,7 @@ class RemoteSession:
                     self._events.put_nowait(self._verified(event))
         finally:
             self._engine.abort_all()
+            self._verifier.halt()
             self._events.put_nowait(None)
 
     async def _end_turn(self) -> None:
@@ -333,6 +338,8 @@ class RemoteSession:
         own = max(pending.tree.depths, default=0)
         if not self.options.draft_ahead or len(self._ahead.ready()) < own:
             return False
+        if self._further() and self._ahead.step_s is not None:
+            return False  # a draft would only hold up the next verdict
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
 
     def _draft_alone(self) -> bool:

@@ -24,7 +24,7 @@ from moaspec.remote.device.prefix_cache import DeviceActivations
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import AVOID_S, BUSY_S
-from moaspec.support.limits import MAX_DRAFTED
+from moaspec.support.limits import MAX_DRAFTED, MAX_FURTHER
 
 POLL_S = 0.25
 """A waiting request checks its link at least this often."""
@@ -75,10 +75,12 @@ class RemoteVerifier:
         opening: the fields that all `Open` messages of the session share.
         memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
+        further: number of rounds without drafts that will follow one without drafts.
         keep: whether provisional tokens stay; otherwise they are drafts.
 
     Attributes:
         provisional: tokens that were shown without verification.
+        max_further: most tokens that the server streams after a request, in this turn.
     """
 
     def __init__(
@@ -89,17 +91,22 @@ class RemoteVerifier:
         opening: pb.Open,
         memory: DeviceActivations | None,
         meanwhile: Callable[[PendingRequest], bool],
+        further: Callable[[], int],
         keep: bool,
     ) -> None:
         self.link: ServerLink  # the session sets it
         self._ahead, self._target, self._opening = ahead, target, opening
         self._memory, self._meanwhile, self._keep = memory, meanwhile, keep
+        self._further = further
         self.text: list[int] = []
         self.provisional: list[int] = []
         self.turn = 0
         self._committed: list[int] | None = None  # the server's text, if known
         self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
+        self.max_further = 0
+        self._streamed = 0  # length up to which the server streams tokens in this turn
+        self._early: dict[int, pb.Verdict] = {}  # not asked for yet, by base
         self._placed_s = 0.0
         self._asked_s = 0.0
 
@@ -121,6 +128,9 @@ class RemoteVerifier:
         self._pending = PendingRequest(request, opening, loop.create_future(), request.tree)
         try:
             self._send()
+            early = self._early.pop(len(self.text), None)
+            if early is not None:
+                self._verdict(early)
             return [await self._answer(self._pending)]
         finally:
             self._pending = None
@@ -196,6 +206,8 @@ class RemoteVerifier:
         pending.due_s = now() + self._retry_s()
         message = pb.ClientMessage(turn=self.turn)
         if pending.opening:
+            self._streamed = 0
+            self._early.clear()
             message.open.CopyFrom(self._opening)
             message.open.sampling.CopyFrom(wire.sampling_message(pending.request.sampling))
             message.open.prompt_length = pending.request.prompt_length
@@ -203,8 +215,19 @@ class RemoteVerifier:
             message.open.held.extend(wire.range_messages(self._ahead.held.runs()))
         else:
             pending.tree = self._drafts(pending)
-            message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree))
+            most = min(self.max_further, MAX_FURTHER, self._ahead.room)
+            further = 0 if pending.tree.tokens else max(0, min(self._further(), most))
+            message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree, further))
+            if further:
+                self._streamed = max(self._streamed, len(self.text) + 1 + further)
         self.link.send(message)
+
+    def halt(self) -> None:
+        """Have the server stream no more tokens, because the turn has ended."""
+        if self._streamed > len(self.text):
+            # A request that has been answered is answered again without a pass.
+            draft = wire.draft_message(len(self.text) - 1, DraftTree())
+            self.link.send(pb.ClientMessage(turn=self.turn, draft=draft))
 
     def _drafts(self, pending: PendingRequest) -> DraftTree:
         """The request's drafts; after a cut, the drafts made since, if they are longer."""
@@ -243,6 +266,10 @@ class RemoteVerifier:
 
     def _verdict(self, verdict: pb.Verdict) -> None:
         pending = self._pending
+        waits = pending is not None and not pending.answer.done()
+        if len(self.text) + waits <= verdict.base < self._streamed:
+            self._early[verdict.base] = verdict
+            return
         if pending is not None and not pending.answer.done():
             text = [*self.text, *pending.kept]
             skip = len(text) - verdict.base
@@ -255,6 +282,8 @@ class RemoteVerifier:
                     self._reopen(pending)
                     return
                 self._check(pending, verdict)
+                self.max_further = verdict.max_further
+                self._put_off_streamed(pending, verdict, skip)
                 self._committed = [*text, *verdict.tokens[skip:]]
                 # Of a request that was sent again, the server may have verified either tree.
                 dropped = set[int]() if skip or pending.resent else set(verdict.dropped)
@@ -262,6 +291,20 @@ class RemoteVerifier:
                 self._note(pending, verdict)
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
+
+    def _put_off_streamed(self, pending: PendingRequest, verdict: pb.Verdict, skip: int) -> None:
+        """Keep the tokens that no round with these drafts can emit for the next requests."""
+        trees, path = (pending.request.tree, pending.tree), verdict.tokens[skip:-1]
+        stop = skip + 1 + max(len(_nodes_of(path, tree)) for tree in trees)
+        if pending.kept or stop == len(verdict.tokens):
+            return
+        later = pb.Verdict()
+        later.CopyFrom(verdict)
+        later.base += stop
+        del later.tokens[:stop], later.logprobs[:stop], later.dropped[:]
+        self._early[later.base] = later
+        del verdict.tokens[stop:], verdict.logprobs[stop:]
+        verdict.ClearField("activations")
 
     def _check(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         most, vocab_size = self._target.max_positions, self._target.vocab_size
@@ -357,12 +400,21 @@ def _seconds(told: float) -> float:
 def _tree_with(path: list[int], trees: Sequence[DraftTree]) -> tuple[DraftTree, list[int]]:
     """Find the first tree that contains a path from its root, and the nodes of the path.
 
-    If none does, return a chain of the path: the text may be longer than any known request.
+    If none does, return a chain of the path: kept tokens are in no request.
     """
     for tree in trees:
-        edges, nodes = children(tree), [-1]
-        for token in path:
-            nodes.append(edges.get((nodes[-1], token), -2))
-        if -2 not in nodes:
-            return tree, nodes[1:]
+        nodes = _nodes_of(path, tree)
+        if len(nodes) == len(path):
+            return tree, nodes
     return wire.chain(path), list(range(len(path)))
+
+
+def _nodes_of(path: Sequence[int], tree: DraftTree) -> list[int]:
+    """Nodes of the longest beginning of a path that is in the tree."""
+    edges, nodes = children(tree), [-1]
+    for token in path:
+        node = edges.get((nodes[-1], token))
+        if node is None:
+            break
+        nodes.append(node)
+    return nodes[1:]

@@ -193,14 +193,16 @@ class Open(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., law: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., num_target_layers: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Draft(_message.Message):
-    __slots__ = ("base", "tokens", "parents")
+    __slots__ = ("base", "tokens", "parents", "further")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     base: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    further: int
+    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., further: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("number",)
@@ -243,20 +245,22 @@ class ServerMessage(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., problem: _Optional[_Union[Problem, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s", "dropped")
+    __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s", "dropped", "max_further")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATIONS_FIELD_NUMBER: _ClassVar[int]
     PASS_S_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    MAX_FURTHER_FIELD_NUMBER: _ClassVar[int]
     base: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     activations: Activations
     pass_s: float
     dropped: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., pass_s: _Optional[float] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_further: int
+    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., pass_s: _Optional[float] = ..., dropped: _Optional[_Iterable[int]] = ..., max_further: _Optional[int] = ...) -> None: ...
 
 class Activations(_message.Message):
     __slots__ = ("start", "count", "data")

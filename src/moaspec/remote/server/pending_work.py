@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import MoaSpecError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.server.capabilities import Capabilities
@@ -36,19 +37,27 @@ class PendingWork:
     def put(self, session: ServerSession, work: TurnRequest | DraftRequest) -> None:
         """Start a session's request; while it is busy, only the latest request is kept."""
         session.used_s = time.monotonic()
+        under_way = session.task is not None and session.decided
+        if under_way and isinstance(work, DraftRequest) and work.base == len(session.token_ids):
+            self._aim(session, work)  # the pass under way chooses the token that it asks for
+            return
         session.waiting = work
         if session.task is None:
             session.task = asyncio.create_task(self._run(session))
 
     async def _run(self, session: ServerSession) -> None:
-        """Run the requests of a session until none is left."""
+        """Run the requests of a session until none is left, and stream further tokens."""
         try:
-            while (work := session.waiting) is not None:
-                session.waiting = None
+            while True:
+                work, session.waiting = session.waiting, None
                 if isinstance(work, TurnRequest):
                     await self._begin(session, work)
-                else:
+                elif work is not None:
                     await self._verify(session, work)
+                elif session.stream is not None and len(session.token_ids) < session.goal:
+                    await self._decide(session, DraftTree())
+                else:
+                    break
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - the device is told
@@ -79,18 +88,29 @@ class PendingWork:
             return
         if drafted.base > committed or not session.decided:
             session.problem(pb.Problem.LOST, "The text here is shorter.")
-        elif drafted.base < max(1, committed):
+            return
+        self._aim(session, drafted)
+        if drafted.base < max(1, committed):
             session.answer(drafted.base)
         elif committed >= most:
             session.problem(pb.Problem.REFUSED, f"Texts end at {most} tokens.")
         else:
-            with self._observer.work("verify"):
-                activations = await session.verify(drafted.tree)
-            dropped = len(session.dropped)
-            self._observer.verified(
-                len(drafted.tree.tokens) - dropped, dropped, len(session.token_ids) - committed
-            )
-            session.answer(committed, activations)
+            await self._decide(session, drafted.tree)
+
+    def _aim(self, session: ServerSession, drafted: DraftRequest) -> None:
+        """Set how far tokens are streamed after the request's own."""
+        goal = drafted.base + 1 + drafted.further if drafted.further else 0
+        session.goal = min(goal, self._capabilities.max_tokens)
+
+    async def _decide(self, session: ServerSession, tree: DraftTree) -> None:
+        committed = len(session.token_ids)
+        with self._observer.work("verify"):
+            activations = await session.verify(tree)
+        dropped = len(session.dropped)
+        self._observer.verified(
+            len(tree.tokens) - dropped, dropped, len(session.token_ids) - committed
+        )
+        session.answer(committed, activations)
 
     def _fail(self, session: ServerSession, error: Exception) -> None:
         """Tell the device that its session failed, and remove the session."""

@@ -23,6 +23,7 @@ from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.token_ids import common_length
+from moaspec.support.limits import MAX_FURTHER
 
 OnText = Callable[[Sequence[int], Sequence[int]], None]
 """Gets prompt and generated ids of a text; must neither block nor raise."""
@@ -42,11 +43,12 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A checked request to verify drafts."""
+    """A checked request to verify drafts, or to stream `further` tokens after the next one."""
 
     turn: int
     base: int
     tree: DraftTree
+    further: int = 0
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class ServerSession:
         stream: of the device's connection; None while it has none.
         task: runs the session's requests; None while there is none.
         waiting: the request that comes next.
+        goal: length up to which tokens are streamed that no request asks for.
     """
 
     name: bytes
@@ -83,7 +86,7 @@ class ServerSession:
     stream: ResponseStream | None = None
     task: asyncio.Task[None] | None = None
     waiting: TurnRequest | DraftRequest | None = None
-    on_text: OnText | None = None  # gets the turn's text when it is over
+    goal: int = 0
     _opened: int = 0
     _drafted_at: int = 0  # length of the text that the newest drafts followed
 
@@ -91,6 +94,14 @@ class ServerSession:
     def decided(self) -> bool:
         """Whether the target has chosen the turn's first token."""
         return len(self.token_ids) > self._opened
+
+    @property
+    def max_further(self) -> int:
+        """Most tokens that are streamed after a request.
+
+        Rules may allow no token after the text's end, which only the device knows.
+        """
+        return 0 if self.sampling.processors or self.sampling.rules else MAX_FURTHER
 
     def knows(self, opening: TurnRequest) -> bool:
         """Whether this turn has begun already, so that its request is a repetition."""
@@ -113,7 +124,7 @@ class ServerSession:
         self.num_verified = min(common, self.num_verified) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)
         self.prompt_length, self.sampling = opening.prompt_length, sampling
-        self.logprobs, self.dropped = [], []
+        self.logprobs, self.dropped, self.goal = [], [], 0
         self._adopt(opening.asked)
 
     def offer_text(self) -> None:
@@ -249,6 +260,7 @@ class ServerSession:
             logprobs=self.logprobs[-past:] if past and self.logprobs else (),
             activations=activations,
             pass_s=self.pass_s,
+            max_further=self.max_further,
             dropped=self.dropped if base == self._drafted_at else (),
         )
         self.stream.answer(pb.ServerMessage(session=self.name, turn=self.turn, verdict=verdict))

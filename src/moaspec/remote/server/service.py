@@ -351,10 +351,11 @@ class TargetService:
         limits = self.capabilities.limits
         if message.HasField("draft"):
             draft = message.draft
-            self._work.put(
-                session, DraftRequest(session.turn, draft.base, wire.tree_of(draft, limits))
-            )
+            tree = wire.tree_of(draft, limits)
+            further = 0 if tree.tokens else min(draft.further, session.max_further)
+            self._work.put(session, DraftRequest(session.turn, draft.base, tree, further))
         elif message.HasField("resume"):
+            session.goal = 0
             session.hold(wire.runs_of(message.resume.held, limits))
             if session.decided and message.resume.base <= len(session.token_ids):
                 session.answer(message.resume.base)
