@@ -271,7 +271,11 @@ def steps(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
             runs[f"{name}, threads: {threads}"] = step
     for _ in range(args.repeats):
         for name, run in runs.items():
-            row = run()
+            try:
+                row = run()
+            except subprocess.CalledProcessError as error:
+                print(f"{name}: {error.stderr.decode().strip()[-300:]}", flush=True)
+                continue
             best = found.setdefault(name, row)
             for key in ("step_ms", "step_cpu_ms"):
                 best[key] = min(best[key], row[key])

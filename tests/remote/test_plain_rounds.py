@@ -489,7 +489,7 @@ def test_the_pause_says_what_follows() -> None:
 
 def test_a_step_is_measured_before_it_is_needed() -> None:
     assert depths(policy(0.2, None, 0.15), MIN_PAUSE) == [0] * MIN_PAUSE
-    assert depths(policy(0.16, None, 0.15, ahead=False), 1) != [0]
+    assert depths(policy(0.2, None, 0.15, ahead=False), MIN_PAUSE) == [0] * MIN_PAUSE
     assert depths(policy(0.2, None, None), 1) != [0]
 
 

@@ -198,6 +198,7 @@ class Device:
         self.policy = LinkPolicy(
             wait_s=self._wait_s,
             step_s=lambda: self._fleet.step_s,
+            prior=PRIOR,
             ahead=self._fleet.mode == "ahead",
         )
 

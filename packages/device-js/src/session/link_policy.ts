@@ -11,8 +11,8 @@
 /** Longest chain; beyond `MAX_DEPTH` the acceptance of the last depth is assumed. */
 const MAX_DRAFTS = 24;
 const MAX_DEPTH = 8;
-/** P(the target chooses the drafter's favourite) before anything is known of it. */
-const PRIOR = 0.28;
+/** P(the target chooses the drafter's favourite) before anything is known: the bundled drafters' chains. */
+const PRIOR = 0.5;
 /** Rounds that the prior counts for. */
 const PRIOR_ROUNDS = 4;
 /** Worth of an observation one round later: texts change, so old rounds fade. */
@@ -24,7 +24,7 @@ const ASSUMED_STEP_MS = 10;
 const MIN_PAUSE = 4;
 const MAX_PAUSE = 1024;
 /** Share of plain decoding's time that these trials may cost; the length of pauses follows. */
-const MAX_LOSS = 0.01;
+const MAX_LOSS = 0.005;
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
 
@@ -60,8 +60,8 @@ interface Expected {
 
 /**
  * Chooses the number of drafts of each round. After each pause without drafts one round drafts, because
- * acceptance and times change. A device that drafts ahead begins with a pause, in which it measures
- * its draft step.
+ * acceptance and times change. A device begins with a pause, in which it measures its draft step while
+ * tokens are streamed.
  */
 export class LinkPolicy {
   /** Rounds without drafts that follow the current one. */
@@ -89,7 +89,7 @@ export class LinkPolicy {
       return 0;
     }
     const plainMs = this.plainMs();
-    if (plainMs !== undefined && this.ahead && this.stepMs() === undefined) {
+    if (plainMs !== undefined && this.stepMs() === undefined) {
       this.pause = MIN_PAUSE - 1;
       return 0;
     }

@@ -305,8 +305,9 @@ export class RemoteSession {
   private async draftAhead(pending: PendingRequest): Promise<boolean> {
     const own = pending.drafts.length;
     const ready = this.ahead.ready().length;
-    // A draft would only hold up the next verdict.
-    if (this.further && (this.policy === 0 || this.ahead.stepMs !== undefined)) return false;
+    if (this.further) { // once a step is measured, drafts would only hold up verdicts
+      return this.policy !== 0 && this.ahead.stepMs === undefined && !ready && this.ahead.extend();
+    }
     return this.options.draftAhead && own <= ready && ready <= 2 * own && this.ahead.extend();
   }
 

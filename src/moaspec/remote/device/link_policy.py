@@ -15,12 +15,16 @@ from math import ceil
 import numpy as np
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, AcceptanceRates
+from moaspec.drafting.policy.cost_model import MAX_DEPTH, AcceptanceRates
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain
 
 MAX_DRAFTS = 24
 """Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
+
+PRIOR = ((0.5,),)
+"""Acceptance rate to start from: of the bundled drafters' chains. A lower one would keep devices on
+links with long round trips from the drafts that show how good they are."""
 
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
 """Assumed before the first round trip and the first draft."""
@@ -28,15 +32,15 @@ ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
 MIN_PAUSE, MAX_PAUSE = 4, 1024
 """Rounds without drafts before drafts are tried again."""
 
-MAX_LOSS = 0.01
+MAX_LOSS = 0.005
 """Share of plain decoding's time that these trials may cost; the length of pauses follows."""
 
 
 class LinkPolicy(DraftPolicy):
     """Drafts the chain with the most expected tokens per second, or none where none has more.
 
-    After each pause one round drafts, because acceptance and times change. A device that drafts
-    ahead begins with a pause, in which it measures its draft step.
+    After each pause one round drafts, because acceptance and times change. A device begins with a
+    pause, in which it measures its draft step while tokens are streamed.
 
     Args:
         wait_s: current time of a round trip with its pass; None before the first.
@@ -70,7 +74,7 @@ class LinkPolicy(DraftPolicy):
             self.pause -= 1
             return None
         plain_s = self._plain_s()
-        if plain_s is not None and self._ahead and self._step_s() is None:
+        if plain_s is not None and self._step_s() is None:
             self.pause = MIN_PAUSE - 1
             return None
         speeds = self.speeds()

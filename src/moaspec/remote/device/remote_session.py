@@ -336,10 +336,10 @@ class RemoteSession:
     def _draft_ahead(self, pending: PendingRequest) -> bool:
         """Draft ahead, at most to the end of the next round's drafts."""
         own = max(pending.tree.depths, default=0)
+        if self._further():  # once a step is measured, drafts would only hold up verdicts
+            return self._ahead.step_s is None and not self._ahead.ready() and self._ahead.extend()
         if not self.options.draft_ahead or len(self._ahead.ready()) < own:
             return False
-        if self._further() and self._ahead.step_s is not None:
-            return False  # a draft would only hold up the next verdict
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
 
     def _draft_alone(self) -> bool:

@@ -1,0 +1,132 @@
+"""Speed of a device with `draft="auto"` beside plain streaming, in simulated time.
+
+Session and server are real. Passes, draft steps and links take simulated time, and nothing else
+takes any, so the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+import tiny
+from fleet_sim.simulation import SkippingLoop
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.protocols import RequestText
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.transport import Connection, InProcessTransport
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
+
+PASS_S = 0.15
+NEW_TOKENS = 96
+MIN_OVER_PLAIN = 0.97
+LINKS = {"lan": 0.009, "5g": 0.025, "4g": 0.042}
+"""Round trips, in seconds."""
+STEPS = (0.003, 0.03, 0.06, 0.15)
+"""Seconds of a draft step: a fast device, phones, and some that should not draft."""
+AGREEMENTS = (0.3, 0.75)
+"""Probability that a draft is right."""
+
+
+class Held(OracleProposer):
+    """A drafter whose steps take simulated time, in which nothing else happens on the device."""
+
+    step_s = 0.0
+
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        loop: Any = asyncio.get_running_loop()
+        loop._skipping.now_s += self.step_s * shape.depth
+        return super().propose(rows, shape)
+
+
+class Slow:
+    """A connection whose frames arrive after a while, in their order."""
+
+    def __init__(self, inner: Connection, delay_s: float) -> None:
+        self._inner, self._delay_s = inner, delay_s
+        self._arrived = asyncio.Queue[bytes]()
+        self._tasks = {asyncio.create_task(self._read())}
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            frame = await self._inner.receive()
+            loop.call_later(self._delay_s, self._arrived.put_nowait, frame)
+
+    async def _later(self, frame: bytes) -> None:
+        await asyncio.sleep(self._delay_s)
+        await self._inner.send(frame)
+
+    async def send(self, frame: bytes) -> None:
+        self._tasks.add(asyncio.create_task(self._later(frame)))
+
+    async def receive(self) -> bytes:
+        return await self._arrived.get()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._inner.close()
+
+
+class SlowTransport:
+    """Makes such connections."""
+
+    def __init__(self, service: TargetService, delay_s: float) -> None:
+        self._inner, self._delay_s = InProcessTransport(service), delay_s
+
+    async def connect(self) -> Connection:
+        return Slow(await self._inner.connect(), self._delay_s)
+
+
+async def over_plain(rtt_s: float, step_s: float, agreement: float, *, ahead: bool) -> float:
+    """Speed from the request to the last token, over that of plain streaming."""
+    target, prompt = tiny.target(), tiny.PROMPTS[1]
+    text = tiny.own_text(target, prompt, NEW_TOKENS)
+    drafter = Held([[*prompt, *text]], agreement=agreement, seed=1)
+    drafter.step_s = step_s
+    service = TargetService(target, None, ServiceOptions(passes=PassOptions(min_pass_s=PASS_S)))
+    transport = SlowTransport(service, rtt_s / 2)
+    options = RemoteOptions(draft_ahead=ahead)
+    session = RemoteSession(LocalDevice(target, drafter), transport, options)
+    loop, got = asyncio.get_running_loop(), list[int]()
+    started_s = loop.time()
+    async for event in session.stream(prompt, max_new_tokens=NEW_TOKENS):
+        got[event.start :] = event.token_ids
+    took_s = loop.time() - started_s
+    assert got == text
+    await session.close()
+    await service.stop()
+    return (rtt_s + PASS_S * NEW_TOKENS) / took_s
+
+
+async def decide_here(shared: SharedVerifier, requests: Any) -> Any:
+    """A pass without a thread, whose time would be real."""
+    return shared._decide(requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", LINKS)
+def test_no_device_is_slower_than_plain_streaming(
+    name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = SkippingLoop()
+    monkeypatch.setattr(time, "monotonic", loop.time)
+    monkeypatch.setattr(SharedVerifier, "_pass", decide_here)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        found = {
+            (step_s, agreement): runner.run(over_plain(LINKS[name], step_s, agreement, ahead=ahead))
+            for step_s, agreement in product(STEPS, AGREEMENTS)
+        }
+    assert min(found.values()) >= MIN_OVER_PLAIN, found
+    assert found[STEPS[0], AGREEMENTS[-1]] > 1.5
