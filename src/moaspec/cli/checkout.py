@@ -30,7 +30,7 @@ def import_tool(module: str, command: str, tools: Path = TOOLS) -> Any:
 
 
 def add_tool_command(app: typer.Typer, function: str, command: str, tools: Path = TOOLS) -> None:
-    """Add a command; in an installed package, a hidden one that says where it runs.
+    """Add a command. In an installed package it is hidden, and refuses with the place where it runs.
 
     Args:
         function: `module:function` in tools/.

@@ -66,7 +66,7 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
 
 
 def learning_process(asked: LoadOptions, directory: Path) -> LearningProcess:
-    """The process in which the drafter learns.
+    """The process that trains the drafter.
 
     Raises:
         InputError: no drafter is named, and none is bundled.

@@ -50,7 +50,7 @@ def require_rope(config: Mapping[str, Any], name: str) -> None:
 
 
 def _faults(config: Mapping[str, Any], family: str) -> Iterator[str]:
-    """What is wrong, of which the first is told."""
+    """Yield each fault; only the first reaches the user."""
     length = config.get("max_position_embeddings", 1)
     if type(length) is not int or length <= 0:
         yield f"'max_position_embeddings' must be a positive integer, and it is {length!r}"

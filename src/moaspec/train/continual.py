@@ -3,8 +3,8 @@
 Texts arrive one by one (`ContinualTrainer.add`). A cycle takes `steps` batches of them for one
 optimiser step each, and compares the trained drafter with the one before on `held_out` other texts.
 If its simulated tau there is higher, it becomes the next version, else weights and optimiser roll
-back: also where it is the same, as on texts that no drafter can follow. A prompt is always on the
-same side, so no text that is measured was ever trained on.
+back. The same tau rolls back too, as on texts that no drafter can follow. A prompt is always either
+trained on or held out.
 
 **Only the decoder learns** (SA, CA and exits). All versions share the encoder, so what it made of
 verified tokens stays valid: a server changes versions between two rounds, and a device may draft
@@ -73,11 +73,11 @@ class LearnConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CycleReport:
-    """What became of one cycle.
+    """Outcome of one cycle.
 
     Attributes:
         cycle: its number, from 1.
-        version: the newest version after it; 0 is the drafter that it all began with.
+        version: the newest version after it; 0 is the first drafter.
         accepted: whether the cycle made this version; if not, it was rolled back.
         tau_before, tau_after: simulated tau of the version before and of the trained drafter on the
             cycle's held-out texts; `tau_after` is None where loss or gradients were not finite.

@@ -1,4 +1,4 @@
-"""A second process of lowest priority in which a server's drafter learns.
+"""A second process of lowest priority that trains a server's drafter.
 
 The server offers it the texts that it has written, and is told of new versions of the drafter. It
 has a target of its own, so it needs the memory of another one. Texts pass through a pipe only.

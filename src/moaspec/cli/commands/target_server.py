@@ -238,7 +238,7 @@ def _page(
 def _learning(
     asked: options.LoadOptions, directory: Path | None, engine: str
 ) -> tuple[options.LoadOptions, LearningProcess | None]:
-    """What to load, and the process in which the drafter learns; InputError where it cannot."""
+    """What to load, and the process that trains the drafter; InputError where it cannot."""
     if directory is None:
         return asked, None
     if engine == "vllm":

@@ -93,7 +93,7 @@ class DeviceBundle(Device):
     module: MoADrafter | IndependentDrafter  # the part of the drafter that runs on the device
 
     def __post_init__(self) -> None:
-        # The first one names the encoder to the server, whatever version drafts.
+        # The first version names the encoder to the server; a later one may draft.
         self.fingerprint = self.version = self.info.fingerprint
 
     async def update(self, transport: ServerTransport) -> bool:

@@ -106,7 +106,7 @@ class AheadDrafter:
         return True
 
     def _measure(self, step_s: float, num_new: int) -> None:
-        """Update `step_s` by the time of one that read so many tokens."""
+        """Update `step_s` by a draft step of `step_s` seconds that read `num_new` tokens."""
         if num_new <= MAX_NEW:
             self.step_s = step_s if self.step_s is None else 0.9 * self.step_s + 0.1 * step_s
         elif self.step_s is not None:  # a step that only drafts takes no longer

@@ -40,7 +40,7 @@ class LinkPolicy(DraftPolicy):
     """Drafts the chain with the most expected tokens per second, or none where none has more.
 
     After each pause one round drafts, because acceptance and times change. A device begins with a
-    pause, in which it measures its draft step while tokens are streamed.
+    pause: tokens are streamed while it measures its draft step.
 
     Args:
         wait_s: current time of a round trip with its pass; None before the first.

@@ -112,7 +112,7 @@ class GraphBuilder:
         return Matrix(x_IR, self.constant(scale_R11.ravel()), num_inputs, num_rows)
 
     def _multiplied(self, steps_RQB: Array, factor_RQ1: Array) -> str:
-        """Steps times factors, (I, R) int8: a convolution in which each block is a channel.
+        """Steps times factors, (I, R) int8: a convolution, each block a channel.
 
         Runtimes apply no other product of eight bits to constants.
         """

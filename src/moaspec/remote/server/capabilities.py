@@ -72,7 +72,7 @@ class Capabilities:
         self._newest = fingerprints[-1] if fingerprints else ""
 
     def serves(self, drafter: str) -> bool:
-        """Whether this drafter, of which a device has a part, has the encoder that runs here."""
+        """Whether the encoder that runs here belongs to this drafter of a device."""
         return drafter in self._versions
 
     def describe(self) -> pb.Description:
