@@ -56,11 +56,13 @@ def end_idle_threads() -> None:
     and passes take 1.7 times as long. The thread that loads a model leaves as many threads behind
     as the thread that decodes needs. Other OpenMP libraries have no such rule.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux, or an old libgomp
+    try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        paths = [line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line]
-        if paths:
-            ctypes.CDLL(paths[0]).omp_pause_resource_all(PAUSE_SOFT)
+    except OSError:  # not Linux
+        return
+    for path in {line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line}:
+        with contextlib.suppress(OSError, AttributeError):  # an old libgomp
+            ctypes.CDLL(path).omp_pause_resource_all(PAUSE_SOFT)
 
 
 def freeze_loaded_objects() -> None:

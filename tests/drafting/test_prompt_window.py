@@ -220,6 +220,23 @@ def test_a_window_for_one_request() -> None:
     assert decoding.encoded == [[7, 8], [9], [10], [*range(3, 12)], [12]]
 
 
+def test_a_narrow_window_keeps_the_features_of_an_earlier_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "FIRST_WINDOW", 2)
+    target = tiny.target()
+    decoding = Decoding(FastMoAProposer, target, windowed(tiny.random_drafter(target)))
+    engine = Engine(decoding.verifier, decoding.proposer, target=target)
+    old = engine.add(TEXT[:9], max_new_tokens=4, shape=SHAPE, keep=True)
+    list(engine.run())
+    held = decoding.encoded[0][0]
+    prompt = (*TEXT[:9], *engine.result(old).token_ids, 3, 4, 5)
+    engine.add(prompt, max_new_tokens=2, shape=Charged(lags=False), after=old)
+    engine.step()
+    assert decoding.proposer.first_encoded[0] == held
+    assert decoding.encoded[-1][-1] >= len(prompt) - 1
+
+
 def test_a_prompt_that_is_encoded_later() -> None:
     decoding = Decoding(
         FastMoAProposer, tiny.target(), windowed(tiny.random_drafter(tiny.target()))

@@ -39,7 +39,7 @@ def stats(
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Count the tokens of training data.
+    """Count the tokens of training data, in a checkout.
 
     Prints lengths, coverage of trimmed vocabularies, and the size of the activation cache.
 
@@ -90,7 +90,7 @@ def overlap(
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Find rows that share words with prompts.
+    """Find rows that share words with prompts, in a checkout.
 
     The rows are training data, the prompts those of an evaluation. Exit code 1 if there are any.
     With --out all other rows are written unchanged, and the exit code is 0.

@@ -1,4 +1,4 @@
-"""The command `moaspec edge-bench`; `moaspec.cli.commands.edge_bench` adds it in a checkout."""
+"""The command `moaspec edge-bench`; `moaspec.cli.checkout` adds it in a checkout."""
 
 from __future__ import annotations
 

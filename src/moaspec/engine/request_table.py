@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Proposer, Verifier
@@ -199,6 +200,12 @@ class RequestTable:
         num_unread = min(len(unread), asked.window or len(unread))
         if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has
             num_unread = len(self._verifier.encoded_range(asked)[1])
+            first, encoded = self._verifier.encoded_range(replace(asked, window=0))
+            if asked.window and encoded.start - first >= asked.window:
+                # A narrow window would drop the features of an earlier turn.
+                num_unread = len(encoded)
+                for policy in request.policies:
+                    policy.window = 0
         for policy in request.policies:
             policy.begin(
                 num_unread,

@@ -122,6 +122,12 @@ class CacheGroup:
         return int(self.table.block_size)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the table's size; a block that vLLM allocates may be several of them."""
+        allocated = self._runner.kv_cache_config.num_blocks * self.group.kv_cache_spec.block_size
+        return int(allocated // self.block_size)
+
+    @property
     def blocks(self) -> Integers:
         """Block ids of all requests, (R, M)."""
         table: Integers = self.table.get_numpy_array()

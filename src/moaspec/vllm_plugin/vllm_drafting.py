@@ -59,9 +59,9 @@ class PagedDrafter:
         self._target_group = CacheGroup(runner, parts.target_layers[0].layer_name)
         self._self_group = CacheGroup(runner, parts.self_attention.name)
         self._cross_group = CacheGroup(runner, parts.cross_attention.name)
-        blocks = runner.kv_cache_config.num_blocks
-        self._self_encoded = EncodedTokens(blocks, self._self_group.block_size)
-        self._cross_encoded = EncodedTokens(blocks, self._cross_group.block_size)
+        own, cross = self._self_group, self._cross_group
+        self._self_encoded = EncodedTokens(own.num_blocks, own.block_size)
+        self._cross_encoded = EncodedTokens(cross.num_blocks, cross.block_size)
         self._window = parts.drafter.config.prompt_window
         self._first_blocks: dict[str, int] = {}
 

@@ -122,7 +122,7 @@ function listen() {
     const inDialog = event.target.closest?.("dialog");
     if (event.key === "Escape" && !event.defaultPrevented && !inDialog) chat.stop();
   });
-  $("private").addEventListener("click", () => markPrivate($("message")));
+  $("private").addEventListener("click", () => markPrivate($("message"), (text) => speaker.say(text)));
   $("examples").addEventListener("click", (event) => {
     if (event.target.matches("button")) send(event.target.textContent);
   });
