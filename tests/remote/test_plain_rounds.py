@@ -24,7 +24,7 @@ from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection, pipe
-from moaspec.remote.server.server_session import ServerSession
+from moaspec.remote.server.server_session import DraftRequest, ServerSession
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
@@ -209,6 +209,48 @@ def test_a_request_replaces_the_number_at_once() -> None:
             assert session.token_ids[len(text) :] == plain(text, 3)
             told = [(await client.receive()).verdict.base for _ in range(3)]
             assert told == [len(text) + i for i in range(3)]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
+    """The task has not begun, and would run the older one only."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            (session,) = at.sessions
+            right, other = plain(text, 2)
+            for base, tree in (
+                (len(text) - 1, DraftTree()),
+                (len(text), DraftTree((right,), (-1,))),
+            ):
+                at._work.put(session, DraftRequest(session.turn, base, tree))
+            assert (await client.receive()).verdict.tokens == [right, other]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
+    """The device is told, so that it does not take them for wrong."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            (session,) = at.sessions
+            right, other = plain(text, 2)
+            for tree in (DraftTree(), DraftTree((right, other), (-1, 0))):
+                at._work.put(session, DraftRequest(session.turn, len(text), tree, MAX_FURTHER))
+                await asyncio.sleep(0)  # the task takes the first one
+            for _ in range(2):  # the second request is answered, too
+                told = (await client.receive()).verdict
+                assert told.base == len(text)
+                assert told.tokens == [right]
+                assert told.dropped == [0, 1]
         await at.stop()
 
     asyncio.run(run())

@@ -37,8 +37,13 @@ class PendingWork:
     def put(self, session: ServerSession, work: TurnRequest | DraftRequest) -> None:
         """Start a session's request; while it is busy, only the latest request is kept."""
         session.used_s = time.monotonic()
-        under_way = session.task is not None and session.decided
-        if under_way and isinstance(work, DraftRequest) and work.base == len(session.token_ids):
+        under_way = session.task is not None and session.waiting is None and session.decided
+        if (
+            under_way
+            and isinstance(work, DraftRequest)
+            and work.base == len(session.token_ids)
+            and not work.tree.tokens
+        ):
             self._aim(session, work)  # the pass under way chooses the token that it asks for
             return
         session.waiting = work
@@ -110,6 +115,9 @@ class PendingWork:
         self._observer.verified(
             len(tree.tokens) - dropped, dropped, len(session.token_ids) - committed
         )
+        late = session.waiting
+        if isinstance(late, DraftRequest) and late.base == committed and not tree.tokens:
+            session.dropped = list(range(len(late.tree.tokens)))  # they came during the pass
         session.answer(committed, activations)
 
     def _fail(self, session: ServerSession, error: Exception) -> None:
