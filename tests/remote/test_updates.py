@@ -15,7 +15,7 @@ import bundles
 import moaspec
 import tiny
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import LinkError, RefusedError
+from moaspec.errors import LinkError, RefusedError, WireError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
@@ -25,7 +25,9 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import InProcessTransport
+from moaspec.remote.server import service as service_module
 from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.server_session import TurnRequest
 from moaspec.remote.server.service import TargetService
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.serve.sources import edge_source
@@ -130,23 +132,23 @@ def test_bundles_of_all_versions_are_served(tmp_path: Path) -> None:
 class Sender:
     """A server that announces a version and sends these pieces."""
 
-    def __init__(self, *pieces: bytes) -> None:
-        self.pieces, self.sent = pieces, 0
+    def __init__(self, *pieces: bytes, version: str = "new") -> None:
+        self.pieces, self.version, self.sent = pieces, version, 0
 
     async def describe(self) -> pb.Description:
         return pb.Description(newest="new")
 
-    async def weights(self) -> AsyncGenerator[bytes]:
+    async def weights(self) -> AsyncGenerator[pb.Weights]:
         for piece in self.pieces:
             self.sent += 1
-            yield piece
+            yield pb.Weights(data=piece, version=self.version)
 
 
 def file_of(version: MoADrafter, **changes: torch.Tensor) -> bytes:
     return safetensors.torch.save(device_part(version) | changes)
 
 
-@pytest.mark.parametrize("fault", ["noise", "empty", "endless", "shape", "missing", "not finite"])
+@pytest.mark.parametrize("fault", ["noise", "endless", "shape", "missing", "not finite"])
 def test_weights_that_do_not_fit_are_refused(fault: str, bundle: Path) -> None:
     """The device goes on drafting with what it has."""
     device = load_device(bundle, dtype="float32")
@@ -154,7 +156,6 @@ def test_weights_that_do_not_fit_are_refused(fault: str, bundle: Path) -> None:
     name, weight = next(iter(device_part(version).items()))
     pieces = {
         "noise": (b"noise" * 100,),
-        "empty": (),
         "endless": (bytes(1 << 20),) * 100,
         "shape": (file_of(version, **{name: torch.zeros(3, 3)}),),
         "missing": (safetensors.torch.save({name: weight}),),
@@ -167,11 +168,51 @@ def test_weights_that_do_not_fit_are_refused(fault: str, bundle: Path) -> None:
     assert sender.sent < 10
 
 
-def test_an_edge_asks_again_after_a_cut(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_another_server_of_a_fleet_answers(bundle: Path) -> None:
+    """Its weights have their own name; it may be behind, or have no version at all."""
+    device = load_device(bundle, dtype="float32")
+    _, _, version = served(bundle)
+    before = device.module
+    for behind in (Sender(), Sender(b"not read", version=str(device.version))):
+        assert not asyncio.run(device.update(behind))  # type: ignore[arg-type]
+    assert device.module is before
+    assert asyncio.run(device.update(Sender(file_of(version), version="newer")))  # type: ignore[arg-type]
+    assert device.version == "newer"
+
+
+def test_weights_are_made_once_for_all_devices(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no more once it is refused."""
-    answers: list[Any] = [LinkError("cut"), True, RefusedError("not ours")]
+    target, first, version = served(bundle)
+    made: list[MoADrafter] = []
+
+    def part(of: MoADrafter) -> dict[str, torch.Tensor]:
+        made.append(of)
+        return device_part(of)
+
+    monkeypatch.setattr(service_module, "device_part", part)
+
+    async def run() -> None:
+        service = TargetService(target, first)
+        assert await service.device_weights() == ("", b"")  # only the initial drafter
+        service.adopt(version, "new")
+        found = await asyncio.gather(*(service.device_weights() for _ in range(3)))
+        assert found == [("new", file_of(version))] * 3
+        await service.stop()
+
+    asyncio.run(run())
+    assert made == [version]
+
+
+@pytest.mark.parametrize("last", [RefusedError("not ours"), WireError("not ours")])
+def test_an_edge_asks_again_after_a_cut(
+    last: Exception,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And no more once it is refused, or cannot read the answer."""
+    answers: list[Any] = [LinkError("cut"), True, last]
     done = asyncio.Event()
 
     async def update(_: Any, __: Any) -> bool:
@@ -234,3 +275,39 @@ def test_texts_are_offered_when_a_turn_is_over(tmp_path: Path) -> None:
         await service.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("given", "written", "offered"),
+    [
+        ((), (5, 6, 7), [(5, 6, 7)]),
+        ((), (5, 1, 7), [(5, 1)]),  # the server goes on until the device halts it
+        ((8,), (5, 6, 7), []),  # by the device: kept drafts, or anything else
+        ((), (), []),
+    ],
+)
+def test_only_what_the_target_chose_is_offered(
+    given: tuple[int, ...], written: tuple[int, ...], offered: list[tuple[int, ...]]
+) -> None:
+    target = tiny.fresh_target()
+    target.stop_token_ids = frozenset({1})
+    service, texts = TargetService(target), []
+    service.listen(lambda prompt, text: texts.append((tuple(prompt), tuple(text))))
+
+    async def run() -> None:
+        session = service.sessions.create(bytes(16), "me")
+        opening = TurnRequest(
+            turn=1,
+            token_ids=PROMPT + given,
+            prompt_length=len(PROMPT),
+            sampling=GREEDY,
+            grammar="",
+            asked=None,
+        )
+        session.begin(opening, GREEDY)
+        session.token_ids += written
+        service.sessions.remove(session)
+        await service.stop()
+
+    asyncio.run(run())
+    assert texts == [(PROMPT, text) for text in offered]

@@ -114,14 +114,9 @@ class SamplingParams:
         """Whether unlikely tokens are left out."""
         return bool(self.top_k or self.min_p) or self.top_p < 1.0
 
-    @property
-    def steers(self) -> bool:
-        """Whether a bias, a grammar or another processor leads the text."""
-        return bool(self.logit_bias or self.processors)
-
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties or processors change logits before the choice."""
+        """Whether bias, penalties, rules or processors change logits before the choice."""
         return self.needs_prefix or bool(self.logit_bias)
 
     @cached_property

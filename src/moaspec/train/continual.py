@@ -31,6 +31,7 @@ from torch import Tensor
 from moaspec.errors import InputError, TrainingError
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint
+from moaspec.support.paths import make_private
 from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch, random_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
@@ -122,7 +123,7 @@ class ContinualTrainer:
         config: LearnConfig | None = None,
     ) -> None:
         self.target, self.directory, self.config = target, Path(directory), config or LearnConfig()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_private(self.directory)
         drafter = load_checkpoint(find_drafter(initial), target.identity, target.config)
         layers = drafter.config.num_target_layers
         self._settings = _settings(self.config, target, initial, self.directory, layers)
@@ -293,10 +294,7 @@ class ContinualTrainer:
                 "start again, or put it back from a copy."
             ) from error
         if first != self.fingerprints[0]:
-            raise InputError(
-                f"{self.directory} holds versions of another drafter than "
-                f"{self._settings.initial}. Use another directory."
-            )
+            raise other_drafter(self.directory, self._settings.initial)
         self.fingerprints += later
         self.version = len(later)
         self._load(tensors)
@@ -321,6 +319,13 @@ def newest_version(directory: Path) -> Path | None:
     """
     number = len(fingerprints(directory)) - 1
     return version_directory(directory, number) if number > 0 else None
+
+
+def other_drafter(directory: Path, initial: str | Path | None) -> InputError:
+    """The refusal of a directory whose versions did not begin with this drafter."""
+    return InputError(
+        f"{directory} holds versions of another drafter than {initial}. Use another directory."
+    )
 
 
 def fingerprints(directory: Path) -> list[str]:

@@ -17,13 +17,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from moaspec.errors import MoaSpecError
+from moaspec.generation.drafters import find_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint
 from moaspec.support.locks import claimed
+from moaspec.support.paths import make_private
+from moaspec.target.spec import TargetSpec
 from moaspec.train.continual import (
     ContinualTrainer,
     CycleReport,
     LearnConfig,
     fingerprints,
     newest_version,
+    other_drafter,
     version_directory,
 )
 
@@ -118,6 +123,23 @@ class LearningProcess:
             tau=self._tau,
         )
 
+    def check(self, target: TargetSpec) -> None:
+        """Refuse versions of another drafter than the initial one, in whose place they would draft.
+
+        Args:
+            target: of both.
+
+        Raises:
+            InputError: the directory holds such versions.
+            UnknownModelError, CheckpointError: the initial drafter cannot be used.
+        """
+        initial = self.settings.initial
+        if not self.versions:
+            return
+        drafter = load_checkpoint(find_drafter(initial), target.identity, target.config)
+        if fingerprint(drafter) != self.versions[0]:
+            raise other_drafter(self.settings.directory, initial)
+
     def start(self, on_version: Callable[[Path], None]) -> None:
         """Start; `on_version` gets the checkpoint of each new version, in a thread of its own."""
         self._on_version = on_version
@@ -126,16 +148,22 @@ class LearningProcess:
         self._thread.start()
 
     def offer(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
-        """Send a text; one for which there is no room is dropped. Never waits. From one thread."""
+        """Send a text; one for which there is no room or no process is dropped. Never waits.
+
+        It is called from one thread.
+        """
         self._offered += 1
-        try:
-            self._texts.put_nowait((tuple(prompt_ids), tuple(response_ids)))
-        except queue.Full:
-            self._dropped += 1
+        if self._running:
+            with contextlib.suppress(queue.Full):
+                self._texts.put_nowait((tuple(prompt_ids), tuple(response_ids)))
+                return
+        self._dropped += 1
 
     def close(self) -> None:
         """End the process; what it has not saved is lost, and no text is kept."""
         self._running = False
+        if self._process.pid is None:
+            return
         self._process.terminate()
         self._process.join()
         with contextlib.suppress(queue.Full):
@@ -153,6 +181,10 @@ class LearningProcess:
                 log.warning("The drafter learns no more: %s", str(error) or "its process ended.")
         finally:
             self._running = False
+            self._process.terminate()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._texts.get_nowait()
 
     def _take(self, report: CycleReport | str | None) -> None:
         if report is None:
@@ -185,7 +217,7 @@ def _learn(settings: LearningSettings, connection: Connection) -> None:
                 packed=False,  # gradients pass through its head
                 adapter=settings.adapter,
             )
-            settings.directory.mkdir(parents=True, exist_ok=True)
+            make_private(settings.directory)
             refusal = f"Another server learns in {settings.directory}; use another directory."
             claimed(settings.directory / ".lock", refusal)  # until the process ends
             trainer = ContinualTrainer(

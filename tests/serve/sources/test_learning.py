@@ -36,8 +36,14 @@ from moaspec.serve.metrics import Metrics
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.serve.sources.source import Job, Update
 from moaspec.target.target import Target
-from moaspec.train.continual import LearnConfig, newest_version
-from moaspec.train.learning_process import MAX_WAITING_TEXTS, LearningProcess, LearningSettings
+from moaspec.target.token_rules import TokenRules
+from moaspec.train.continual import ContinualTrainer, LearnConfig, newest_version
+from moaspec.train.learning_process import (
+    MAX_WAITING_TEXTS,
+    LearningProcess,
+    LearningSettings,
+    LearningStatus,
+)
 
 
 def other_decoder(of: Target, drafter: MoADrafter, **options: Any) -> MoADrafter:
@@ -140,7 +146,17 @@ def job(prompt: Sequence[int], **sampling: Any) -> Job:
     )
 
 
-def test_only_texts_that_the_target_chose_freely_are_offered(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "leading",
+    [
+        {"logit_bias": {5: 2.0}},
+        {"rules": TokenRules(suppress_tokens=(5,))},
+        {"repetition_penalty": 1.2},
+    ],
+)
+def test_only_texts_that_the_target_chose_freely_are_offered(
+    leading: dict[str, Any], tmp_path: Path
+) -> None:
     of = tiny.fresh_target(tokenizer=tiny.tokenizer())
     learning = Offered(tmp_path)
     source = LocalSource(of, tiny.random_drafter(of), learning=learning)
@@ -148,9 +164,7 @@ def test_only_texts_that_the_target_chose_freely_are_offered(tmp_path: Path) -> 
     async def run() -> list[tuple[int, ...]]:
         await source.start()
         try:
-            return await generated(
-                source, job(tiny.PROMPTS[0]), job(tiny.PROMPTS[1], logit_bias={5: 2.0})
-            )
+            return await generated(source, job(tiny.PROMPTS[0]), job(tiny.PROMPTS[1], **leading))
         finally:
             await source.close()
 
@@ -174,7 +188,7 @@ def test_a_target_server_passes_on_texts_and_adopts_versions(tmp_path: Path) -> 
     async def run() -> list[int]:
         _announce(service, learning)
         assert service.capabilities.describe().newest == ""
-        with _learned(service, learning):
+        async with _learned(service, learning):
             await asyncio.to_thread(learning.on_version, tmp_path / "version-1")
             await asyncio.sleep(0)
             assert service.capabilities.describe().newest == fingerprint(version)
@@ -214,6 +228,36 @@ def test_texts_are_dropped_while_the_process_is_busy(tmp_path: Path) -> None:
     assert (status.offered, status.dropped) == (MAX_WAITING_TEXTS + 3, 3)
 
 
+def test_a_process_that_never_began_is_closed(tmp_path: Path) -> None:
+    """As where the server's port is taken; texts that come late are dropped."""
+    settings = LearningSettings(target="t", dtype="float32", initial="i", directory=tmp_path)
+    process = LearningProcess(settings)
+    process.close()
+    process.offer((1,), (2,))
+    assert process.status == LearningStatus(running=False, offered=1, dropped=1)
+    assert process._texts.empty()
+
+
+def test_versions_of_another_drafter_do_not_draft(tmp_path: Path) -> None:
+    """The drafter that the user named would be replaced by them without a word."""
+    of = ruled_target.target()
+    initial = ruled_target.save_initial(tmp_path / "initial")
+    save_drafter(tiny.random_drafter(of, seed=5), tmp_path / "other")
+    trainer = ContinualTrainer(of, initial, tmp_path / "learned")
+    trainer._save()
+
+    def process(name: str) -> LearningProcess:
+        asked = LoadOptions(model="target", drafter=str(tmp_path / name))
+        return learning_process(asked, tmp_path / "learned")
+
+    process("initial").check(of)
+    service = TargetService(of, tiny.random_drafter(of))
+    _announce(service, process("initial"))
+    assert service.capabilities.describe().newest == ""  # there is none but the initial one
+    with pytest.raises(InputError, match=r"versions of another drafter than .*other"):
+        _announce(service, process("other"))
+
+
 @pytest.mark.slow
 def test_a_process_that_fails_is_reported_and_harms_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -229,6 +273,7 @@ def test_a_process_that_fails_is_reported_and_harms_nothing(
     assert "learns no more" in caplog.text
     assert missing in caplog.text
     process.offer((1,), (2,))
+    assert process._texts.empty()
     process.close()
 
 

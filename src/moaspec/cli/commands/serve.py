@@ -142,6 +142,8 @@ def serve(
                 generation_config=options.generation_defaults(generation_config),
                 speculation=speculation,
             )
+            if learning is not None:
+                learning.check(target)
         check_defaults(target, target.generation_defaults)
         if tree == "auto":
             measure_once(target, module)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -249,17 +249,23 @@ def _learning(
 
 
 def _announce(service: TargetService, learning: LearningProcess | None) -> None:
-    """Tell devices which versions there are, and register gauges of the learning."""
+    """Tell devices which versions there are, and register gauges of the learning.
+
+    Raises:
+        InputError: the versions are of another drafter than the one to begin with.
+    """
     if learning is None:
         return
-    service.capabilities.add_versions(*learning.versions)
+    learning.check(service.target)
+    if len(learning.versions) > 1:
+        service.capabilities.add_versions(*learning.versions)
     for name in dataclasses.asdict(learning.status):
         gauge = service.observer.gauge(f"learning_{name}", f"Of the learning drafter: {name}")
         gauge.set_function(lambda name=name: float(getattr(learning.status, name)))
 
 
-@contextlib.contextmanager
-def _learned(service: TargetService, learning: LearningProcess | None) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _learned(service: TargetService, learning: LearningProcess | None) -> AsyncIterator[None]:
     """Let the drafter learn from the texts of this time, and adopt its versions."""
     if learning is None:
         yield
@@ -283,7 +289,7 @@ def _learned(service: TargetService, learning: LearningProcess | None) -> Iterat
     try:
         yield
     finally:
-        learning.close()
+        await asyncio.to_thread(learning.close)
 
 
 def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
@@ -426,7 +432,7 @@ async def _serve(
             if server.websocket.has_page:
                 facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
-        with _learned(service, learning):
+        async with _learned(service, learning):
             await stop.wait()
-        console.err.print("Draining", style="dim")
-        await server.drain(drain_s)
+            console.err.print("Draining", style="dim")
+            await server.drain(drain_s)

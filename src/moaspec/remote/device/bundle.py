@@ -110,17 +110,22 @@ class DeviceBundle(Device):
         """
         if not isinstance(self.module, MoADrafter):
             return False
-        newest = (await transport.describe()).newest
-        if newest in ("", self.version):
+        known = "", self.version
+        if (await transport.describe()).newest in known:
             return False
-        data, most = bytearray(), _most_bytes(self.module.config)
+        data, most, version = bytearray(), _most_bytes(self.module.config), ""
         async with contextlib.aclosing(transport.weights()) as pieces:
             async for piece in pieces:
-                data += piece
+                data += piece.data
+                version = piece.version
+                if version in known:  # another server of the fleet answers, which is behind
+                    return False
                 if len(data) > most:
                     raise RefusedError(f"The server sends more than the {most} bytes of weights.")
+        if not version:
+            return False
         self.module = await asyncio.to_thread(self._received, bytes(data))
-        self.version = newest
+        self.version = version
         return True
 
     def renew(self, drafting: Proposer) -> None:

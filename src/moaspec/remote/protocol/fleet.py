@@ -180,7 +180,7 @@ class Fleet:
                 self.avoid(server, AVOID_S)
         raise error
 
-    async def weights(self) -> AsyncGenerator[bytes]:
+    async def weights(self) -> AsyncGenerator[pb.Weights]:
         """The weights of the first server; see `ServerTransport`. `describe` avoids broken ones."""
         (server, *_) = await self.ranked(b"")
         async with contextlib.aclosing(self._calls(server, b"").weights()) as pieces:

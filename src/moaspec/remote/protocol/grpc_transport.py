@@ -105,7 +105,7 @@ class GrpcTransport:
                 async for message in call:
                     yield message
 
-    async def weights(self) -> AsyncGenerator[bytes]:
+    async def weights(self) -> AsyncGenerator[pb.Weights]:
         """The newest drafter's weights; see `ServerTransport`."""
         async with self._channel() as channel:
             call = channel.unary_stream(
@@ -113,7 +113,7 @@ class GrpcTransport:
             )(b"", metadata=self._metadata(), timeout=UPDATE_S)
             with translated_errors():
                 async for message in call:
-                    yield message.data
+                    yield message
 
     def _channel(self) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = list(OPTIONS)

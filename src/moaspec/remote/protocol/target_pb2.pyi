@@ -311,10 +311,12 @@ class GenerateRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., speculate: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Weights(_message.Message):
-    __slots__ = ("data",)
+    __slots__ = ("data", "version")
     DATA_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    version: str
+    def __init__(self, data: _Optional[bytes] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Generated(_message.Message):
     __slots__ = ("token_ids", "sources", "stop_reason")

@@ -88,7 +88,7 @@ class ServerTransport(Transport, Protocol):
         """
         ...
 
-    def weights(self) -> AsyncGenerator[bytes]:
+    def weights(self) -> AsyncGenerator[pb.Weights]:
         """The file of the newest drafter's weights for devices, piece by piece; see `Update`.
 
         Raises:

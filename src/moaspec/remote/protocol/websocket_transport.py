@@ -95,12 +95,12 @@ class WebSocketTransport:
             async for frame in messages:
                 yield wire.parse(frame, pb.Generated())
 
-    async def weights(self) -> AsyncGenerator[bytes]:
+    async def weights(self) -> AsyncGenerator[pb.Weights]:
         """The newest drafter's weights; see `ServerTransport`."""
         asked = self._messages("Update", pb.DescribeRequest(), UPDATE_S)
         async with contextlib.aclosing(asked) as messages:
             async for frame in messages:
-                yield wire.parse(frame, pb.Weights()).data
+                yield wire.parse(frame, pb.Weights())
 
     async def _messages(
         self, call: str, request: Message, timeout_s: float

@@ -39,9 +39,9 @@ async def _generate(service: TargetService, owner: str, connection: Connection) 
 async def _update(service: TargetService, _: str, connection: Connection) -> None:
     """Send the device's part of the newest drafter in pieces; the request has no fields."""
     await _request(connection)
-    weights = await asyncio.to_thread(service.device_weights)
+    version, weights = await service.device_weights()
     for start in range(0, len(weights), PIECE_BYTES):
-        piece = pb.Weights(data=weights[start : start + PIECE_BYTES])
+        piece = pb.Weights(data=weights[start : start + PIECE_BYTES], version=version)
         await _send(service, connection, piece.SerializeToString())
 
 

@@ -57,7 +57,7 @@ class Capabilities:
         self._config = None if drafter is None else drafter.config
         self._fingerprint = "" if drafter is None else fingerprint(drafter)
         self._versions = {self._fingerprint} - {""}  # with the same encoder
-        self._newest = ""
+        self.newest = ""  # fingerprint of the version that is announced
         self.layers = (
             (0,) if drafter is None else layers_offered(drafter, target.num_reusable_layers)
         )
@@ -69,7 +69,7 @@ class Capabilities:
     def add_versions(self, *fingerprints: str) -> None:
         """Accept bundles of these versions of the drafter, too; the last one is announced."""
         self._versions.update(fingerprints)
-        self._newest = fingerprints[-1] if fingerprints else ""
+        self.newest = fingerprints[-1] if fingerprints else ""
 
     def serves(self, drafter: str) -> bool:
         """Whether the encoder that runs here belongs to this drafter of a device."""
@@ -88,7 +88,7 @@ class Capabilities:
             name=self._target.name,
             engine=self._engine.name,
             chains_only=self._engine.chains_only,
-            newest=self._newest,
+            newest=self.newest,
         )
 
     def opening(self, message: pb.ClientMessage) -> TurnRequest:

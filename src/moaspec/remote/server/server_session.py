@@ -128,10 +128,13 @@ class ServerSession:
         self._adopt(opening.asked)
 
     def offer_text(self) -> None:
-        """Pass on what the target has written, unless the device steered it."""
-        if self.on_text is not None and self.decided and not self.sampling.steers:
-            split = self.prompt_length
-            self.on_text(self.token_ids[:split], self.token_ids[split:])
+        """Pass on what the target has written, unless the device steered it.
+
+        A turn that was opened behind its prompt has a response of which the device sent a part.
+        """
+        whole = self._opened == self.prompt_length
+        if self.on_text is not None and self.decided and whole and not self.sampling.changes_logits:
+            self.on_text(self.token_ids[: self._opened], self.token_ids[self._opened :])
 
     def _adopt(self, asked: RecordRequest | None) -> None:
         """Keep activations in the layout that the device asks for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -169,7 +169,7 @@ class TargetService:
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
         costs = shaping.costs
-        self._weights: tuple[MoADrafter, bytes] | None = None
+        self._weights: tuple[str, asyncio.Future[bytes]] | None = None
         budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
         self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)
         self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
@@ -206,8 +206,17 @@ class TargetService:
         self.observer.by_owner("slots_used", "Slots of each owner's texts", self.shared.owners)
 
     def listen(self, on_text: OnText) -> None:
-        """Pass on all texts to come that no request steers, at the end of a turn."""
-        self.sessions.on_text = on_text
+        """Pass on all texts to come that no request steers, at the end of a turn.
+
+        What the target wrote past its end, before the device halted it, is left out.
+        """
+        stops = self.target.stop_token_ids
+
+        def to_its_end(prompt: Sequence[int], text: Sequence[int]) -> None:
+            ends = (place for place, token in enumerate(text, 1) if token in stops)
+            on_text(prompt, text[: next(ends, None)])
+
+        self.sessions.on_text = to_its_end
 
     def adopt(self, drafter: MoADrafter, version: str) -> None:
         """Take a new version of the drafter, with the same encoder; `version` is its fingerprint.
@@ -218,14 +227,20 @@ class TargetService:
         self._drafter = drafter
         self.capabilities.add_versions(version)
 
-    def device_weights(self) -> bytes:
-        """The device's part of the newest drafter, as a file of safetensors; empty: none."""
-        drafter = self._drafter
-        if drafter is None:
-            return b""
-        if self._weights is None or self._weights[0] is not drafter:
-            self._weights = drafter, safetensors.torch.save(device_part(drafter))
-        return self._weights[1]
+    async def device_weights(self) -> tuple[str, bytes]:
+        """The newest version of the drafter.
+
+        Returns:
+            Its fingerprint, and the device's part of it as a file of safetensors; both are empty
+            while there is none but the initial drafter.
+        """
+        version, drafter = self.capabilities.newest, self._drafter
+        if not version or drafter is None:
+            return "", b""
+        if self._weights is None or self._weights[0] != version:
+            made = asyncio.to_thread(lambda: safetensors.torch.save(device_part(drafter)))
+            self._weights = version, asyncio.ensure_future(made)  # one file for all callers
+        return version, await asyncio.shield(self._weights[1])
 
     def _record_bytes(self) -> int:
         """Bytes of activations that are kept for devices."""
@@ -406,7 +421,7 @@ class TargetService:
                 async for message in messages:
                     written += message.token_ids
                     yield message
-            if self.sessions.on_text is not None and not sampling.steers:
+            if self.sessions.on_text is not None and not sampling.changes_logits:
                 self.sessions.on_text(ids, written)
 
     @contextlib.contextmanager

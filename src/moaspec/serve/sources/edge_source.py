@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal, Protocol, cast
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.errors import BusyError, InputError, LinkError, RefusedError
+from moaspec.errors import BusyError, InputError, LinkError, RefusedError, WireError
 from moaspec.generation.options import GenerateOptions
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
@@ -177,7 +177,7 @@ class EdgeSource(TextSource):
             with contextlib.suppress(LinkError):
                 try:
                     await self._device.update(server)
-                except RefusedError as error:
+                except (RefusedError, WireError) as error:
                     log.warning("The drafter is not updated: %s", error)
                     return
             await asyncio.sleep(UPDATE_EVERY_S)

@@ -290,7 +290,7 @@ class EngineWorker:
             seed=queued.result.seed,
         )
         if event.stop_reason is not None:
-            if self._on_text is not None and not queued.job.sampling.steers:
+            if self._on_text is not None and not queued.job.sampling.changes_logits:
                 self._on_text(queued.job.prompt_ids, queued.result.token_ids)
             self._park(queued)
             self._end(queued, update)
