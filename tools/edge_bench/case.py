@@ -65,7 +65,7 @@ class Measured:
         streamed: of the rounds, those of a session that chose to draft nothing.
         step_s: of a draft step, the mean.
         pass_s: of the server's pass, the mean.
-        hits: share of rounds whose next draft was there when the verdict came.
+        hits: share of drafted rounds whose next draft was there when the verdict came.
         bytes_up, bytes_down: of messages; on an emulated link, of packets.
         prompts: token ids.
         texts: generated ids, so that all cases can be compared.

@@ -2,7 +2,7 @@
 
 R is the round trip, gamma the drafted tokens of a round, t_d the device's draft step and t_v the
 verifying pass. t_T is the plain pass, s/B the transfer and A the tokens that a round emits. h is
-the share of rounds whose next draft was ready when the verdict came. Seconds per token:
+the share of drafted rounds whose next draft was ready when the verdict came. Seconds per token:
 
 - plain, streamed from the server: t_T (the link only delays the first token);
 - server, drafting beside its target: (gamma t_d' + t_v) / A with the server's own draft step;

@@ -61,7 +61,7 @@ async def measure_case(
             found.step_s += held.steps.mean_s
     found.step_s = found.step_s / len(prompts)
     found.pass_s = found.pass_s / max(1, found.rounds)
-    found.hits = found.hits / max(1, found.rounds)
+    found.hits = found.hits / max(1, found.rounds - found.streamed)
     return found
 
 

@@ -5,6 +5,8 @@ Scheduler, budget and draft policy are the real ones: each server is a `SharedVe
 lasts as long as a cost table says, drafts are right where a trace has it, messages take as long as
 a link says. An event loop with a clock of its own skips all waiting.
 
+No token is streamed to a device that drafts, so its policy drafts in every round.
+
 Assumptions: servers and devices differ in nothing but chance; a text goes to a server by chance, as
 by a hash of its prompt; a device always writes, at first from somewhere in a text; what crosses a
 link does not wait for other messages, and a lost packet is sent again after `RETRANSMIT_S`. Drafts
