@@ -18,7 +18,13 @@ from moaspec.errors import WireError
 from moaspec.remote.device import link_policy
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.link_policy import MAX_LOSS, MAX_PAUSE, MIN_PAUSE, LinkPolicy
+from moaspec.remote.device.link_policy import (
+    MAX_LOSS,
+    MAX_MEASURING,
+    MAX_PAUSE,
+    MIN_PAUSE,
+    LinkPolicy,
+)
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import identity, wire
@@ -431,6 +437,22 @@ def test_tokens_are_streamed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(run())
 
 
+def test_a_device_that_never_drafts_has_tokens_streamed() -> None:
+    """It neither measures draft steps nor counts rounds as missed by drafts."""
+
+    async def run() -> None:
+        server = Restartable(service)
+        session = session_of(FaultyTransport(server.transport))
+        assert await read(session, PROMPT, max_new_tokens=NEW, tree=None) == plain(PROMPT)
+        assert session._verifier._streamed == len(PROMPT) + NEW
+        assert session._ahead.step_s is None
+        assert (session.stats.ahead_hits, session.stats.ahead_misses) == (0, 0)
+        await session.close()
+        await server.service.stop()
+
+    asyncio.run(run())
+
+
 def test_a_stop_token_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         server = Restartable(lambda: service(passes=PassOptions(min_pass_s=0.02)))
@@ -509,8 +531,8 @@ def test_no_drafts_where_they_do_not(step_s: float, ahead: bool) -> None:
     assert max(found[:MIN_PAUSE]) == 0
     trials = [depth for depth in found if depth]
     assert set(trials) == {1}
-    tokens, speed = of._tokens()[0], of.speeds()[0]
-    loss_s = len(trials) * (tokens / speed + wait_s - (tokens + 1) * plain_s)
+    tokens, round_s = (of_chains[0] for of_chains in of._rounds(wait_s))
+    loss_s = len(trials) * (round_s + wait_s - (tokens + 1) * plain_s)
     total_s = plain_s * len(found)
     assert loss_s <= MAX_LOSS * total_s * 1.01
 
@@ -518,6 +540,21 @@ def test_no_drafts_where_they_do_not(step_s: float, ahead: bool) -> None:
 def test_drafts_that_never_pay_are_tried_after_the_longest_pause() -> None:
     found = depths(policy(0.2, 60.0, 0.15), 2 * MAX_PAUSE)
     assert [place for place, depth in enumerate(found) if depth] == [MAX_PAUSE]
+
+
+def test_a_pause_ends_early_where_drafts_would_pay_by_now() -> None:
+    """The tokens that the server already streams come first."""
+    waits_s = [9.0]
+    of = LinkPolicy(
+        wait_s=lambda: waits_s[-1], step_s=lambda: 0.003, plain_s=lambda: 0.05, ahead=True
+    )
+    assert max(depths(of, 100)) == 0
+    asked = of.pause
+    assert asked > 4 * MAX_FURTHER
+    waits_s.append(0.06)
+    places = [place for place, depth in enumerate(depths(of, asked)) if depth]
+    assert MAX_FURTHER <= places[0] <= 2 * MAX_FURTHER
+    assert places == [*range(places[0], asked)]
 
 
 def test_the_pause_says_what_follows() -> None:
@@ -533,6 +570,23 @@ def test_a_step_is_measured_before_it_is_needed() -> None:
     assert depths(policy(0.2, None, 0.15), MIN_PAUSE) == [0] * MIN_PAUSE
     assert depths(policy(0.2, None, 0.15, ahead=False), MIN_PAUSE) == [0] * MIN_PAUSE
     assert depths(policy(0.2, None, None), 1) != [0]
+
+
+@pytest.mark.parametrize("plenty_after", [2 * MIN_PAUSE, 10**6])
+def test_few_steps_are_not_decided_by_for_some_time(plenty_after: int) -> None:
+    drafts: list[int] = []
+    of = LinkPolicy(
+        wait_s=lambda: 0.16,
+        step_s=lambda: 0.005,
+        plain_s=lambda: 0.15,
+        measuring=lambda: len(drafts) < plenty_after,
+        ahead=True,
+    )
+    while len(drafts) < 40:
+        drafts += depths(of, 1)
+    first = min(plenty_after, 2 * MAX_MEASURING * MIN_PAUSE)
+    assert max(drafts[:first]) == 0
+    assert min(drafts[first:]) > 1
 
 
 def test_rounds_without_drafts_tell_nothing() -> None:

@@ -14,6 +14,9 @@ import { nextTask } from "./timing.js";
 const READ_CHUNK = 512;
 /** A draft step that reads more tokens, of a prompt or after a pause, takes longer than others. */
 const MAX_NEW = 8;
+/** Draft steps whose time must be known before one decides, and how many count as current. */
+const MIN_STEPS = 4;
+const NUM_STEPS = 9;
 
 /**
  * Keeps an expected text: the verified one, and the tokens that were drafted after it.
@@ -27,9 +30,8 @@ export class AheadDrafter {
   expected: number[] = [];
   /** Positions whose activations the drafter has. */
   readonly held = new PositionSet();
-  /** Smoothed time of one drafted token; undefined before the first. */
-  stepMs: number | undefined;
   sampling: SamplingParams = GREEDY;
+  private readonly stepsMs: number[] = [];
   private numVerified = 0;
   private numRead = 0;
   private end = 0;
@@ -46,6 +48,16 @@ export class AheadDrafter {
   /** Whether the drafter has activations, which it needs. */
   get canDraft(): boolean {
     return this.held.size > 0;
+  }
+
+  /** Time of one drafted token: the median of the latest; undefined before the first. */
+  get stepMs(): number | undefined {
+    return [...this.stepsMs].sort((a, b) => a - b)[this.stepsMs.length >> 1];
+  }
+
+  /** Whether `stepMs` rests on too few steps: one may be far slower than the others. */
+  get isMeasuring(): boolean {
+    return this.stepsMs.length < MIN_STEPS;
   }
 
   /** Tokens of the turn that come after the next one. */
@@ -124,13 +136,12 @@ export class AheadDrafter {
     return true;
   }
 
-  /** Update `stepMs` by the time of a step that read so many tokens. */
+  /** Note the time of a step that read so many tokens. */
   private measure(tookMs: number, numNew: number): void {
-    if (numNew <= MAX_NEW) {
-      this.stepMs = this.stepMs === undefined ? tookMs : 0.9 * this.stepMs + 0.1 * tookMs;
-    } else if (this.stepMs !== undefined) {
-      this.stepMs = Math.min(this.stepMs, tookMs); // a step that only drafts takes no longer
-    }
+    // A step that only drafts takes no longer than one that reads many tokens.
+    if (numNew > MAX_NEW && !(tookMs < (this.stepMs ?? 0))) return;
+    this.stepsMs.push(tookMs);
+    if (this.stepsMs.length > NUM_STEPS) this.stepsMs.shift();
   }
 
   /** Run the drafter over the tokens that it has not read, at least the newest one. */

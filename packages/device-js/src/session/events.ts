@@ -83,7 +83,7 @@ export class LinkStats {
   /** Tokens shown without verification, and those of them that were taken back or changed. */
   provisional = 0;
   corrected = 0;
-  /** Verdicts at which the next draft was ready, or was not. */
+  /** Verdicts on drafts at which the next draft was ready, or was not. */
   aheadHits = 0;
   aheadMisses = 0;
   /** From the turn's request to its first token. */
@@ -95,10 +95,13 @@ export class LinkStats {
   upMs: number | undefined;
   /** One per verdict, the latest last. */
   readonly rounds: RoundTrip[] = [];
+  private readonly waits: [number, number][] = [];
 
   addRound(round: RoundTrip): void {
     this.rounds.push(round);
     if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
+    if (round.drafted) this.waits.push([round.receivedMs - round.sentMs, this.rttMs ?? 0]);
+    if (this.waits.length > NUM_LATEST) this.waits.shift();
   }
 
   /** Time of the server's latest passes, the lower quartile; undefined before the first. */
@@ -108,16 +111,18 @@ export class LinkStats {
     return latest[latest.length >> 2];
   }
 
-  /** Time of a verdict on drafts: the median of the latest ones, which ignores outliers. */
+  /**
+   * Time of a verdict on drafts: the median of the latest ones, which ignores outliers. These may be
+   * old, as few rounds draft on a slow link: each is shorter by what the round trip of heartbeats has
+   * lost since. A verdict takes longer than that and the pass, because it is read after the draft step
+   * that is under way.
+   */
   get waitMs(): number | undefined {
-    const latest: number[] = [];
-    for (let i = this.rounds.length - 1; i >= 0 && latest.length < NUM_LATEST; i--) {
-      const { drafted, receivedMs, sentMs } = this.rounds[i]!;
-      if (drafted) latest.push(receivedMs - sentMs);
-    }
+    const rttMs = this.rttMs ?? 0;
+    const latest = this.waits.map(([waitMs, thenMs]) => waitMs - Math.max(0, thenMs - rttMs));
     latest.sort((a, b) => a - b);
     if (latest.length) return latest[latest.length >> 1];
-    return this.rttMs === undefined ? undefined : this.rttMs + (this.passMs ?? 0);
+    return this.rttMs === undefined ? undefined : rttMs + (this.passMs ?? 0);
   }
 }
 

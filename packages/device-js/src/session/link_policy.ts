@@ -8,6 +8,8 @@
  * streamed: 1 / pass.
  */
 
+import { MAX_FURTHER } from "../protocol/limits.js";
+
 /** Longest chain; beyond `MAX_DEPTH` the acceptance of the last depth is assumed. */
 const MAX_DRAFTS = 24;
 const MAX_DEPTH = 8;
@@ -22,8 +24,13 @@ const ASSUMED_WAIT_MS = 50;
 const ASSUMED_STEP_MS = 10;
 /** Rounds without drafts before drafts are tried again. */
 const MIN_PAUSE = 4;
-const MAX_PAUSE = 1024;
-/** Share of plain decoding's time that these trials may cost; the length of pauses follows. */
+const MAX_PAUSE = 4096;
+/** Most pauses of `2 * MIN_PAUSE` rounds for further measurements, once a draft step is known. */
+const MAX_MEASURING = 2;
+/**
+ * Share of plain decoding's time that these trials may cost; the length of pauses follows. Trials that
+ * take more than 20 rounds' time cost more, because of `MAX_PAUSE`.
+ */
 const MAX_LOSS = 0.005;
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
@@ -60,13 +67,14 @@ interface Expected {
 
 /**
  * Chooses the number of drafts of each round. After each pause without drafts one round drafts, because
- * acceptance and times change. A device begins with a pause, in which it measures its draft step while
- * tokens are streamed.
+ * acceptance and times change; a pause ends early where drafts would pay by now. A device begins with a
+ * pause, in which it measures its draft steps while tokens are streamed.
  */
 export class LinkPolicy {
   /** Rounds without drafts that follow the current one. */
   pause = 0;
   private paused = false;
+  private mayMeasure = MAX_MEASURING;
   private readonly acceptance = new AcceptanceRates();
 
   /**
@@ -74,23 +82,29 @@ export class LinkPolicy {
    * @param stepMs current time of one drafted token; undefined before the first
    * @param ahead whether the device drafts while it waits for a verdict
    * @param plainMs current time of a token without drafts; undefined has every round draft
+   * @param measuring whether `stepMs` rests on too few steps to decide by it
    */
   constructor(
     private readonly waitMs: () => number | undefined,
     private readonly stepMs: () => number | undefined,
     private readonly ahead: boolean,
     private readonly plainMs: () => number | undefined = () => undefined,
+    private readonly measuring: () => boolean = () => false,
   ) {}
 
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
   numDrafts(): number {
+    const plainMs = this.plainMs();
     if (this.pause) {
       this.pause -= 1;
+      const isDue = this.pause >= MAX_FURTHER && this.pause % MAX_FURTHER === 0;
+      if (isDue && Math.max(...this.speeds()) * (plainMs ?? 0) >= 1000) {
+        this.pause = MAX_FURTHER - 1; // tokens that are already asked for come first
+      }
       return 0;
     }
-    const plainMs = this.plainMs();
-    if (plainMs !== undefined && this.stepMs() === undefined) {
-      this.pause = MIN_PAUSE - 1;
+    if (plainMs !== undefined && this.mustMeasure()) {
+      this.pause = 2 * MIN_PAUSE - 1; // each pause ends with a round trip
       return 0;
     }
     const expected = this.expected();
@@ -107,6 +121,14 @@ export class LinkPolicy {
     this.pause = Math.min(Math.max(rounds, MIN_PAUSE), MAX_PAUSE) - 1;
     this.paused = true;
     return 0;
+  }
+
+  /** Whether the device should measure draft steps before it decides. */
+  private mustMeasure(): boolean {
+    if (this.stepMs() === undefined) return true;
+    if (!this.measuring() || !this.mayMeasure) return false;
+    this.mayMeasure -= 1;
+    return true;
   }
 
   /** Expected tokens per second of chains of 1, 2, ... drafts. */

@@ -79,6 +79,7 @@ export class RemoteSession {
       () => this.ahead.stepMs,
       this.options.draftAhead,
       () => this.plainMs,
+      () => this.ahead.isMeasuring,
     );
     const name = crypto.getRandomValues(new Uint8Array(SESSION_BYTES));
     this.link = new ServerLink(transport, name, this.options.link, this.stats, {
@@ -99,7 +100,7 @@ export class RemoteSession {
     return this.verifier.provisional;
   }
 
-  /** Smoothed time of one drafted token, in milliseconds; undefined before the first. */
+  /** Time of one drafted token, in milliseconds, the median of the latest; undefined before the first. */
   get draftMs(): number | undefined {
     return this.ahead.stepMs;
   }
@@ -305,8 +306,8 @@ export class RemoteSession {
   private async draftAhead(pending: PendingRequest): Promise<boolean> {
     const own = pending.drafts.length;
     const ready = this.ahead.ready().length;
-    if (this.further) { // once a step is measured, drafts would only hold up verdicts
-      return this.policy !== 0 && this.ahead.stepMs === undefined && !ready && this.ahead.extend();
+    if (this.further) { // once steps are measured, drafts would only hold up verdicts
+      return this.policy !== 0 && this.ahead.isMeasuring && !ready && this.ahead.extend();
     }
     return this.options.draftAhead && own <= ready && ready <= 2 * own && this.ahead.extend();
   }

@@ -363,7 +363,7 @@ export class RemoteVerifier {
     this.text = [...this.text, ...all];
     const { ahead } = this.options;
     const ready = ahead.follow(this.text) && ahead.ready().length > 0;
-    if (pending.opening) return;
+    if (pending.opening || !(chain.length || pending.drafts.length)) return;
     if (ready) this.link.stats.aheadHits += 1;
     else this.link.stats.aheadMisses += 1;
   }

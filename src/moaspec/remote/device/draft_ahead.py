@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from moaspec.sampling.token_ids import common_length
 MAX_NEW = 8
 """A draft step that reads more tokens, of a prompt or after a pause, takes longer than others."""
 
+MIN_STEPS, NUM_STEPS = 4, 9
+"""Draft steps whose time must be known before one decides, and how many count as current."""
+
 
 class AheadDrafter:
     """A `Proposer` of one row that keeps an expected text.
@@ -32,7 +36,6 @@ class AheadDrafter:
     Attributes:
         expected: the verified text and the tokens drafted after it.
         held: positions whose activations the drafter has.
-        step_s: smoothed time of one drafted token; None before the first.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -44,7 +47,7 @@ class AheadDrafter:
         self._settings = torch_settings()
         self.held = PositionSet()
         self.expected: list[int] = []
-        self.step_s: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=NUM_STEPS)
         self._verified = self._num_read = 0
         self.sampling = GREEDY
         self._end, self.stops = 0, frozenset[int]()
@@ -54,6 +57,17 @@ class AheadDrafter:
     def can_draft(self) -> bool:
         """Whether the drafter has the features that it needs."""
         return not self.needs_memory or len(self.held) > 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Time of one drafted token: the median of the latest; None before the first."""
+        steps = sorted(self._steps_s)
+        return steps[len(steps) // 2] if steps else None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether `step_s` rests on too few steps: one may be far slower than the others."""
+        return len(self._steps_s) < MIN_STEPS
 
     @property
     def room(self) -> int:
@@ -106,11 +120,11 @@ class AheadDrafter:
         return True
 
     def _measure(self, step_s: float, num_new: int) -> None:
-        """Update `step_s` by a draft step of `step_s` seconds that read `num_new` tokens."""
-        if num_new <= MAX_NEW:
-            self.step_s = step_s if self.step_s is None else 0.9 * self.step_s + 0.1 * step_s
-        elif self.step_s is not None:  # a step that only drafts takes no longer
-            self.step_s = min(self.step_s, step_s)
+        """Note a draft step of `step_s` seconds that read `num_new` tokens."""
+        known_s = self.step_s
+        # A step that only drafts takes no longer than one that reads many tokens.
+        if num_new <= MAX_NEW or (known_s is not None and step_s < known_s):
+            self._steps_s.append(step_s)
 
     def ready(self) -> list[int]:
         """Expected tokens after the verified text."""

@@ -76,12 +76,12 @@ class LinkStats:
         reopened: times the server had forgotten the session.
         provisional: tokens shown without verification.
         corrected: of these, tokens that were taken back or changed.
-        ahead_hits, ahead_misses: verdicts at which the next draft was ready, or was not.
+        ahead_hits, ahead_misses: verdicts on drafts at which the next draft was ready, or was not.
         first_token_s: from the turn's request to its first token.
         noticed_s: silence of the link when the last cut was noticed.
         down_s: `time.monotonic` of that moment.
         up_s: `time.monotonic` of the last connection.
-        rounds: one per verdict, the latest 65536.
+        rounds: one per verdict, the latest 65536; `add_round` adds one.
     """
 
     state: LinkState = "connecting"
@@ -103,6 +103,13 @@ class LinkStats:
     down_s: float | None = None
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
+    _waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_LATEST))
+
+    def add_round(self, one: RoundTrip) -> None:
+        """Note a verdict."""
+        self.rounds.append(one)
+        if one.drafted:
+            self._waits.append((one.received_s - one.sent_s, self.rtt_s or 0.0))
 
     @property
     def pass_s(self) -> float | None:
@@ -112,12 +119,17 @@ class LinkStats:
 
     @property
     def wait_s(self) -> float | None:
-        """Time of a verdict on drafts: the median of the latest ones, which ignores outliers."""
-        asked = (one for one in reversed(self.rounds) if one.drafted)
-        latest = sorted(one.received_s - one.sent_s for one in islice(asked, NUM_LATEST))
-        if latest:
+        """Time of a verdict on drafts: the median of the latest ones, which ignores outliers.
+
+        These may be old, as few rounds draft on a slow link: each is shorter by what the round trip
+        of heartbeats has lost since. A verdict takes longer than that and the pass, because it is
+        read after the draft step that is under way.
+        """
+        rtt_s = self.rtt_s or 0.0
+        if self._waits:
+            latest = sorted(wait_s - max(0.0, then_s - rtt_s) for wait_s, then_s in self._waits)
             return latest[len(latest) // 2]
-        return None if self.rtt_s is None else self.rtt_s + (self.pass_s or 0.0)
+        return None if self.rtt_s is None else rtt_s + (self.pass_s or 0.0)
 
 
 def now() -> float:

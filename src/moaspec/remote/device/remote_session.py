@@ -137,6 +137,7 @@ class RemoteSession:
             wait_s=lambda: self.stats.wait_s,
             step_s=lambda: self._ahead.step_s,
             plain_s=self._plain_s,
+            measuring=lambda: self._ahead.is_measuring,
             ahead=self.options.draft_ahead,
         )
         self._engine = Engine(self._verifier, self._ahead, target=device.target)
@@ -146,7 +147,7 @@ class RemoteSession:
         self._task: asyncio.Task[None] | None = None
         self._shown: list[int] = []
         self._stop: StopStrings | None = None
-        self._auto_drafts = False
+        self._auto_drafts = self._never_drafts = False
         self._ended_alone = False
 
     def _make_memory(self, drafting: DeviceProposer) -> DeviceActivations:
@@ -240,6 +241,7 @@ class RemoteSession:
             raise InputError(f"This device drafts chains, no {policy}; use auto or chain:LENGTH.")
         branches = shaping.branches()
         self._auto_drafts = policy is self._auto and branches is None
+        self._never_drafts = policy is None and branches is None
         self._handle = self._engine.add(
             prompt,
             shape=policy,
@@ -268,7 +270,9 @@ class RemoteSession:
 
     def _further(self) -> int:
         """Rounds without drafts that will follow one without drafts."""
-        return self._auto.pause if self._auto_drafts else 0
+        if self._auto_drafts:
+            return self._auto.pause
+        return limits.MAX_FURTHER if self._never_drafts else 0
 
     def _plain_s(self) -> float | None:
         """Current time of a token without drafts, which most servers stream."""
@@ -336,8 +340,9 @@ class RemoteSession:
     def _draft_ahead(self, pending: PendingRequest) -> bool:
         """Draft ahead, at most to the end of the next round's drafts."""
         own = max(pending.tree.depths, default=0)
-        if self._further():  # once a step is measured, drafts would only hold up verdicts
-            return self._ahead.step_s is None and not self._ahead.ready() and self._ahead.extend()
+        if self._further():  # once steps are measured, drafts would only hold up verdicts
+            measures = self._auto_drafts and self._ahead.is_measuring
+            return measures and not self._ahead.ready() and self._ahead.extend()
         if not self.options.draft_ahead or len(self._ahead.ready()) < own:
             return False
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()

@@ -338,7 +338,7 @@ class RemoteVerifier:
         self.wake()
         self.text = [*self.text, *path, last]
         hit = self._ahead.follow(self.text)
-        if not pending.opening:
+        if not pending.opening and (tree.tokens or pending.tree.tokens):
             ready = hit and bool(self._ahead.ready())
             self.link.stats.ahead_hits += ready
             self.link.stats.ahead_misses += not ready
@@ -348,7 +348,7 @@ class RemoteVerifier:
         drafted = 0 if pending.opening or found.tree is None else len(found.tree.tokens)
         accepted = len(found.accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
-        self.link.stats.rounds.append(
+        self.link.stats.add_round(
             RoundTrip(pending.first_s, now(), _seconds(verdict.pass_s), drafted, accepted, ready)
         )
 
