@@ -5,7 +5,8 @@ Scheduler, budget and draft policy are the real ones: each server is a `SharedVe
 lasts as long as a cost table says, drafts are right where a trace has it, messages take as long as
 a link says. An event loop with a clock of its own skips all waiting.
 
-No token is streamed to a device that drafts, so its policy drafts in every round.
+Where drafts do not pay, the server streams tokens: the message that begins a stream crosses the
+link once, as the last token of it does.
 
 Assumptions: servers and devices differ in nothing but chance; a text goes to a server by chance, as
 by a hash of its prompt; a device always writes, at first from somewhere in a text; what crosses a
@@ -196,11 +197,14 @@ class Device:
         self._world, self._fleet, self._number = world, world.fleet, number
         self._random = random.Random(f"{world.fleet.seed}-{number}")
         self._waits_s = deque[float](maxlen=9)
-        self._lost = False
+        self._passes_s = deque[float](maxlen=9)
+        self._lost = self._streams = False
+        self._under_way_s = 0.0  # that the tokens of a stream take
         self.policy = LinkPolicy(
             wait_s=self._wait_s,
             step_s=lambda: self._fleet.step_s,
-            prior=PRIOR,
+            plain_s=self._plain_s,
+            measuring=lambda: len(self._passes_s) < 4,
             ahead=self._fleet.mode == "ahead",
         )
 
@@ -221,6 +225,7 @@ class Device:
         self._server = self._world.server(self._random, at)
         self._row = self._server.lease(str(self._number))
         self._trace, self._length, self._ready = trace, 0, 0
+        self._lost = self._streams = False
         await self._read_prompt()
         self._at_s = self._world.now_s
         while self._length < len(trace.right):
@@ -229,7 +234,7 @@ class Device:
             except ServerLostError:
                 # It is noticed by its silence; the text is opened again elsewhere.
                 await asyncio.sleep(LinkOptions().dead_after_s)
-                self._lost, self._ready = True, 0
+                self._lost, self._streams, self._ready = True, False, 0
                 self._server = self._world.server(self._random)
                 self._row = self._server.lease(str(self._number))
                 await self._read_prompt()
@@ -249,21 +254,26 @@ class Device:
 
     async def _round(self) -> None:
         drafting = self._fleet.mode != "plain"
-        tree = await self._draft() if drafting else DraftTree()
+        tree = await self._draft() if drafting else None
         verified = self._trace.prompt + self._length - 1
+        if self._streams and tree is not None:
+            await asyncio.sleep(self._under_way_s)  # until the last streamed token is there
         asked_s = self._world.now_s
-        if drafting:
+        if drafting and not (self._streams and tree is None):
             await asyncio.sleep(self._delay_s())
-        result = await self._ask(verified, 1, tree)
+            self._under_way_s = self._delay_s(1)
+        sent_s, self._streams = self._world.now_s, drafting and tree is None
+        result = await self._ask(verified, 1, tree or DraftTree())
         assert result.tree is not None
+        self._passes_s.append(self._world.now_s - sent_s)
         count = len(result.accepted) + 1
-        if drafting:
+        if tree is not None:
             await asyncio.sleep(self._delay_s(count))
             self._waits_s.append(self._world.now_s - asked_s)
             self.policy.record_round(result.tree, result.accepted)
             self._prepare(len(tree.tokens), count)
         self._length += count
-        now_s = self._world.now_s
+        now_s = self._world.now_s + self._under_way_s * self._streams
         self._world.found.pieces.append((now_s, now_s - self._at_s, count, self._lost))
         self._at_s, self._lost = now_s, False
 
@@ -271,12 +281,19 @@ class Device:
         """The median of the latest, as `RemoteSession` takes it."""
         return sorted(self._waits_s)[len(self._waits_s) // 2] if self._waits_s else None
 
-    async def _draft(self) -> DraftTree:
-        """Draft what is not ready."""
+    def _plain_s(self) -> float | None:
+        """The lower quartile of the latest passes, as `LinkStats` takes it."""
+        return sorted(self._passes_s)[len(self._passes_s) // 4] if self._passes_s else None
+
+    async def _draft(self) -> DraftTree | None:
+        """Draft what is not ready; None where drafts do not pay."""
         fleet, left = self._fleet, len(self._trace.right) - self._length - 1
         shape = self.policy.shape(0, 1)
-        assert shape is not None
-        wanted = max(0, min(fleet.fixed or shape.depth, left))
+        if shape is None and not fleet.fixed:
+            self._ready = 0
+            return None
+        depth = fleet.fixed or (shape.depth if shape else 0)
+        wanted = max(0, min(depth, left))
         async with self._world.processor:
             await asyncio.sleep(fleet.turn_s)
         await asyncio.sleep(max(0, wanted - self._ready) * fleet.step_s)
