@@ -33,7 +33,7 @@ PAUSE_S = 0.02
 TOLD_PASS_S = 1.0
 """What a server tells of its passes, so that drafts pay on every machine."""
 
-READY = "document.querySelector('#model').textContent === 'tiny'"
+READY = "document.querySelector('#model')?.textContent === 'tiny'"
 """The page has its bundle."""
 
 KEPT = "navigator.serviceWorker.controller !== null"

@@ -187,7 +187,8 @@ def test_plain_decoding_has_the_same_text(page: Visit) -> None:
     asked(page)
     page.shows("document.querySelector('.verdict') !== null")
     assert "Same text" in page.text(".verdict")
-    assert "1.00 a pass" in page.page.locator(".speed").all_text_contents()[1]
+    # The text of one pass each; a verdict may have the tokens of two.
+    assert re.search(r"\b1\.0\d a pass", page.page.locator(".speed").all_text_contents()[1])
 
 
 @contextmanager
@@ -387,7 +388,7 @@ def test_a_killed_process(device_models: Path, browser: Browser, tmp_path: Path)
     running, facts = start()
     try:
         with browsing.visit(browser, facts["page"]) as visited:
-            visited.shows("document.querySelector('#model').textContent === 'target'")
+            visited.shows("document.querySelector('#model')?.textContent === 'target'")
             ask(visited)
             visited.shows("!document.querySelector('#key-form').hidden")
             visited.page.fill("#key", "secret")
