@@ -30,7 +30,7 @@ def import_tool(module: str, command: str, tools: Path = TOOLS) -> Any:
 
 
 def add_tool_command(app: typer.Typer, function: str, command: str, tools: Path = TOOLS) -> None:
-    """Add a command. In an installed package it is hidden and refuses with the place where it runs.
+    """Add a command, which an installed package hides and refuses.
 
     Args:
         function: `module:function` in tools/.

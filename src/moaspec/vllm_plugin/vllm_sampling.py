@@ -133,7 +133,7 @@ class SeededSampler(CustomProposer):
     def _read_row(self, row: _SampledRow, place: int) -> None:
         """Read the keys and values of newly verified tokens before later steps overwrite them."""
         request, outcome = row.pending.request, row.pending.outcome
-        if self._reader is None or not request.encode or not isinstance(outcome, Acceptance):
+        if self._reader is None or not request.encode or not isinstance(outcome, VerifyResult):
             return
         drafts = row.logits.stop - row.logits.start - 1
         position_N = np.arange(request.num_verified, row.stop - drafts + len(outcome.accepted))

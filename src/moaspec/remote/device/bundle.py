@@ -40,13 +40,7 @@ from moaspec.model.checkpoint.weight_files import (
     write_config,
     write_weights,
 )
-from moaspec.model.drafter_config import (
-    MAX_LAYERS,
-    DrafterConfig,
-    LayerConfig,
-    TargetIdentity,
-)
-from moaspec.model.independent import IndependentDrafter
+from moaspec.model.drafter_config import MAX_LAYERS, DrafterConfig, LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device

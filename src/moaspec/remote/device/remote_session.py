@@ -239,6 +239,7 @@ class RemoteSession:
         policy = self._auto if tree == "auto" else shaping.policy()
         if self._chains_only and isinstance(policy, Tree) and policy.breadth > 1:
             raise InputError(f"This device drafts chains, no {policy}; use auto or chain:LENGTH.")
+        self.device.renew(self._drafting)
         branches = shaping.branches()
         self._auto_drafts = policy is self._auto and branches is None
         self._never_drafts = policy is None and branches is None

@@ -86,6 +86,7 @@ class ServerSession:
     stream: ResponseStream | None = None
     task: asyncio.Task[None] | None = None
     waiting: TurnRequest | DraftRequest | None = None
+    on_text: OnText | None = None  # gets the turn's text when it is over
     goal: int = 0
     _opened: int = 0
     _drafted_at: int = 0  # length of the text that the newest drafts followed
