@@ -20,6 +20,6 @@ import device
 def test_a_prompt_window_hides_nothing_from_a_device() -> None:
     drafter = tiny.random_drafter(tiny.target())
     made = MoADrafter(dataclasses.replace(drafter.config, prompt_window=4)).eval()
-    key_CTD, value_CTD = device.features(tiny.target(), made, [*tiny.PROMPTS[2]])
+    key_1GCD, value_1GCD, *_ = device.features(tiny.target(), made, [*tiny.PROMPTS[2]])
     layer = drafter.config.cross_attention
-    assert key_CTD.shape == value_CTD.shape == (layer.num_kv_heads, 12, layer.head_dim)
+    assert key_1GCD.shape == value_1GCD.shape == (1, layer.num_kv_heads, 12, layer.head_dim)
