@@ -82,7 +82,7 @@ MAX_WORDS_TOKENS = 1 << 16
 MAX_DRAFTED = 256
 """Drafted tokens of one message, and of one verification."""
 
-# Their verdicts wait until the device reads, see `MAX_WAITING` of `remote/server/response_stream.py`.
+# Their verdicts wait until the device reads: `MAX_WAITING` of `remote/server/response_stream.py`.
 MAX_FURTHER = 32
 """Tokens that the target chooses unasked after one message."""
 
