@@ -352,9 +352,7 @@ export class RemoteVerifier {
     const sent = [pending.request.drafts, pending.drafts];
     const chains = sent.map((drafts) => drafts.slice(0, firstDropped));
     // Kept tokens are in no request.
-    const covering = [...chains, path].find((drafts) => commonLength(drafts, path) === path.length)!;
-    const isStreamed = !pending.kept.length && sent.every((drafts) => !drafts.length);
-    const chain = isStreamed ? [] : covering;
+    const chain = [...chains, path].find((drafts) => commonLength(drafts, path) === path.length)!;
     const unknown = new Array<number>(pending.kept.length).fill(Number.NaN);
     pending.result = {
       tokens: all,

@@ -111,12 +111,10 @@ export class Turn {
     const { result } = this;
     const [count, stopReason] = this.untilEnd(tokens);
     const tokenIds = tokens.slice(0, count);
-    // Without drafts, one verdict may have several streamed tokens: each took a pass of the target.
-    const drafted = drafts.length > 0;
-    const sources = tokenIds.map((_, i): Source => (drafted && i < tokens.length - 1 ? "draft" : "target"));
+    const sources = tokenIds.map((_, i): Source => (i < tokens.length - 1 ? "draft" : "target"));
     if (!this.isFirst) {
-      result.acceptLengths.push(...(drafted ? [count] : tokenIds.map(() => 1)));
-      result.drafted.push(...(drafted ? [drafts.length] : tokenIds.map(() => 0)));
+      result.acceptLengths.push(count);
+      result.drafted.push(drafts.length);
     }
     this.isFirst = false;
     this.text.push(...tokenIds);
