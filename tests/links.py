@@ -8,8 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moaspec.errors import LinkError
+from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.server.service import TargetService
+
+QUICK = LinkOptions(
+    heartbeat_s=0.1,
+    dead_after_s=0.3,
+    backoff_s=0.01,
+    max_backoff_s=0.05,
+    connect_s=0.2,
+    retry_s=0.05,
+)
+"""Tests should not wait half a second for what was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 
 import moaspec
 import tiny
-from links import FaultyTransport, Restartable
+from links import QUICK, FaultyTransport, Restartable
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import LinkError, RefusedError
 from moaspec.model.moa import MoADrafter
@@ -21,14 +21,6 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.server.service import TargetService
 
-QUICK = LinkOptions(
-    heartbeat_s=0.1,
-    dead_after_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.05,
-    connect_s=0.2,
-    retry_s=0.05,
-)
 CALM = replace(QUICK, dead_after_s=3.0, connect_s=3.0)
 """With "keep", a busy machine that looks like another cut would change the text."""
 PROMPT = tiny.PROMPTS[1]

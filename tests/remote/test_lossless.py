@@ -10,7 +10,7 @@ import pytest
 
 import moaspec
 import tiny
-from links import Faults, FaultyTransport, Restartable
+from links import QUICK, Faults, FaultyTransport, Restartable
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
@@ -22,15 +22,6 @@ from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 
-QUICK = LinkOptions(
-    heartbeat_s=0.1,
-    dead_after_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.05,
-    connect_s=0.2,
-    retry_s=0.05,
-)
-"""Tests should not wait half a second for what was lost."""
 PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0)
 """For tests without faults, on a busy machine."""
 LINKS = {

@@ -12,7 +12,7 @@ import pytest
 
 import moaspec
 import tiny
-from links import Faults, FaultyTransport, Restartable
+from links import QUICK, Faults, FaultyTransport, Restartable
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import WireError
 from moaspec.remote.device import link_policy
@@ -40,14 +40,6 @@ from moaspec.target.token_rules import TokenRules
 
 NEW = tiny.NEW_TOKENS
 PROMPT = list(tiny.PROMPTS[1])
-QUICK = LinkOptions(
-    heartbeat_s=0.1,
-    dead_after_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.05,
-    connect_s=0.2,
-    retry_s=0.05,
-)
 PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0, retry_s=60.0)
 LINKS = {
     "clean": Faults(),

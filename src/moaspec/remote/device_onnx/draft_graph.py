@@ -259,7 +259,7 @@ class _DraftGraph(GraphBuilder):
         return self.op("Reshape", query, self.constant([heads[0], -1, sizes.head_dim]))
 
     def hidden(self, visible_WS: str, sizes: Sizes | LayerConfig) -> str:
-        """What is added to the scores of R queries, (R, S)."""
+        """The mask of R queries, (R, S): added to their scores."""
         hidden_WS = self.op("Where", visible_WS, self.constant(0.0), self.constant(HIDDEN))
         return self.op("Tile", hidden_WS, self.constant([_groups(sizes), 1]))
 

@@ -125,7 +125,7 @@ class Fleet:
         return Fleet([""], lambda *_: transport)
 
     def through(self, wrap: Callable[[Transport], Transport]) -> Fleet:
-        """The same servers behind transports that `wrap` returns."""
+        """These servers behind transports that `wrap` returns."""
         return Fleet(self.addresses, lambda *server: wrap(self._make(*server)))
 
     def route(self) -> Route:
@@ -147,7 +147,7 @@ class Fleet:
         return self._avoided.get(server, 0.0) > time.monotonic()
 
     async def ranked(self, key: bytes, own: Server | None = None) -> list[Server]:
-        """All servers in the order in which a text tries them.
+        """All servers, in the order of a text's attempts.
 
         Args:
             key: of the text.
