@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
 import pytest
 
 import tiny
-from fleet_sim.simulation import SkippingLoop
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
+from moaspec.remote.server.service import TargetService
+from simulated_time import run_simulated
 
 PASS_S = 0.15
 NEW_TOKENS = 96
@@ -94,7 +94,7 @@ async def over_plain(rtt_s: float, step_s: float, agreement: float, *, ahead: bo
     text = tiny.own_text(target, prompt, NEW_TOKENS)
     drafter = Held([[*prompt, *text]], agreement=agreement, seed=1)
     drafter.step_s = step_s
-    service = TargetService(target, None, ServiceOptions(passes=PassOptions(min_pass_s=PASS_S)))
+    service = TargetService(target)
     transport = SlowTransport(service, rtt_s / 2)
     options = RemoteOptions(draft_ahead=ahead)
     session = RemoteSession(LocalDevice(target, drafter), transport, options)
@@ -109,24 +109,29 @@ async def over_plain(rtt_s: float, step_s: float, agreement: float, *, ahead: bo
     return (rtt_s + PASS_S * NEW_TOKENS) / took_s
 
 
-async def decide_here(shared: SharedVerifier, requests: Any) -> Any:
-    """A pass without a thread, whose time would be real."""
-    return shared._decide(requests)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("name", LINKS)
-def test_no_device_is_slower_than_plain_streaming(
-    name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = SkippingLoop()
-    monkeypatch.setattr(time, "monotonic", loop.time)
-    monkeypatch.setattr(SharedVerifier, "_pass", decide_here)
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        found = {
-            (step_s, agreement): runner.run(over_plain(LINKS[name], step_s, agreement, ahead=ahead))
-            for step_s, agreement in product(STEPS, AGREEMENTS)
-        }
+def test_no_device_is_slower_than_plain_streaming(name: str, ahead: bool) -> None:
+    found = {
+        (step_s, agreement): run_simulated(
+            over_plain(LINKS[name], step_s, agreement, ahead=ahead), PASS_S
+        )
+        for step_s, agreement in product(STEPS, AGREEMENTS)
+    }
     assert min(found.values()) >= MIN_OVER_PLAIN, found
     assert found[STEPS[0], AGREEMENTS[-1]] > 1.5
+
+
+def test_other_threads_keep_their_clock() -> None:
+    """Servers of other tests slept for hours in which their clock had been another."""
+
+    async def times() -> tuple[float, float]:
+        await asyncio.sleep(1e6)
+        with ThreadPoolExecutor(1) as pool:
+            return time.monotonic(), pool.submit(time.monotonic).result()
+
+    before_s = time.monotonic()
+    here, there = run_simulated(times())
+    assert here == pytest.approx(1e6)
+    assert before_s <= there <= time.monotonic()

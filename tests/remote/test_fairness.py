@@ -31,6 +31,11 @@ from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
+from simulated_time import run_simulated
+
+TOKEN_S = 0.002
+PASS_S = CPU_CLIENT_TOKENS * TOKEN_S
+"""A CPU's: a pass reads all weights in the time of so many tokens."""
 
 
 class Unused:
@@ -212,29 +217,22 @@ async def write_texts(
             await session.close()
 
 
-def tokens_waited(bob: int, depth: int, length: int) -> list[int]:
-    """How long alice's rounds wait beside so many devices of bob, as a CPU's time per token."""
-    service = TargetService(tiny.target())
-    verify, decide = service.verifier.verify, service.shared.decide
-    done, waited = 0, []
-
-    async def counted(requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        nonlocal done
-        answers = await verify(requests)
-        done += CPU_CLIENT_TOKENS  # the time in which the weights are read
-        done += sum(len(one.new_tokens) + len(one.tree.tokens) for one in requests)
-        return answers
-
-    async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
-        before = done
-        answer = await decide(request)
-        if service.shared._used.get(request.cache_row) == "alice":
-            waited.append(done - before)
-        return answer
-
-    service.verifier.verify, service.shared.decide = counted, timed  # type: ignore[method-assign]
+def seconds_waited(bob: int, depth: int, length: int) -> list[float]:
+    """How long alice's rounds wait beside so many devices of bob, in simulated time."""
+    waited: list[float] = []
 
     async def run() -> None:
+        service = TargetService(tiny.target())
+        decide = service.shared.decide
+
+        async def timed(request: VerifyRequest) -> tuple[VerifyResult, float]:
+            started_s = time.monotonic()
+            answer = await decide(request)
+            if service.shared._used.get(request.cache_row) == "alice":
+                waited.append(time.monotonic() - started_s)
+            return answer
+
+        service.shared.decide = timed  # type: ignore[method-assign]
         short = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(8)]
         long = [[number % tiny.VOCAB] * length for number in range(10_000)]
         others = [asyncio.create_task(write_texts(service, "bob", long, depth)) for _ in range(bob)]
@@ -244,16 +242,15 @@ def tokens_waited(bob: int, depth: int, length: int) -> list[int]:
         await asyncio.gather(*others, return_exceptions=True)
         await service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S, TOKEN_S)
     return waited
 
 
 @pytest.mark.slow
 def test_a_flood_makes_another_tenant_wait_for_at_most_half_as_much_again() -> None:
-    """By the tokens of the passes that alice's rounds wait for, since clocks depend on load."""
-    before = quantiles(tokens_waited(bob=4, depth=4, length=8), n=100)[98]
-    flooded = quantiles(tokens_waited(bob=28, depth=60, length=100), n=100)[98]
-    assert flooded <= 1.5 * before
+    before = quantiles(seconds_waited(bob=4, depth=4, length=8), n=100)[98]
+    flooded = quantiles(seconds_waited(bob=28, depth=60, length=100), n=100)[98]
+    assert flooded <= 1.5 * before, (flooded, before)
 
 
 def test_an_owner_alone_has_whole_passes() -> None:

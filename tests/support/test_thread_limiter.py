@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class Machine:
     def __init__(self, cores: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cores, self.others, self.own = cores, 0.0, 0.0
         self.times = CpuTimes(at_s=0.0, busy_s=0.0, own_s=0.0, cores=cores)
-        monkeypatch.setattr(time, "monotonic", lambda: self.times.at_s)
+        clock = SimpleNamespace(monotonic=lambda: self.times.at_s)
+        monkeypatch.setattr(thread_limiter, "time", clock)
 
     def read(self) -> CpuTimes:
         return self.times

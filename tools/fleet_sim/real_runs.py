@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -32,7 +31,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moaspec
-from fleet_sim.simulation import Fleet, Found, SkippingLoop, pass_s
+from fleet_sim.simulation import Fleet, Found, SkippingLoop, pass_s, simulated_clock
 from fleet_sim.traces import Trace
 from moaspec import Target
 from moaspec.drafting.draft_tree import DraftTree, Tree
@@ -377,7 +376,7 @@ def run_skipping(fleet: Fleet) -> Found:
     seconds = fleet.warm_s + fleet.seconds
 
     async def run() -> Found:
-        with mock.patch("time.monotonic", asyncio.get_running_loop().time):
+        with simulated_clock():
             players = SkippingPlayers(
                 [""], target, texts, "sync", fleet.devices, fleet.step_s, seconds
             )

@@ -20,8 +20,11 @@ import asyncio
 import itertools
 import random
 import selectors
+import threading
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -38,7 +41,6 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.emulation import LinkProfile
 from moaspec.remote.protocol.wire import chain
-from moaspec.remote.server import shared_verifier
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
 
 Mode = Literal["plain", "sync", "ahead"]
@@ -149,6 +151,21 @@ class _SkippingSelector(selectors.DefaultSelector):
         if not found and timeout:
             self.now_s += timeout
         return found
+
+
+@contextmanager
+def simulated_clock() -> Iterator[None]:
+    """Let `time.monotonic` be the running loop's clock, in this thread only.
+
+    Event loops of other threads time their waits by it, too.
+    """
+    simulated, real, here = asyncio.get_running_loop().time, time.monotonic, threading.get_ident()
+
+    def clock() -> float:
+        return simulated() if threading.get_ident() == here else real()
+
+    with mock.patch("time.monotonic", clock):
+        yield
 
 
 class Server(SharedVerifier):
@@ -398,8 +415,7 @@ def simulate(fleet: Fleet) -> Found:
     """What a fleet does."""
 
     async def run() -> Found:
-        now = asyncio.get_running_loop().time
-        with mock.patch.object(shared_verifier, "time", SimpleNamespace(monotonic=now)):
+        with simulated_clock():
             return await World(fleet).run()
 
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:

@@ -23,9 +23,12 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.server.service import TargetService
+from simulated_time import run_simulated
 
 STEEP = table(pass_s=((0.010, 0.024, 0.048, 0.192),) * 2, encode_s=(0.0001, 0.0008, 0.0016, 0.0064))
 """Passes that cost 2 ms per token: of several rows only sure drafts pay."""
+
+PASS_S = 0.05
 
 
 @pytest.mark.slow
@@ -81,7 +84,7 @@ def test_texts_are_the_targets_own(agrees: bool, monkeypatch: pytest.MonkeyPatch
 def test_dropped_drafts_are_not_counted_as_wrong(
     shape: moaspec.Tree | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by the device nor by the server."""
+    """Neither by the device nor by the server; in simulated time `auto` always drafts."""
     target = tiny.target()
     verified: list[int] = []
 
@@ -105,7 +108,7 @@ def test_dropped_drafts_are_not_counted_as_wrong(
         await service.stop()
         return session, counted("moaspec_tokens_total", {"kind": "drafted"})
 
-    session, counted = asyncio.run(run())
+    session, counted = run_simulated(run(), PASS_S)
     result, rounds = session.result, session.stats.rounds
     own = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS).token_ids
     assert result.token_ids == own
