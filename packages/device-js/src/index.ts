@@ -14,6 +14,7 @@ export { marked, Span } from "./privacy/spans.js";
 export { Vault } from "./privacy/vault.js";
 export type { Restorer } from "./privacy/vault.js";
 export type { CodecName } from "./protocol/activations.js";
+export { Fleet } from "./protocol/fleet.js";
 export type { Description } from "./protocol/target_pb.js";
 export type { Connection, ConnectionEvents, Transport } from "./protocol/transport.js";
 export { WebSocketTransport } from "./protocol/websocket.js";

@@ -21,6 +21,7 @@ import { BundleError, RefusedError } from "../src/errors.js";
 import { fromDirectory } from "../src/node.js";
 import { Vault } from "../src/privacy/vault.js";
 import { ActivationLayout } from "../src/protocol/activations.js";
+import { Fleet } from "../src/protocol/fleet.js";
 import { ClientMessageSchema } from "../src/protocol/target_pb.js";
 import type { Open } from "../src/protocol/target_pb.js";
 import { WebSocketTransport } from "../src/protocol/websocket.js";
@@ -159,6 +160,17 @@ describe.skipIf(!hasPython)("a real server", () => {
     }
     expect(accepted).toBeGreaterThan(50);
     expect(found.session.stats.cuts).toBe(0);
+  }, 300_000);
+
+  test("a fleet of which one server is gone", async () => {
+    const device = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
+    const addresses = [await freePort(), port].map((at) => `ws://127.0.0.1:${at}`);
+    const fleet = Fleet.at(addresses, { WebSocket: WebSocket as any });
+    for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 4)) {
+      session = new RemoteSession(device, fleet, { link: PATIENT, draft: 3 });
+      expect((await session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+      await session.close();
+    }
   }, 300_000);
 
   test("private spans: the server reads the same placeholders as from Python", async () => {

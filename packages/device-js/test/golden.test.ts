@@ -5,13 +5,14 @@ import { expect, test } from "vitest";
 import { GenerationDefaults } from "../src/bundle/generation_defaults.js";
 import { InputError, WireError } from "../src/errors.js";
 import { ActivationCodec, ActivationLayout, halfToNumber } from "../src/protocol/activations.js";
+import { Fleet, fleetKey } from "../src/protocol/fleet.js";
 import { SamplingSchema } from "../src/protocol/target_pb.js";
 import { samplingMessage } from "../src/protocol/wire.js";
 import { gumbel, philox, uniform } from "../src/sampling/noise.js";
 import { samplingParams } from "../src/sampling/params.js";
 import { chooseDraft } from "../src/sampling/ranking.js";
 import { LinkPolicy } from "../src/session/link_policy.js";
-import { MANIFEST } from "./fake_target.js";
+import { FakeServer, MANIFEST } from "./fake_target.js";
 
 /** Made by tests/remote/device_js/write_golden.py. */
 const golden = JSON.parse(readFileSync(new URL("golden.json", import.meta.url), "utf8"));
@@ -98,6 +99,13 @@ test("numbers of drafts, round by round", () => {
       return found;
     });
     expect(chosen).toEqual(drafts);
+  }
+});
+
+test("the servers of a fleet, in the order in which a text tries them", () => {
+  for (const { servers, text, ranked } of golden.fleets) {
+    const fleet = new Fleet(new Map(servers.map((one: string) => [one, new FakeServer()])));
+    expect(fleet.ranked(fleetKey(text))).toEqual(ranked);
   }
 });
 

@@ -5,6 +5,7 @@ PYTHONPATH=tests python tests/remote/device_js/write_golden.py
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import random
@@ -26,6 +27,7 @@ from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, Codec
+from moaspec.remote.protocol.fleet import Fleet, key_of
 from moaspec.sampling.noise import seed_bits, uniform
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.philox import philox
@@ -191,6 +193,21 @@ def lengths() -> list[dict[str, Any]]:
     return found
 
 
+def fleets() -> list[dict[str, Any]]:
+    """The order in which texts try the servers of a fleet."""
+    servers = ["wss://10.0.0.1:8443", "wss://10.0.0.2:8443", "ws://localhost:80", "ws://[::1]:80"]
+    texts = [[], [5], [*range(64)], [*range(65)], [49_151, 0, 7]]
+    fleet = Fleet.at(servers)
+    return [
+        {
+            "servers": servers,
+            "text": text,
+            "ranked": [one.address for one in asyncio.run(fleet.ranked(key_of(text)))],
+        }
+        for text in texts
+    ]
+
+
 def messages() -> list[dict[str, Any]]:
     """The `Sampling` message of options and a model's generation_config.json."""
     found = []
@@ -311,6 +328,7 @@ def golden() -> dict[str, list[dict[str, Any]]]:
         drafts,
         speeds,
         lengths,
+        fleets,
         messages,
         private_texts,
     )

@@ -6,7 +6,9 @@
  */
 import { LinkError, MoaSpecError, RefusedError, WireError } from "../errors.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
-import type { Connection, Transport } from "../protocol/transport.js";
+import { AVOID_MS } from "../protocol/fleet.js";
+import type { Route } from "../protocol/fleet.js";
+import type { Connection, ConnectionEvents } from "../protocol/transport.js";
 import { clientFrame, parseServer } from "../protocol/wire.js";
 import type { ClientKind } from "../protocol/wire.js";
 import { now } from "./events.js";
@@ -60,17 +62,19 @@ export class ServerLink {
   private breakOff: ((error?: Error) => void) | undefined;
   private running: Promise<void> | undefined;
   private isClosing = false;
+  private isMoving = false;
   private readonly pause = new WakeUp();
   private heardMs = 0;
   private number = 0n;
   private readonly beats = new Map<bigint, number>();
 
   /**
+   * @param route makes connections
    * @param session random bytes that name the session, set in every message
    * @param stats updated by the link
    */
   constructor(
-    private readonly transport: Transport,
+    private readonly route: Route,
     private readonly session: Uint8Array,
     readonly options: LinkOptions,
     readonly stats: LinkStats,
@@ -96,15 +100,21 @@ export class ServerLink {
     this.connection.send(frame);
   }
 
-  /** Replace this connection by a new one. */
-  renew(): void {
-    this.breakOff?.();
+  /**
+   * Replace this connection by one to another server, which comes first for some time.
+   *
+   * @param ms for which this server comes last
+   * @param anyway whether to replace it even if no other server is known
+   */
+  leave(ms: number, anyway: boolean): void {
+    this.isMoving = this.route.leave(ms);
+    if (this.isMoving || anyway) this.breakOff?.();
   }
 
   /** Connect at once, over a new connection. */
   reconnect(): void {
     this.pause.set();
-    this.renew();
+    this.breakOff?.();
   }
 
   /** Stop trying: the session cannot go on. */
@@ -144,6 +154,10 @@ export class ServerLink {
         this.refuse(error);
       }
       if (!goesOn()) return;
+      if (this.isMoving) {
+        this.isMoving = false;
+        continue;
+      }
       // The pause is reset only after a connection that lasted.
       if (wasUp && now() - started > maxBackoffMs) pauseMs = backoffMs;
       // The time of a failed attempt counts as pause.
@@ -177,19 +191,21 @@ export class ServerLink {
       this.stats.downMs = now();
       this.setState("down");
     }
+    // The server, or what is before it, accepts connections only.
+    if (!wasUp && !this.isClosing) this.route.leave(AVOID_MS);
     if (error && !(error instanceof LinkError)) throw error;
     return wasUp;
   }
 
   /** Open a connection; undefined when the server cannot be reached in time. */
-  private async connect(events: Parameters<Transport["connect"]>[0]): Promise<Connection | undefined> {
+  private async connect(events: ConnectionEvents): Promise<Connection | undefined> {
     const attempt = new AbortController();
     const limit = setTimeout(() => attempt.abort(), this.options.connectMs);
     this.breakOff = () => attempt.abort();
     const given = new Promise<undefined>((resolve) => {
       attempt.signal.addEventListener("abort", () => resolve(undefined), { once: true });
     });
-    const opening = this.transport.connect(events, attempt.signal);
+    const opening = this.route.connect(events, attempt.signal);
     // A connection that comes too late is of no use.
     opening.then((late) => attempt.signal.aborted && late.close()).catch(() => {});
     try {

@@ -4,6 +4,8 @@ import { InputError, LinkError } from "../errors.js";
 import { ActivationLayout, CODEC_NUMBERS } from "../protocol/activations.js";
 import { MAX_FURTHER } from "../protocol/limits.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
+import { Fleet } from "../protocol/fleet.js";
+import type { Route } from "../protocol/fleet.js";
 import type { Transport } from "../protocol/transport.js";
 import { SESSION_BYTES, targetMessage } from "../protocol/wire.js";
 import { AheadDrafter, commonLength } from "./draft_ahead.js";
@@ -37,6 +39,7 @@ export class RemoteSession {
   readonly options: RemoteOptions;
   private readonly ahead: AheadDrafter;
   private readonly verifier: RemoteVerifier;
+  private readonly route: Route;
   private readonly link: ServerLink;
   private turn: Turn | undefined;
   private readonly auto: LinkPolicy;
@@ -53,7 +56,7 @@ export class RemoteSession {
   private endedAlone = false;
 
   /** @throws InputError an invalid option */
-  constructor(private readonly device: Device, transport: Transport, options: SessionOptions = {}) {
+  constructor(private readonly device: Device, transport: Transport | Fleet, options: SessionOptions = {}) {
     this.options = remoteOptions(options);
     const { manifest, drafter } = device;
     this.ahead = new AheadDrafter(drafter, manifest.max_positions);
@@ -82,7 +85,8 @@ export class RemoteSession {
       () => this.ahead.isMeasuring,
     );
     const name = crypto.getRandomValues(new Uint8Array(SESSION_BYTES));
-    this.link = new ServerLink(transport, name, this.options.link, this.stats, {
+    this.route = Fleet.of(transport).route();
+    this.link = new ServerLink(this.route, name, this.options.link, this.stats, {
       onMessage: (message: ServerMessage) => this.whenIdle(() => this.verifier.receive(message)),
       onConnect: () => this.whenIdle(() => this.verifier.connected()),
       onChange: () => this.verifier.wake(),
@@ -199,6 +203,7 @@ export class RemoteSession {
     this.stats.firstTokenMs = undefined;
     this.ahead.sampling = turn.sampling;
     this.ahead.begin(turn.prompt.length + turn.maxNewTokens, turn.stops);
+    this.route.aim(turn.prompt);
     this.link.start();
     return turn;
   }

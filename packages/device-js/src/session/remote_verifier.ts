@@ -4,6 +4,7 @@
  */
 import { LinkError, RefusedError, WireError } from "../errors.js";
 import type { ActivationLayout } from "../protocol/activations.js";
+import { AVOID_MS, BUSY_MS } from "../protocol/fleet.js";
 import { MAX_DRAFTED, MAX_FURTHER } from "../protocol/limits.js";
 import { Problem_Kind } from "../protocol/target_pb.js";
 import type { Activations, Problem, ServerMessage, Verdict } from "../protocol/target_pb.js";
@@ -403,9 +404,10 @@ export class RemoteVerifier {
     if (kind === Problem_Kind.REFUSED) {
       this.link.refuse(new RefusedError(`The server refuses: ${oneLine(message)}`));
     } else if (kind === Problem_Kind.DRAINING) {
-      this.link.renew();
+      this.link.leave(AVOID_MS, true);
     } else if (kind === Problem_Kind.BUSY && pending) {
       pending.dueMs = now() + Math.max(believed(1000 * retryS), pauseMs(pending));
+      this.link.leave(BUSY_MS, false);
     } else if (kind === Problem_Kind.LOST) {
       this.committed = undefined;
       if (pending && !pending.result) this.reopen(pending);
