@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -212,6 +213,24 @@ def test_a_request_replaces_the_number_at_once() -> None:
     asyncio.run(run())
 
 
+def test_streamed_tokens_are_sent_again_only_where_a_request_is_repeated() -> None:
+    """A device may ask for each token long after it was streamed."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            found = await client.ask(text, 5)
+            for number in (1, 2, 3, 4, 5):
+                await client.send(draft=pb.Draft(base=len(text) + number))
+            await client.send(heartbeat=pb.Heartbeat(number=1))
+            assert (await client.receive()).HasField("heartbeat")
+            assert await client.ask([*text, *found[:2]], 0) == found[2:]
+        await at.stop()
+
+    asyncio.run(run())
+
+
 def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
     """The task has not begun, and would run the older one only."""
 
@@ -345,7 +364,9 @@ def test_texts_are_the_same(
                     if event.start > 3:
                         break
             assert await read(session, prompt, **options) == plain(prompt, **options)
-            assert link != "clean" or 0 < session.result.num_drafted < NEW
+            if link == "clean":
+                assert session.result.num_drafted
+                assert session._verifier._streamed
         await session.close()
         await server.service.stop()
 
@@ -404,7 +425,7 @@ def test_an_older_server(monkeypatch: pytest.MonkeyPatch) -> None:
         session = session_of(FaultyTransport(server.transport))
         assert await read(session, PROMPT, max_new_tokens=NEW) == plain(PROMPT)
         assert session._verifier._streamed == 0
-        assert 0 < session.result.num_drafted < NEW
+        assert {bool(one.drafted) for one in list(session.stats.rounds)[1:]} == {False, True}
         await session.close()
         await server.service.stop()
 
@@ -439,6 +460,24 @@ def test_a_device_that_never_drafts_has_tokens_streamed() -> None:
         assert session._verifier._streamed == len(PROMPT) + NEW
         assert session._ahead.step_s is None
         assert (session.stats.ahead_hits, session.stats.ahead_misses) == (0, 0)
+        await session.close()
+        await server.service.stop()
+
+    asyncio.run(run())
+
+
+def test_a_device_that_never_drafts_sends_no_drafts_after_a_cut() -> None:
+    async def run() -> None:
+        server = Restartable(lambda: service(passes=PassOptions(min_pass_s=0.01)))
+        transport = FaultyTransport(server.transport)
+        session = session_of(transport, replace(QUICK, dead_after_s=1.0, connect_s=5.0))
+        options: Any = {"max_new_tokens": NEW, "tree": None}
+        async for event in session.stream(PROMPT, **options):
+            transport.hole = not session.stats.cuts and event.start > 5
+        assert session.stats.cuts
+        assert session.stats.provisional
+        assert session.result.token_ids == plain(PROMPT)
+        assert session.result.num_drafted == 0
         await session.close()
         await server.service.stop()
 

@@ -392,6 +392,17 @@ test("streamed tokens are the target's, and end with the turn", async () => {
   expect(held!.text).toEqual([...PROMPT, ...text]);
 });
 
+test("a device that never drafts sends no drafts after a cut", async () => {
+  const { server, transport, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
+  server.passMs = 5;
+  const { text } = await read(session, PROMPT, { maxNewTokens: 60 }, (_, shown) => {
+    transport.hole = !session.stats.cuts && shown.length > 10;
+  });
+  expect(text).toEqual(ownText(PROMPT, 60));
+  expect(session.stats.provisional).toBeGreaterThan(0);
+  expect(session.result!.acceptLengths).toEqual(new Array(59).fill(1));
+});
+
 test("a stop token ends the stream", async () => {
   const { server, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 2000 } });
   server.passMs = 10;

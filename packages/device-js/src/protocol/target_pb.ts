@@ -568,7 +568,7 @@ export type Draft = Message<"moaspec.remote.v1.Draft"> & {
   /**
    * Without drafts: how many tokens the server streams after the next one, each in a Verdict of its
    * own, so that a device that does not draft waits for no round trips. The next Draft or Resume
-   * replaces this number.
+   * replaces this number. A token that was streamed is sent again only where a Draft is repeated.
    *
    * @generated from field: uint32 further = 4;
    */

@@ -192,6 +192,7 @@ export class RemoteSession {
     const turn = new Turn(this.device, [...promptIds], options);
     this.takeOver(turn);
     this.policy = draft === "auto" ? this.auto : draft;
+    this.verifier.neverDrafts = draft === 0;
     this.turn = turn;
     this.events = new EventQueue();
     this.stopTurn = new AbortController();

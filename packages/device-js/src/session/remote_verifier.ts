@@ -93,6 +93,8 @@ export class RemoteVerifier {
   turn = 0;
   /** Most tokens that the server streams after a request, in this turn. */
   maxFurther = 0;
+  /** Whether this turn sends no drafts, even after a cut. */
+  neverDrafts = false;
   /** Length up to which the server streams tokens in this turn. */
   private streamed = 0;
   /** Verdicts that are not asked for yet, by base. */
@@ -247,7 +249,8 @@ export class RemoteVerifier {
   private drafts(pending: PendingRequest): readonly number[] {
     const ready = this.options.ahead.ready().slice(0, MAX_DRAFTED);
     const { drafts } = pending.request;
-    return pending.resent && ready.length > drafts.length ? ready : drafts;
+    const isReplaced = pending.resent && ready.length > drafts.length && !this.neverDrafts;
+    return isReplaced ? ready : drafts;
   }
 
   /** Request activations that must have been lost. */

@@ -147,7 +147,7 @@ class RemoteSession:
         self._task: asyncio.Task[None] | None = None
         self._shown: list[int] = []
         self._stop: StopStrings | None = None
-        self._auto_drafts = self._never_drafts = False
+        self._auto_drafts = False
         self._ended_alone = False
 
     def _make_memory(self, drafting: DeviceProposer) -> DeviceActivations:
@@ -242,7 +242,7 @@ class RemoteSession:
         self.device.renew(self._drafting)
         branches = shaping.branches()
         self._auto_drafts = policy is self._auto and branches is None
-        self._never_drafts = policy is None and branches is None
+        self._verifier.never_drafts = policy is None and branches is None
         self._handle = self._engine.add(
             prompt,
             shape=policy,
@@ -273,7 +273,7 @@ class RemoteSession:
         """Rounds without drafts that will follow one without drafts."""
         if self._auto_drafts:
             return self._auto.pause
-        return limits.MAX_FURTHER if self._never_drafts else 0
+        return limits.MAX_FURTHER if self._verifier.never_drafts else 0
 
     def _plain_s(self) -> float | None:
         """Current time of a token without drafts, which most servers stream."""

@@ -81,6 +81,7 @@ class RemoteVerifier:
     Attributes:
         provisional: tokens that were shown without verification.
         max_further: most tokens that the server streams after a request, in this turn.
+        never_drafts: whether this turn sends no drafts, even after a cut.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RemoteVerifier:
         self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
         self.max_further = 0
+        self.never_drafts = False
         self._streamed = 0  # length up to which the server streams tokens in this turn
         self._early: dict[int, pb.Verdict] = {}  # not asked for yet, by base
         self._placed_s = 0.0
@@ -232,8 +234,9 @@ class RemoteVerifier:
     def _drafts(self, pending: PendingRequest) -> DraftTree:
         """The request's drafts; after a cut, the drafts made since, if they are longer."""
         ready = self._ahead.ready()[:MAX_DRAFTED]
-        further = len(ready) > max(pending.request.tree.depths, default=0)
-        return wire.chain(ready) if pending.resent and further else pending.request.tree
+        longer = len(ready) > max(pending.request.tree.depths, default=0)
+        replaced = pending.resent and longer and not self.never_drafts
+        return wire.chain(ready) if replaced else pending.request.tree
 
     def _fetch(self) -> None:
         """Request activations that must have been lost."""

@@ -94,9 +94,12 @@ class PendingWork:
         if drafted.base > committed or not session.decided:
             session.problem(pb.Problem.LOST, "The text here is shorter.")
             return
+        is_new = drafted.base > session.asked
         self._aim(session, drafted)
         if drafted.base < max(1, committed):
-            session.answer(drafted.base)
+            # What was streamed ahead of its request is on its way, unless that is repeated.
+            if drafted.tree.tokens or not is_new:
+                session.answer(drafted.base)
         elif committed >= most:
             session.problem(pb.Problem.REFUSED, f"Texts end at {most} tokens.")
         else:
@@ -104,6 +107,7 @@ class PendingWork:
 
     def _aim(self, session: ServerSession, drafted: DraftRequest) -> None:
         """Set how far tokens are streamed after the request's own."""
+        session.asked = max(session.asked, drafted.base)
         goal = drafted.base + 1 + drafted.further if drafted.further else 0
         session.goal = min(goal, self._capabilities.max_tokens)
 

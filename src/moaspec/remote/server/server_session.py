@@ -66,6 +66,7 @@ class ServerSession:
         task: runs the session's requests; None while there is none.
         waiting: the request that comes next.
         goal: length up to which tokens are streamed that no request asks for.
+        asked: largest length of the text in the turn's requests.
     """
 
     name: bytes
@@ -88,6 +89,7 @@ class ServerSession:
     waiting: TurnRequest | DraftRequest | None = None
     on_text: OnText | None = None  # gets the turn's text when it is over
     goal: int = 0
+    asked: int = 0
     _opened: int = 0
     _drafted_at: int = 0  # length of the text that the newest drafts followed
 
@@ -125,7 +127,7 @@ class ServerSession:
         self.num_verified = min(common, self.num_verified) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)
         self.prompt_length, self.sampling = opening.prompt_length, sampling
-        self.logprobs, self.dropped, self.goal = [], [], 0
+        self.logprobs, self.dropped, self.goal, self.asked = [], [], 0, 0
         self._adopt(opening.asked)
 
     def offer_text(self) -> None:
