@@ -4,13 +4,18 @@ All read one GGUF file and use as many threads. They take turns, several times o
 the same prompts, all at once, plainly, and ours also with drafts. Tokens are counted from the first
 request to the last token, prompts included. A gap is the time between two pieces of a text that
 reach its reader; drafts that are accepted together are one piece, so p99 is no better than per
-token. CPU seconds are those of the process that decodes: on a busy machine their ratios still hold.
-Every text of the engine with drafts must be the target's own, or there are no figures.
+token. CPU seconds are those of the processes that decode: on a busy machine their ratios still
+hold. Every text of the engine with drafts must be the target's own, or there are no figures.
 
 llama.cpp comes with the binding `xllamacpp`, which only this needs: pip install xllamacpp. Other
-servers with OpenAI's API, vLLM's for one, can be named with --other.
+servers with OpenAI's API can be named with --other. Servers of this machine are stopped (SIGSTOP)
+while others have their turn. vLLM's CPU build, for one, with the target's directory, as
+`moaspec.target.registry.find_weights` names it:
 
+    OMP_NUM_THREADS=2 scripts/with_vllm.sh vllm serve DIRECTORY --dtype bfloat16
+        --max-model-len 2048 --max-num-seqs 64 --no-enable-prefix-caching
     python benchmarks/llamacpp.py --threads 2 --suite spec_bench.jsonl
+        --other vLLM=http://localhost:8000
 """
 
 from __future__ import annotations
@@ -76,7 +81,6 @@ class LlamaCpp:
     Attributes:
         version: of the binding.
         url: of the server.
-        process: its process id.
     """
 
     def __init__(self, gguf: Path, *, threads: int, context: int = 2048, streams: int = 1) -> None:
@@ -87,7 +91,7 @@ class LlamaCpp:
         )
         child.start()
         theirs.close()
-        self._ours, self.process = ours, child.pid
+        self._ours = ours
         self.version, self.url = self._answer()
 
     def tokens_per_s(self, prompt_ids: Sequence[int], num_tokens: int) -> float:
@@ -133,7 +137,7 @@ class Run:
     Attributes:
         tokens: generated.
         seconds: from the first request to the last token.
-        cpu_s: CPU time of the process that decoded; NaN if unknown.
+        cpu_s: CPU time of the processes that decoded; NaN if unknown.
         gaps_s: times between two pieces of a text.
         first_s: times until the first piece.
         texts: token ids of each text, where known.
@@ -190,18 +194,21 @@ def engine_way(
     return decode
 
 
-def server_way(url: str, process: int | None, most: int, **body: Any) -> Way:
-    """A server with OpenAI's API.
+def server_way(running: contextlib.ExitStack, url: str, most: int, **body: Any) -> Way:
+    """A server with OpenAI's API, whose processes run for their turns only.
 
     Args:
+        running: lets them run on when it is closed.
         url: of the server.
-        process: id of the process that decodes; None if unknown.
         most: tokens of an answer.
         body: further fields of a request.
     """
     body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     body |= {"temperature": 0, "max_tokens": most, "stream": True}
     body["stream_options"] = {"include_usage": True}
+    processes = _processes_of(url)
+    for one in processes:
+        running.callback(one.resume)
 
     def decode(prompts: Sequence[Prompt], name: str) -> Run:
         async def all_of() -> list[tuple[list[float], int]]:
@@ -210,9 +217,10 @@ def server_way(url: str, process: int | None, most: int, **body: Any) -> Way:
             ]
             return await asyncio.gather(*(_stream(url, one, name) for one in bodies))
 
-        started_s, cpu_s = time.perf_counter(), _cpu_s(process)
-        answers = asyncio.run(all_of())
-        seconds, cpu_s = time.perf_counter() - started_s, _cpu_s(process) - cpu_s
+        with _running(processes):
+            started_s, cpu_s = time.perf_counter(), _cpu_s(processes)
+            answers = asyncio.run(all_of())
+            seconds, cpu_s = time.perf_counter() - started_s, _cpu_s(processes) - cpu_s
         run = Run(sum(tokens for _, tokens in answers), seconds, cpu_s)
         for times, _ in answers:
             run.add(times, started_s)
@@ -221,11 +229,33 @@ def server_way(url: str, process: int | None, most: int, **body: Any) -> Way:
     return decode
 
 
-def _cpu_s(process: int | None) -> float:
-    if process is None:
-        return float("nan")
-    times = psutil.Process(process).cpu_times()
-    return float(times.user + times.system)
+def _processes_of(url: str) -> list[psutil.Process]:
+    """The process of this machine that listens at an address, and those that it started."""
+    at = urlsplit(url)
+    for one in psutil.net_connections("tcp"):
+        listens = one.status == psutil.CONN_LISTEN and one.laddr.port == at.port
+        if listens and one.pid is not None and at.hostname in ("127.0.0.1", "localhost"):
+            first = psutil.Process(one.pid)
+            return [first, *first.children(recursive=True)]
+    return []
+
+
+@contextlib.contextmanager
+def _running(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Let stopped processes run for a while."""
+    for one in processes:
+        one.resume()
+    try:
+        yield
+    finally:
+        for one in processes:
+            one.suspend()
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    """CPU seconds of processes; NaN if there are none."""
+    times = [one.cpu_times() for one in processes]
+    return sum(one.user + one.system for one in times) if times else float("nan")
 
 
 async def _stream(url: str, body: dict[str, Any], key: str) -> tuple[list[float], int]:
@@ -258,8 +288,8 @@ async def _stream(url: str, body: dict[str, Any], key: str) -> tuple[list[float]
 
 
 @contextlib.contextmanager
-def served(args: Any, streams: int) -> Iterator[tuple[str, int]]:
-    """`moaspec serve`: its address and process id."""
+def served(args: Any, streams: int) -> Iterator[str]:
+    """The address of a `moaspec serve`."""
     command = [sys.executable, "-m", "moaspec", "serve", "--port", str(args.port)]
     for name in ("model", "drafter", "dtype", "threads"):
         command += [f"--{name}", str(getattr(args, name))]
@@ -271,7 +301,7 @@ def served(args: Any, streams: int) -> Iterator[tuple[str, int]]:
                 if process.poll() is not None or time.monotonic() > until_s:
                     raise SystemExit(f"No answer of {' '.join(command)}")
                 time.sleep(0.5)
-            yield url, process.pid
+            yield url
         finally:
             process.terminate()
 
@@ -306,17 +336,18 @@ def main() -> None:
     }
     with contextlib.ExitStack() as running:
         if "serve" in args.servers:
-            url, process = running.enter_context(served(args, max(args.streams)))
-            ways["serve, plain"] = server_way(url, process, most, moaspec={"speculation": False})
-            ways["serve"] = server_way(url, process, most)
+            url = running.enter_context(served(args, max(args.streams)))
+            plain = {"moaspec": {"speculation": False}}
+            ways["serve, plain"] = server_way(running, url, most, **plain)
+            ways["serve"] = server_way(running, url, most)
         if "llama.cpp" in args.servers:
             gguf, streams = gguf_of(args.model), max(args.streams)
             llama = LlamaCpp(gguf, threads=args.threads, context=longest, streams=streams)
             facts["llama_cpp"] = llama.version
-            ways["llama.cpp"] = server_way(llama.url, llama.process, most, cache_prompt=False)
+            ways["llama.cpp"] = server_way(running, llama.url, most, cache_prompt=False)
         for one in args.other:
             name, _, address = one.partition("=")
-            ways[name] = server_way(address, None, most)
+            ways[name] = server_way(running, address, most)
         runs = compared(ways, prompts, args, lambda *texts: check(args, target, *texts))
     found = [figures(name, streams, of) for (streams, name), of in runs.items()]
     print(table(found))

@@ -5,7 +5,7 @@ otherwise (vLLM's n-gram drafter does not start beside others in one process). F
 of tokens/s and of each run's ratio to the plain run beside it. In float32 the texts must be equal,
 or there are no figures. `vllm_profile.py` divides the time of a step.
 
-    scripts/with_vllm.sh python benchmarks/vllm_speed.py --dtype bfloat16 --concurrency 1 4 16
+    scripts/with_vllm.sh python benchmarks/vllm_speed.py --in-process --methods plain moa
 """
 
 from __future__ import annotations
@@ -111,18 +111,14 @@ def _compare(
             drafted[method].subtract(before)
     if args.dtype == "float32" and any(text != texts["plain"] for text in texts.values()):
         raise SystemExit("Texts differ in float32; no figures.")
-    return [_speed_row(method, concurrency, speeds, _tau(drafted[method])) for method in engines]
-
-
-def _tau(grown: Mapping[str, float]) -> float | None:
-    drafts = grown.get("spec_decode_num_drafts", 0.0)
-    accepted = grown.get("spec_decode_num_accepted_tokens", 0.0)
-    return 1 + accepted / drafts if drafts else None
+    return [_speed_row(method, concurrency, speeds, drafted[method]) for method in engines]
 
 
 def _speed_row(
-    method: str, concurrency: int, speeds: Mapping[str, list[float]], tau: float | None
+    method: str, concurrency: int, speeds: Mapping[str, list[float]], grown: Mapping[str, float]
 ) -> dict[str, Any]:
+    drafts = grown.get("spec_decode_num_drafts", 0.0)
+    accepted = grown.get("spec_decode_num_accepted_tokens", 0.0)
     pairs = zip(speeds[method], speeds["plain"], strict=True)
     row = {
         "method": method,
@@ -130,7 +126,8 @@ def _speed_row(
         "tokens_per_s": statistics.median(speeds[method]),
         "spread": [min(speeds[method]), max(speeds[method])],
         "ratio": statistics.median(one / plain for one, plain in pairs),
-        "tau_of_drafted_rounds": tau,
+        "drafted_rounds": drafts,
+        "tau_of_drafted_rounds": 1 + accepted / drafts if drafts else None,
     }
     print(row, flush=True)
     return row

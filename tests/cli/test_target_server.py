@@ -35,6 +35,7 @@ from moaspec.remote.protocol.websocket_transport import WebSocketTransport
         (["--allow-origin", "example.org"], "--allow-origin must be an origin"),
         (["--allow-origin", "*"], "--allow-origin must be an origin"),
         (["--allow-origin", "https://example.org"], "--allow-origin needs --websocket"),
+        (["--tensor-parallel-size", "2"], "is for --engine vllm"),
     ],
 )
 def test_bad_settings_are_noticed_before_anything_is_loaded(

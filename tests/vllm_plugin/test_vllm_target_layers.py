@@ -53,6 +53,33 @@ def test_other_heads_answer_through_the_target() -> None:
     assert torch.equal(trimmed, IDS[logits[:, IDS].argmax(-1)])
 
 
+class Adapted(nn.Module):
+    """A LoRA layer of vLLM's, which takes the batch's rows only."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *_: Any) -> Tensor:
+        raise AssertionError("an adapter of the batch's requests, applied to drafts")
+
+
+def test_drafts_leave_out_adapters_of_the_head() -> None:
+    torch.manual_seed(0)
+    head, states_TE = nn.Linear(WIDTH, VOCAB), torch.randn(50, WIDTH)
+
+    class Processor(nn.Module):
+        def forward(self, head: nn.Module, states_TE: Tensor) -> Tensor:
+            return head(states_TE)
+
+    target = SimpleNamespace(logits_processor=Adapted(Processor()), lm_head=Adapted(head))
+    target.compute_logits = lambda states: target.logits_processor(target.lm_head, states)
+    best = DraftHead(target, None, torch.clone).best
+    assert torch.equal(best(states_TE), head(states_TE).argmax(-1))
+    with pytest.raises(AssertionError, match="applied to drafts"):
+        target.compute_logits(states_TE)
+
+
 @needs_kernels
 def test_sums_are_compared_before_they_are_rounded() -> None:
     """256 and 256.5 are equal in bf16, where argmax would take the first."""
@@ -96,6 +123,15 @@ def test_a_plain_table_is_looked_up() -> None:
     assert torch.equal(embed(ids_N), model.embed_input_ids(ids_N))
     model.tables[0].weight = nn.Parameter(torch.ones(20, 4))  # as when weights are loaded anew
     assert torch.equal(embed(ids_N), torch.ones(3, 4))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_drafts_leave_out_adapters_of_the_embedding(scale: float) -> None:
+    table, ids_N = Table(20, 4), torch.tensor([3, 19, 0])
+    model = Model(Adapted(table), scale=scale)
+    embed = embedding_of(model, model.embed_input_ids, Table)
+    assert torch.equal(embed(ids_N), table(ids_N) * scale)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.v1.outputs import SamplerOutput
 
 from moaspec.drafting.draft_tree import DraftTree
@@ -34,11 +35,11 @@ PADDING = -1  # vLLM's padding after the tokens that a step gives a request
 class PendingVerification:
     """The verification that the next steps of one vLLM request have to do."""
 
+    name: str  # vLLM's id of the request
     request: VerifyRequest  # its tree is the chain that vLLM verifies
     text: list[int]  # all tokens up to the newest. Accepted tokens are appended.
-    num_steps: int = 0  # number of vLLM's steps so far
-    # Of the tokens after the request's `num_verified`, (T, L, G, 2 D); None until there is an
-    # outcome, and where no drafter reads them.
+    # Of the tokens after the request's `num_verified`, all KV heads, (T, L, G, 2 D); None until
+    # there is an outcome, and where no drafter reads them.
     keys_values: Tensor | None = None
     # The result or error; None while vLLM reads the prompt.
     outcome: VerifyResult | Exception | None = None
@@ -57,8 +58,7 @@ class _SampledRow:
 class SeededSampler(CustomProposer):
     """Replaces vLLM's sampling. It drafts nothing, because devices do.
 
-    Attributes:
-        pending: verifications of the next steps, by vLLM's request id.
+    With tensor parallelism every rank has one, and all decide alike: they have the same logits.
     """
 
     runner_hooks = (
@@ -72,7 +72,8 @@ class SeededSampler(CustomProposer):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.pending: dict[str, PendingVerification] = {}
+        self._pending: dict[str, PendingVerification] = {}
+        self._num_rows = 0  # rows of all steps
         self._layers = list[Any]()
         self._reader: CacheReader | None = None
 
@@ -94,6 +95,17 @@ class SeededSampler(CustomProposer):
             self._reader = CacheReader(self._layers, self.share)
             self._group = CacheGroup(runner, self._layers[0].layer_name)
 
+    def begin(self, batch: Sequence[PendingVerification]) -> None:
+        """Take the verifications of the next steps. They take the place of earlier ones."""
+        self._pending = {pending.name: pending for pending in batch}
+
+    def progress(self) -> tuple[int, list[PendingVerification]]:
+        """Number of rows of all steps, and on the first rank verifications that have ended."""
+        ended = [one for one in self._pending.values() if one.outcome is not None]
+        for one in ended:
+            del self._pending[one.name]
+        return self._num_rows, [] if get_tp_group().rank_in_group else ended
+
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         """Return no drafts, as devices send them."""
         return [[] for _ in sampled_token_ids]
@@ -109,8 +121,8 @@ class SeededSampler(CustomProposer):
         for place, row in enumerate(rows):
             tokens = _new_tokens(row.pending)
             ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            row.pending.num_steps += 1
             self._read_row(row, place)
+        self._num_rows += len(rows)
         return SamplerOutput(ids.to(logits_NV.device), logprobs_tensors=None)
 
     def _rows(self, drafted: Sequence[int]) -> list[_SampledRow]:
@@ -121,7 +133,7 @@ class SeededSampler(CustomProposer):
         for place, (name, drafts) in enumerate(zip(batch.req_ids, drafted, strict=True)):
             rows.append(
                 _SampledRow(
-                    self.pending[name],
+                    self._pending[name],
                     int(stops[place]),
                     slice(first, first + 1 + drafts),
                     bool(partial[place]),
@@ -138,7 +150,8 @@ class SeededSampler(CustomProposer):
         drafts = row.logits.stop - row.logits.start - 1
         position_N = np.arange(request.num_verified, row.stop - drafts + len(outcome.accepted))
         slots_N = torch.from_numpy(self._group.slots_of(np.array(place), position_N))
-        row.pending.keys_values = self._reader.read_own(slots_N.to(self._reader.device))
+        own_TLGK = self._reader.read_own(slots_N.to(self._reader.device))
+        row.pending.keys_values = self.share.join(own_TLGK, tensor_model_parallel_all_gather)
 
 
 def _own(row: _SampledRow, logits_NV: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class VLLMVerifierSettings:
     max_rows: int  # maximum number of concurrent texts
     max_tokens: int  # maximum length of a text
     token_bytes: int  # bytes of one token's keys and values
+    num_kv_heads: int = 1  # of the target
+    tensor_parallel_size: int = 1  # ranks, each with its own KV heads
     features: bool = True  # whether a drafter's encoder reads the target's keys and values
     max_drafted: int = 16  # maximum number of drafted tokens that a round verifies
     # Further arguments of `vllm.EngineArgs`.
@@ -75,8 +77,9 @@ class VLLMVerifierSettings:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes for `cache_tokens`, the block that vLLM reserves, and one spare block."""
-        return (self.cache_tokens + 2 * BLOCK_TOKENS) * self.token_bytes
+        """Bytes on a rank for `cache_tokens`, the block that vLLM reserves, and a spare block."""
+        total = (self.cache_tokens + 2 * BLOCK_TOKENS) * self.token_bytes
+        return total // min(self.num_kv_heads, self.tensor_parallel_size)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -87,6 +90,7 @@ class VLLMVerifierSettings:
             "max_num_seqs": self.max_rows,
             "kv_cache_memory_bytes": self.cache_bytes,
             "block_size": BLOCK_TOKENS,
+            "tensor_parallel_size": self.tensor_parallel_size,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             **self.extra_arguments,

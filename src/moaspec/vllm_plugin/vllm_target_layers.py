@@ -6,7 +6,7 @@ W draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ NUM_PROBES = 8  # tokens to compare a plain look-up with the target's own embedd
 def embedding_of(target: nn.Module, own: Embed, kind: type[nn.Module]) -> Embed:
     """Return a plain table look-up if it equals the target's embedding, else that embedding.
 
-    The look-up skips the work that vLLM's modules do around it.
+    The look-up skips the work that vLLM's modules do around it. Adapters are left out, see
+    `_without_adapters`.
 
     Args:
         target: vLLM's model, its weights loaded.
@@ -32,6 +33,8 @@ def embedding_of(target: nn.Module, own: Embed, kind: type[nn.Module]) -> Embed:
             scales, dequantises or wraps the table.
         kind: the class of vLLM's embedding modules.
     """
+    adapted = [one for one in target.modules() if type(getattr(one, "base_layer", None)) is kind]
+    own = _without_adapters(own, adapted)
     tables = [module for module in target.modules() if type(module) is kind]
     if len(tables) != 1 or tables[0].tp_size != 1:
         return own
@@ -56,22 +59,55 @@ class DraftHead:
     """
 
     def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
-        self._target = target
         self._ids = draft_token_ids
         self._choose: Callable[[Tensor], Tensor] | None = None
         head = getattr(target, "lm_head", None)
+        head = getattr(head, "base_layer", head)
         if draft_token_ids is not None and _is_plain(head):
             rows_WE = all_reduce(_own_rows(head, draft_token_ids))
             self._choose = _choose_function(rows_WE, draft_token_ids)
+        else:
+            processor = getattr(target, "logits_processor", None)
+            adapted = [processor] if hasattr(processor, "base_layer") else []
+            self._logits = _without_adapters(target.compute_logits, adapted)
 
     def best(self, states_TE: Tensor) -> Tensor:
         """Most probable token of each state, (T,) int64."""
         if self._choose is not None:
             return self._choose(states_TE)
-        logits_TV = self._target.compute_logits(states_TE)
+        logits_TV = self._logits(states_TE)
         if self._ids is None:
             return _best(logits_TV)
         return self._ids[_best(logits_TV[:, self._ids])]
+
+
+def _without_adapters(
+    call: Callable[[Tensor], Tensor], adapted: Sequence[Any]
+) -> Callable[[Tensor], Tensor]:
+    """A method of the target that leaves out LoRA layers.
+
+    These apply adapters by the batch's rows and their order. Drafts are other rows, and the drafter
+    was trained with the target's own embedding and head.
+
+    Args:
+        call: the method.
+        adapted: vLLM's LoRA layers that it calls.
+    """
+
+    def base_call(x: Tensor) -> Tensor:
+        for layer in adapted:
+            layer.forward = _base_forward(layer.base_layer)
+        try:
+            return call(x)
+        finally:
+            for layer in adapted:
+                del layer.forward
+
+    return base_call if adapted else call
+
+
+def _base_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: base(*(getattr(one, "base_layer", one) for one in arguments))
 
 
 def _best(logits_TV: Tensor) -> Tensor:

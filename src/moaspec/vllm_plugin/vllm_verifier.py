@@ -26,7 +26,7 @@ from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.vllm_sampling import PendingVerification, SeededSampler
+from moaspec.vllm_plugin.vllm_sampling import PendingVerification
 from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, VLLMVerifierSettings
 
 MAX_IDLE_STEPS = 100
@@ -44,7 +44,7 @@ class _RequestRow:
 
 
 class VLLMVerifier:
-    """Verifies chains inside vLLM, in this process.
+    """Verifies chains inside vLLM, in this process or with ranks in processes of their own.
 
     Features are encoded from the keys and values after a request's `num_verified` tokens.
 
@@ -59,15 +59,16 @@ class VLLMVerifier:
     def __init__(self, options: VLLMVerifierSettings, encoder: Any = None) -> None:
         hooks.require_version()
         self.capabilities = EngineCapabilities(
-            name="vllm", max_drafted=options.max_drafted, chains_only=True
+            name="vllm",
+            max_drafted=options.max_drafted,
+            chains_only=True,
+            grammars=options.tensor_parallel_size == 1,
         )
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
         self._scheduler = hooks.require(self._engine, "engine_core.engine_core.scheduler")
-        executor = hooks.require(self._engine, "engine_core.engine_core.model_executor")
-        self._sampler: SeededSampler = hooks.require(
-            executor, "driver_worker.worker.model_runner.drafter"
-        )
+        path = "engine_core.engine_core.model_executor.collective_rpc"
+        self._call_workers = hooks.require(self._engine, path)
         self._scheduler.wanted = set()
         self._require_room()
         self._rows: dict[int, _RequestRow] = {}
@@ -115,7 +116,8 @@ class VLLMVerifier:
                 self._schedule(request, chain)
                 for request, chain in zip(requests, chains, strict=True)
             ]
-            self._step_until_done(batch)
+            self._ask("begin", batch)
+            batch = self._step_until_done(batch)
             decisions = self._results(batch)
         except Exception:
             # The state of these requests inside vLLM is unknown, so their rows start over.
@@ -123,7 +125,6 @@ class VLLMVerifier:
                 self._abort(self._row(request))
             raise
         finally:
-            self._sampler.pending.clear()
             self._scheduler.wanted.clear()
         pass_s = time.perf_counter() - started
         started = time.perf_counter()
@@ -157,9 +158,7 @@ class VLLMVerifier:
         name = str(row.request_id)
         self._scheduler.requests[name].spec_token_ids = list(tokens)
         self._scheduler.wanted.add(name)
-        pending = PendingVerification(replace(request, tree=chain_of(tokens)), text)
-        self._sampler.pending[name] = pending
-        return pending
+        return PendingVerification(name, replace(request, tree=chain_of(tokens)), text)
 
     def _submit(self, row: _RequestRow, request: VerifyRequest, text: list[int]) -> None:
         from vllm import SamplingParams
@@ -181,17 +180,23 @@ class VLLMVerifier:
             raise ServingError(f"vLLM refuses a text of {len(text)} tokens: {error}") from error
         row.text = text
 
-    def _step_until_done(self, batch: Sequence[PendingVerification]) -> None:
-        idle = 0
-        while any(pending.outcome is None for pending in batch):
-            before = sum(pending.num_steps for pending in batch)
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """Call a method of each rank's `SeededSampler`; the first rank's answer."""
+        return self._call_workers("call_proposer", args=(name, *arguments))[0]
+
+    def _step_until_done(self, batch: Sequence[PendingVerification]) -> list[PendingVerification]:
+        """The verifications, in order, with their outcomes."""
+        done: dict[str, PendingVerification] = {}
+        idle = num_rows = 0
+        while len(done) < len(batch):
             self._engine.step()
-            for name, pending in self._sampler.pending.items():
-                if pending.outcome is not None:
-                    self._scheduler.wanted.discard(name)
-            idle = idle + 1 if sum(pending.num_steps for pending in batch) == before else 0
+            before, (num_rows, ended) = num_rows, self._ask("progress")
+            done |= {pending.name: pending for pending in ended}
+            self._scheduler.wanted.difference_update(done)
+            idle = idle + 1 if num_rows == before else 0
             if idle > MAX_IDLE_STEPS:
                 raise ServingError("vLLM makes no step for what it is asked: is its cache full?")
+        return [done[pending.name] for pending in batch]
 
     def _results(self, batch: Sequence[PendingVerification]) -> list[VerifyResult]:
         """Results of all requests; updates the rows' texts. Raises the first error."""
@@ -223,7 +228,7 @@ class VLLMVerifier:
             for i, size in zip(encoded_rows, counts, strict=True)
             for offset in range(size)
         ]
-        keys_values_1NLK = torch.cat(parts).flatten(2)[None]
+        keys_values_1NLK = torch.cat(parts).flatten(2)[None].to(self._encoder.device)
         position_ids_1N = torch.tensor([position_ids], device=keys_values_1NLK.device)
         encoded = self._encoder.encode(keys_values_1NLK, position_ids_1N, counts)
         for i, feature in zip(encoded_rows, encoded, strict=True):

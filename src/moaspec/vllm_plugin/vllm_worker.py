@@ -35,6 +35,10 @@ class MoAWorker(PlatformWorker):
                 self._proposer.prepare()
         return found
 
+    def call_proposer(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the proposer, as the engine asks all ranks to."""
+        return getattr(self._proposer, name)(*arguments)
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target, with the proposer's notes before and after."""
         proposer = self._proposer

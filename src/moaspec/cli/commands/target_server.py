@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -112,6 +113,9 @@ def target_server(
         Literal["torch", "vllm"],
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Processes of --engine vllm, one per GPU, that share a pass.", min=1)
+    ] = 1,
     learn: options.Learn = None,
 ) -> None:
     """Verify the drafts of devices.
@@ -136,8 +140,7 @@ def target_server(
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
     scripts = _scripts(page, page_scripts, served=beside is not None)
-    if engine == "vllm":
-        _require_for_vllm(asked)
+    _check_engine(engine, asked, tensor_parallel_size)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -174,7 +177,8 @@ def target_server(
             ),
         )
         prepare_process()
-        service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
+        load = functools.partial(_in_vllm, ranks=tensor_parallel_size)
+        service = (load if engine == "vllm" else _here)(asked, limits)
     _announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
@@ -310,7 +314,7 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     return TargetService(target, module, limits, shaping=shaping)
 
 
-def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
+def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) -> TargetService:
     """The target inside vLLM; of the drafter only the encoder is used."""
     from moaspec.vllm_plugin.hooks import require_version
 
@@ -323,6 +327,7 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetServic
     from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import find_weights, target_facts
+    from moaspec.vllm_plugin.cache_reader import HeadShare
     from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
     from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
@@ -335,6 +340,7 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetServic
             "tokens, which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
         )
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=facts)
+    HeadShare(total=facts.num_kv_heads, ranks=ranks)  # refuses an uneven one
     engine = VLLMVerifier(
         VLLMVerifierSettings(
             model=find_weights(asked.model),
@@ -342,6 +348,8 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetServic
             max_rows=limits.fitting(facts).max_sessions,
             max_tokens=limits.longest(facts),
             token_bytes=limits.token_bytes(facts),
+            num_kv_heads=facts.num_kv_heads,
+            tensor_parallel_size=ranks,
             features=module is not None,
         ),
         None if module is None else wire_encoder(module, facts),
@@ -349,8 +357,12 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetServic
     return TargetService(facts, module, limits, engine=engine)
 
 
-def _require_for_vllm(asked: options.LoadOptions) -> None:
-    """Raise InputError for what only --engine torch does with a target."""
+def _check_engine(engine: str, asked: options.LoadOptions, ranks: int) -> None:
+    """Raise InputError for options that this engine does not have."""
+    if engine != "vllm":
+        if ranks > 1:
+            raise InputError("--tensor-parallel-size is for --engine vllm.")
+        return
     if asked.quantize is not None:
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     if asked.adapter is not None:

@@ -56,6 +56,11 @@ class WireEncoder:
     def __init__(self, module: Any, most_layers: int, num_kv_heads: int) -> None:
         self._module, self._layers, self._heads = module, most_layers, num_kv_heads
 
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = next(self._module.parameters()).device
+        return found
+
     def encode(
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any
     ) -> list[ActivationParts]:

@@ -35,6 +35,7 @@ class EngineCapabilities:
     # Drafted tokens that it verifies in one round; more are cut.
     max_drafted: int = limits.MAX_DRAFTED
     chains_only: bool = False  # it verifies only the chain of first children of a tree
+    grammars: bool = True  # it can apply a grammar to logits
 
 
 class Capabilities:
@@ -140,6 +141,11 @@ class Capabilities:
         """
         if not grammar:
             return sampling
+        if not self._engine.grammars:
+            raise RefusedError(
+                "This server's target runs on several ranks, to which a grammar's state cannot be "
+                "sent. Ask without a grammar, or start the server with one rank."
+            )
         grammars = self._known_grammars()
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
