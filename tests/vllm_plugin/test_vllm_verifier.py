@@ -256,7 +256,7 @@ def test_more_devices_than_rows_and_texts_to_the_limit(served: Served) -> None:
 
     async def work() -> None:
         service = served.service()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             await asyncio.gather(*(device(service, number) for number in range(11)))
         await service.stop()
 

@@ -13,6 +13,7 @@ import torch
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.vllm_plugin.load_aware import Share
 from moaspec.vllm_plugin.vllm_drafting import ENCODE_CHUNK, PagedDrafter
+from moaspec.vllm_plugin.vllm_target_layers import base_logits
 
 REPEATS = 3  # timed runs of each size after an untimed one; the fastest counts
 ENOUGH_S = 0.5  # time after which a size is not run again
@@ -37,11 +38,11 @@ def measure(
         max_requests: most requests of a step.
         share: see `Share`.
     """
-    limit = runner.max_num_tokens
+    limit, logits = runner.max_num_tokens, base_logits(runner.model)
 
     def run_pass(num_tokens: int) -> None:
         states_NE, _ = runner._dummy_run(num_tokens)
-        runner.model.compute_logits(states_NE[:num_tokens]).argmax(-1).tolist()
+        logits(states_NE[:num_tokens]).argmax(-1).tolist()
 
     def encode(num_tokens: int) -> None:
         row_N = np.zeros(num_tokens, np.int64)
