@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,13 @@ LIMITS = wire.WireLimits(vocab_size=1 << 20, max_tokens=4096)
 
 
 def rows() -> list[str]:
-    """The table as the module has it: name, value, and the docstring that follows."""
-    body = ast.parse(inspect.getsource(limits)).body
-    table = []
-    for one, after in itertools.pairwise(body):
-        if isinstance(one, ast.Assign):
-            assert isinstance(after, ast.Expr)
-            name = ast.unparse(one.targets[0])
-            text = " ".join(ast.literal_eval(after.value).split())
-            table.append(f"| `{name}` | {getattr(limits, name):,} | {text} |")
+    """The table as the module has it: name, value, and the comment behind or above it."""
+    table, above = [], ""
+    for line in inspect.getsource(limits).splitlines():
+        if found := re.match(r"([A-Z_]+) = .*?(?:  # (.+))?$", line):
+            text = found[2] or above
+            table.append(f"| `{found[1]}` | {getattr(limits, found[1]):,} | {text} |")
+        above = f"{above} {line[1:].strip()}".strip() if line.startswith("#") else ""
     return table
 
 
