@@ -238,17 +238,6 @@ def test_directories_are_made_for_this_user_alone(kept: Path, tmp_path: Path) ->
         assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_default_cache_is_closed_to_the_users_group(home: Path) -> None:
-    """Earlier versions made it with the rights that new files have."""
-    file = home / ".cache" / "moaspec" / "kernels" / "file"
-    file.parent.mkdir(parents=True)
-    file.write_text("")
-    for path in (file.parent, file.parent.parent):
-        path.chmod(0o775)
-    assert trusted("kernels", "file") == file
-    assert all(path.stat().st_mode & 0o777 == 0o755 for path in (file.parent, file.parent.parent))
-
-
 def test_all_of_a_directory_is_closed(kept: Path) -> None:
     for path in (kept, kept.parent):
         _open_to_all(path)

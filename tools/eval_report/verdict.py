@@ -112,8 +112,8 @@ def eval_command(facts: Facts) -> str:
     options += [("tau-only", ",".join(untimed))] if untimed else []
     given = [(name, settings.get(name)) for name in FLAGS]
     options += [(name.replace("_", "-"), str(value)) for name, value in given if value is not None]
-    if "generation_config" in settings:  # only if not the model's own
-        options += [("generation-config", settings["generation_config"] or "none")]
+    if settings.get("generation_config", "auto") is None:
+        options.append(("generation-config", "none"))
     checkpoints = settings.get("checkpoints") or {}
     options += [("checkpoint", f"{kind}={path}") for kind, path in checkpoints.items()]
     words = [shlex.join((f"--{name}", value)) for name, value in options]

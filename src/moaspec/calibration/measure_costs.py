@@ -143,13 +143,11 @@ def fingerprint(
         "torch": torch.__version__,
         "target": target.identity.as_facts(),
         "inner": inner_size(target.config),
-        # Plain dtypes as they have always been written, so that stored tables stay valid.
-        "dtype": str(target.dtype) if target.quantize is None else target.precision,
+        "dtype": target.precision,
         "packed": target.packed,
         "kernels": instructions() if target.packed else None,
+        "graphs": target.layers.records,
     }
-    if target.layers.records:
-        facts["graphs"] = True
     if drafter is not None:
         sizes = asdict(drafter.config)
         default = sizes["num_target_layers"][0]

@@ -1,7 +1,7 @@
 """Loading the methods of `eval` and `demo`, and turning prompts into token ids."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -37,15 +37,6 @@ class MethodSources:
     quantize: str | None = None
     adapter: str | None = None
     generation_config: Literal["auto"] | None = "auto"
-
-    def as_facts(self) -> dict[str, Any]:
-        """The settings that results depend on; defaults newer than old results are left out."""
-        facts = asdict(self)
-        if self.generation_config == "auto":
-            del facts["generation_config"]
-        if self.adapter is None:
-            del facts["adapter"]
-        return facts
 
 
 def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:

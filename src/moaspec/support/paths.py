@@ -1,6 +1,5 @@
 """Where files are kept that can be made again, and whether a place can be written."""
 
-import contextlib
 import logging
 import os
 import shutil
@@ -51,8 +50,6 @@ def trusted(*parts: str) -> Path:
     """
     root = cache_dir()
     path = root.joinpath(*parts)
-    if not os.environ.get(VARIABLE):
-        _close(root, path)
     reason = why_not_trusted(path, root)
     if reason is None:
         return path
@@ -198,14 +195,6 @@ def _default() -> Path | None:
         return Path.home() / ".cache" / "moaspec"
     except RuntimeError:
         return None
-
-
-def _close(root: Path, path: Path) -> None:
-    """Close directories that earlier versions left open to this user's group."""
-    for place in (root, *path.parents):
-        if place.is_relative_to(root) and place.is_dir() and place.stat().st_uid == os.geteuid():
-            with contextlib.suppress(OSError):
-                place.chmod(place.stat().st_mode & ~_OTHERS_WRITE)
 
 
 @cache

@@ -106,13 +106,7 @@ def skeleton_of(config: Any, dtype: str) -> Any:
         )
 
 
-def target_facts(
-    name: str | Path,
-    *,
-    dtype: str,
-    device: str = "cpu",
-    generation_config: Literal["auto"] | None = "auto",
-) -> TargetSpec:
+def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
     """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
@@ -132,7 +126,7 @@ def target_facts(
             load_tokenizer(source),
             name=name,
             dtype=DTYPES[dtype],
-            generation_config=_generation_config(source, config, generation_config),
+            generation_config=_generation_config(source, config, "auto"),
             device=device,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -160,7 +161,7 @@ def evaluate(
             asked.adapter,
             generation_defaults(generation_config),
         )
-        around = {**sources.as_facts(), "system": system, **surroundings()}
+        around = {**asdict(sources), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
         store = None if study else ResultsStore(out, facts)

@@ -18,7 +18,6 @@ from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.results_store import PromptTurn, Sample
 
-GREEDILY = "greedy"  # the default sampling, which reports of earlier versions do not name
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
@@ -90,7 +89,7 @@ class Report:
     batch: int = 1  # prompts decoded together by timed methods
     # Turns that do not fit into the target's context.
     skipped: list[PromptTurn] = field(default_factory=list)
-    choice: str = GREEDILY  # kind of sampling, as text
+    choice: str = "greedy"  # kind of sampling, as text
     interrupted: bool = False  # whether some prompts were not measured
 
     @property

@@ -95,9 +95,7 @@ def fingerprint(conversations: Sequence[Conversation]) -> str:
     """Hash of the conversations, to check that a resumed run has the same."""
     digest = hashlib.sha256()
     for c in conversations:
-        digest.update(repr((c.messages, c.tools, c.plain, c.prompt_ids)).encode())
-        if c.variables:
-            digest.update(repr(c.variables).encode())
+        digest.update(repr((c.messages, c.tools, c.plain, c.prompt_ids, c.variables)).encode())
     return digest.hexdigest()[:16]
 
 
