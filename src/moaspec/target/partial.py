@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
-from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
+from moaspec.errors import InputError, MismatchError
 from moaspec.model.checkpoint.weight_files import require_enough
 from moaspec.target.decoder_layers import LMHead, frozen_linear
 from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
@@ -73,7 +73,8 @@ class PartialTarget(Target):
         generation_config: the target's; None where it is not known.
 
     Raises:
-        CorruptCheckpointError: weights are missing or have impossible shapes.
+        KeyError, RuntimeError, ValueError, IndexError: weights are missing or have impossible
+            shapes.
     """
 
     def __init__(
@@ -90,12 +91,7 @@ class PartialTarget(Target):
         generation_config: GenerationConfig | None = None,
     ) -> None:
         model = _last_layers(config, tensors, num_layers, dtype)
-        try:
-            _fill(model, tensors, dtype)
-        except (KeyError, RuntimeError, ValueError, IndexError) as error:
-            raise CorruptCheckpointError(
-                f"{name} is incomplete or inconsistent: {error}. Export it again."
-            ) from error
+        _fill(model, tensors, dtype)
         super().__init__(model, tokenizer, name=name)
         self.stop_token_ids, self._generation_config = stop_token_ids, generation_config
         self._compute_dtype = dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from moaspec.errors import CorruptCheckpointError, UnsupportedTargetError
+from moaspec.errors import UnsupportedTargetError
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.generic import rules
@@ -93,9 +93,6 @@ class GenericPartialTarget(PartialTarget):
         config: transformers' config of the target's text part.
         tensors: see `device_tensors`.
         identity: of the whole target.
-
-    Raises:
-        CorruptCheckpointError: weights are missing or have impossible shapes.
     """
 
     def __init__(
@@ -111,12 +108,7 @@ class GenericPartialTarget(PartialTarget):
         dtype: torch.dtype,
         generation_config: GenerationConfig | None = None,
     ) -> None:
-        try:
-            embedding, head = _embedding_and_head(grouped(tensors), dtype)
-        except (KeyError, RuntimeError, ValueError, IndexError) as error:
-            raise CorruptCheckpointError(
-                f"{name} is incomplete or inconsistent: {error}. Export it again."
-            ) from error
+        embedding, head = _embedding_and_head(grouped(tensors), dtype)
         TargetBase.__init__(
             self, config, tokenizer, name=name, dtype=None, generation_config=generation_config
         )
