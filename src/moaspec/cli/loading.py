@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading, measuring
-from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
-    from moaspec.train.learning_process import LearningProcess
 
 
 def load(
@@ -63,30 +60,6 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
         return load_any_drafter(model, target=target)
     console.err.print(f"No drafter is bundled for {model}: decoding plainly.", style="yellow")
     return None
-
-
-def learning_process(asked: LoadOptions, directory: Path) -> LearningProcess:
-    """The process that trains the drafter.
-
-    Raises:
-        InputError: no drafter is named, and none is bundled.
-        TrainingError: the directory's state is damaged.
-    """
-    from moaspec.backends.load import chosen_dtype
-    from moaspec.train.learning_process import LearningProcess, LearningSettings
-
-    initial = asked.drafter or asked.model
-    if asked.drafter is None and asked.model not in bundled_drafters():
-        raise InputError(f"--learn: no drafter is bundled for {asked.model}. Give --drafter.")
-    return LearningProcess(
-        LearningSettings(
-            target=asked.model,
-            dtype=chosen_dtype(asked.dtype, packed=False),
-            adapter=asked.adapter,
-            initial=initial,
-            directory=directory,
-        )
-    )
 
 
 def target_summary(target: Target) -> str:

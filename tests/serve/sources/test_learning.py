@@ -15,8 +15,8 @@ from prometheus_client import generate_latest
 import ruled_target
 import tiny
 from moaspec.backends.fast_target import accelerate
-from moaspec.cli.commands.target_server import _announce, _learned, _learning
-from moaspec.cli.loading import learning_process
+from moaspec.cli.commands.target_server import _require_for_vllm
+from moaspec.cli.learning import announce, learned, with_learning
 from moaspec.cli.options import LoadOptions
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
@@ -186,9 +186,9 @@ def test_a_target_server_passes_on_texts_and_adopts_versions(tmp_path: Path) -> 
     )
 
     async def run() -> list[int]:
-        _announce(service, learning)
+        announce(service, learning)
         assert service.capabilities.describe().newest == ""
-        async with _learned(service, learning):
+        async with learned(service, learning):
             await asyncio.to_thread(learning.on_version, tmp_path / "version-1")
             await asyncio.sleep(0)
             assert service.capabilities.describe().newest == fingerprint(version)
@@ -213,10 +213,10 @@ def test_other_drafters_are_refused(drafter: str | None, tmp_path: Path) -> None
 def test_learning_needs_a_drafter_and_our_engine(tmp_path: Path) -> None:
     asked = LoadOptions(model=str(tmp_path / "other"))
     with pytest.raises(InputError, match="no drafter is bundled"):
-        learning_process(asked, tmp_path)
+        with_learning(asked, tmp_path)
     with pytest.raises(InputError, match="for --engine torch"):
-        _learning(asked, tmp_path, "vllm")
-    assert _learning(asked, None, "vllm") == (asked, None)
+        _require_for_vllm(asked, tmp_path)
+    assert with_learning(asked, None) == (asked, None)
 
 
 def test_texts_are_dropped_while_the_process_is_busy(tmp_path: Path) -> None:
@@ -248,14 +248,16 @@ def test_versions_of_another_drafter_do_not_draft(tmp_path: Path) -> None:
 
     def process(name: str) -> LearningProcess:
         asked = LoadOptions(model="target", drafter=str(tmp_path / name))
-        return learning_process(asked, tmp_path / "learned")
+        _, learning = with_learning(asked, tmp_path / "learned")
+        assert learning is not None
+        return learning
 
     process("initial").check(of)
     service = TargetService(of, tiny.random_drafter(of))
-    _announce(service, process("initial"))
+    announce(service, process("initial"))
     assert service.capabilities.describe().newest == ""  # there is none but the initial one
     with pytest.raises(InputError, match=r"versions of another drafter than .*other"):
-        _announce(service, process("other"))
+        announce(service, process("other"))
 
 
 @pytest.mark.slow

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import webbrowser
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import learning_process, load_pair, measure_once, print_defaults
+from moaspec.cli.learning import with_learning
+from moaspec.cli.loading import load_pair, measure_once, print_defaults
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support import limits
 from moaspec.support.extras import require
-from moaspec.support.paths import require_writable
 from moaspec.support.ports import bind
 
 if TYPE_CHECKING:
@@ -130,13 +130,9 @@ def serve(
             from moaspec.serve.sources.local_source import LocalSource
 
             prepare_process()
-            learning = None
-            if learn is not None:
-                if not speculation:
-                    raise InputError("--learn needs a drafter: leave out --no-speculation.")
-                require_writable("--learn", learn)
-                learning = learning_process(asked, learn)
-                asked = replace(asked, drafter=learning.settings.newest())
+            if learn is not None and not speculation:
+                raise InputError("--learn needs a drafter: leave out --no-speculation.")
+            asked, learning = with_learning(asked, learn)
             target, module = load_pair(
                 asked,
                 generation_config=options.generation_defaults(generation_config),

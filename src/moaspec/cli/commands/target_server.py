@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,13 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import learning_process
+from moaspec.cli.learning import announce, learned, with_learning
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
-from moaspec.support.paths import require_writable
 from moaspec.support.ports import held, split_address
 
 if TYPE_CHECKING:
@@ -140,7 +137,8 @@ def target_server(
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
     scripts = _scripts(page, page_scripts, served=beside is not None)
-    _check_engine(engine, asked, tensor_parallel_size)
+    if engine == "vllm":
+        _require_for_vllm(asked, learn)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -152,7 +150,7 @@ def target_server(
         _print_traces()
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
-    asked, learning = _learning(asked, learn, engine)
+    asked, learning = with_learning(asked, learn)
     ports = {"--port": port, "--metrics-port": metrics_port}
     with (
         held(host, ports),
@@ -177,9 +175,8 @@ def target_server(
             ),
         )
         prepare_process()
-        load = functools.partial(_in_vllm, ranks=tensor_parallel_size)
-        service = (load if engine == "vllm" else _here)(asked, limits)
-    _announce(service, learning)
+        service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
+    announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     sockets = None
@@ -237,63 +234,6 @@ def _page(
             f"moaspec checkpoint export-device {model} DRAFTER {bundle} --format onnx-web --int8."
         )
     return page_protocols(app)
-
-
-def _learning(
-    asked: options.LoadOptions, directory: Path | None, engine: str
-) -> tuple[options.LoadOptions, LearningProcess | None]:
-    """What to load, and the process that trains the drafter; InputError where it cannot."""
-    if directory is None:
-        return asked, None
-    if engine == "vllm":
-        raise InputError("--learn is for --engine torch.")
-    require_writable("--learn", directory)
-    learning = learning_process(asked, directory)
-    return replace(asked, drafter=learning.settings.newest()), learning
-
-
-def _announce(service: TargetService, learning: LearningProcess | None) -> None:
-    """Tell devices which versions there are, and register gauges of the learning.
-
-    Raises:
-        InputError: the versions are of another drafter than the one to begin with.
-    """
-    if learning is None:
-        return
-    learning.check(service.target)
-    if len(learning.versions) > 1:
-        service.capabilities.add_versions(*learning.versions)
-    for name in dataclasses.asdict(learning.status):
-        gauge = service.observer.gauge(f"learning_{name}", f"Of the learning drafter: {name}")
-        gauge.set_function(lambda name=name: float(getattr(learning.status, name)))
-
-
-@contextlib.asynccontextmanager
-async def _learned(service: TargetService, learning: LearningProcess | None) -> AsyncIterator[None]:
-    """Let the drafter learn from the texts of this time, and adopt its versions."""
-    if learning is None:
-        yield
-        return
-    from moaspec.backends.fast_drafter import prepared
-    from moaspec.generation.drafters import load_drafter
-    from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-    from moaspec.target.target import Target, plain_torch
-
-    loop, target = asyncio.get_running_loop(), service.target
-    assert isinstance(target, Target), "_learning() refuses other engines"
-
-    def adopt(directory: Path) -> None:
-        drafter = load_drafter(directory, target=target)
-        with plain_torch():
-            prepared(drafter, target)  # not in the loop, where devices would wait
-        loop.call_soon_threadsafe(service.adopt, drafter, fingerprint(drafter))
-
-    service.listen(learning.offer)
-    learning.start(adopt)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(learning.close)
 
 
 def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
@@ -357,12 +297,10 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
     return TargetService(facts, module, limits, engine=engine)
 
 
-def _check_engine(engine: str, asked: options.LoadOptions, ranks: int) -> None:
-    """Raise InputError for options that this engine does not have."""
-    if engine != "vllm":
-        if ranks > 1:
-            raise InputError("--tensor-parallel-size is for --engine vllm.")
-        return
+def _require_for_vllm(asked: options.LoadOptions, learn: Path | None) -> None:
+    """Raise InputError for what only --engine torch does with a target."""
+    if learn is not None:
+        raise InputError("--learn is for --engine torch.")
     if asked.quantize is not None:
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     if asked.adapter is not None:
@@ -444,7 +382,7 @@ async def _serve(
             if server.websocket.has_page:
                 facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
-        async with _learned(service, learning):
+        async with learned(service, learning):
             await stop.wait()
             console.err.print("Draining", style="dim")
             await server.drain(drain_s)

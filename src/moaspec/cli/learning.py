@@ -1,0 +1,91 @@
+"""What `--learn` does in a server: texts go to a process that trains, and its versions draft."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moaspec.errors import InputError
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.support.paths import require_writable
+
+if TYPE_CHECKING:
+    from moaspec.cli.options import LoadOptions
+    from moaspec.remote.server.service import TargetService
+    from moaspec.train.learning_process import LearningProcess
+
+
+def with_learning(
+    asked: LoadOptions, directory: Path | None
+) -> tuple[LoadOptions, LearningProcess | None]:
+    """What to load, and the process that trains the drafter; None where `--learn` is not given.
+
+    Raises:
+        InputError: the directory cannot be written, or no drafter is named, and none is bundled.
+        TrainingError: the directory's state is damaged.
+    """
+    if directory is None:
+        return asked, None
+    require_writable("--learn", directory)
+    from moaspec.backends.load import chosen_dtype
+    from moaspec.train.learning_process import LearningProcess, LearningSettings
+
+    initial = asked.drafter or asked.model
+    if asked.drafter is None and asked.model not in bundled_drafters():
+        raise InputError(f"--learn: no drafter is bundled for {asked.model}. Give --drafter.")
+    settings = LearningSettings(
+        target=asked.model,
+        dtype=chosen_dtype(asked.dtype, packed=False),
+        adapter=asked.adapter,
+        initial=initial,
+        directory=directory,
+    )
+    return replace(asked, drafter=settings.newest()), LearningProcess(settings)
+
+
+def announce(service: TargetService, learning: LearningProcess | None) -> None:
+    """Tell devices which versions there are, and register gauges of the learning.
+
+    Raises:
+        InputError: the versions are of another drafter than the one to begin with.
+    """
+    if learning is None:
+        return
+    learning.check(service.target)
+    if len(learning.versions) > 1:
+        service.capabilities.add_versions(*learning.versions)
+    for name in asdict(learning.status):
+        gauge = service.observer.gauge(f"learning_{name}", f"Of the learning drafter: {name}")
+        gauge.set_function(lambda name=name: float(getattr(learning.status, name)))
+
+
+@asynccontextmanager
+async def learned(service: TargetService, learning: LearningProcess | None) -> AsyncIterator[None]:
+    """Let the drafter learn from the texts of this time, and adopt its versions."""
+    if learning is None:
+        yield
+        return
+    from moaspec.backends.fast_drafter import prepared
+    from moaspec.generation.drafters import load_drafter
+    from moaspec.model.checkpoint.moa_checkpoint import fingerprint
+    from moaspec.target.target import Target, plain_torch
+
+    loop, target = asyncio.get_running_loop(), service.target
+    assert isinstance(target, Target), "--learn is refused for other engines"
+
+    def adopt(directory: Path) -> None:
+        drafter = load_drafter(directory, target=target)
+        with plain_torch():
+            prepared(drafter, target)  # not in the loop, where devices would wait
+        loop.call_soon_threadsafe(service.adopt, drafter, fingerprint(drafter))
+
+    service.listen(learning.offer)
+    learning.start(adopt)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(learning.close)
