@@ -23,6 +23,8 @@ from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.families import forget_growth
 from moaspec.target.target import Target
 
+Prompts = Sequence[Sequence[int]]  # token ids of each
+
 
 @dataclass(frozen=True)
 class MethodRun:
@@ -91,10 +93,7 @@ class Method:
         return self.run_many([prompt_ids], max_new_tokens, sampling)[0]
 
     def run_many(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: SamplingParams = GREEDY,
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> list[MethodRun]:
         """Decode prompts together, measured, with the temperature and seed of `sampling`."""
         with Meter(self.target.device) as meter:
@@ -112,10 +111,7 @@ class Method:
         ]
 
     def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: SamplingParams = GREEDY,
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> list[GenerationResult]:
         return generate(
             self.target,
@@ -144,10 +140,7 @@ class ReplayMethod(Method):
     agreement: float = 1.0  # probability that a draft is right
 
     def run_many(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: SamplingParams = GREEDY,
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> list[MethodRun]:
         """Decode plainly, not measured, then with drafts from that text, measured."""
         plain = Method("plain", self.target).decode(prompts, max_new_tokens, sampling)
@@ -170,10 +163,7 @@ class TransformersMethod(Method):
         return False
 
     def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: SamplingParams = GREEDY,
+        self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> list[GenerationResult]:
         assert not sampling.samples, "transformers draws noise of its own"
         return [self._generate(prompt, max_new_tokens) for prompt in prompts]
