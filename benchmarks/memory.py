@@ -30,7 +30,7 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.process_memory import return_freed_memory
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 from moaspec.train.students.warm_start import random_weights
 
 MB = 1e6

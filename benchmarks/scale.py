@@ -41,7 +41,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 from moaspec.support.extras import require
 from moaspec.target.registry import DTYPES, skeleton_of
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from eval_studies.pass_costs import RoundCost, measure_costs

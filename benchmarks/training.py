@@ -35,7 +35,8 @@ from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch, random_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate
+from moaspec.train.run_config import TrainConfig, learning_rate
+from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights, exit_loss
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
 from moaspec.train.students.target_activations import TargetActivations

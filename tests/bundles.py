@@ -16,7 +16,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.target import Target
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 DRAFT_IDS = torch.arange(0, tiny.VOCAB, 2)
 

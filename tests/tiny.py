@@ -42,7 +42,7 @@ from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
 from moaspec.train.data_order import random_blocks
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 VOCAB = 64
 WINDOW = 8

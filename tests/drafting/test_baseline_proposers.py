@@ -35,7 +35,7 @@ from moaspec.model.baselines import Baseline, EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.training_pass import positions
-from moaspec.train.run_config import TrainConfig, stack_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
 from moaspec.train.students.losses import divergence, feature_loss
 
 KINDS = ("eagle", "independent")
@@ -46,8 +46,7 @@ def new(kind: Any, family: str = "llama", seed: int = 1) -> Baseline:
     from moaspec.model.baselines import KINDS as CLASSES
 
     torch.manual_seed(seed)
-    settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter=kind)
-    module = CLASSES[kind](stack_config(tiny.target(family), settings))
+    module = CLASSES[kind](stack_config(tiny.target(family), DrafterSizes(), kind))
     return module.eval().requires_grad_(requires_grad=False)
 
 

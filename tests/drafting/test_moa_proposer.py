@@ -29,7 +29,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, MismatchError
 from moaspec.model.moa import ExitAdapter, MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 
 def test_the_same_text_may_be_drafted_for_twice() -> None:

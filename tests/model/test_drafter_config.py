@@ -20,7 +20,7 @@ from moaspec.model.drafter_config import (
     norm_eps,
     text_rope,
 )
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 LAYER: dict[str, Any] = {
     "hidden_size": 8,

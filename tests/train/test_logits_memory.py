@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import DrafterSizes, TrainConfig
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import (
     MAX_CHUNK,
     MAX_CPU_LOGITS,

@@ -38,7 +38,8 @@ from moaspec.train.plan import (
     make_plan,
 )
 from moaspec.train.recipes import RECIPES, recipes
-from moaspec.train.run_config import DrafterSizes, TrainConfig, read_train_config
+from moaspec.train.run_config import TrainConfig, read_train_config
+from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.trainer import Trainer
 
 LENGTH = 60

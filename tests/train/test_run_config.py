@@ -11,7 +11,8 @@ import pytest
 import tiny
 from moaspec.errors import InputError
 from moaspec.train.recipes import RECIPES
-from moaspec.train.run_config import DrafterSizes, TrainConfig, drafter_config, read_train_config
+from moaspec.train.run_config import TrainConfig, read_train_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 from moaspec.train.students.losses import LossWeights
 
 BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"

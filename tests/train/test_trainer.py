@@ -34,9 +34,10 @@ from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts
 from moaspec.train.held_out_history import BestStep
 from moaspec.train.model_card import decoded_tau
-from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate, staircase_probability
+from moaspec.train.run_config import TrainConfig, learning_rate, staircase_probability
 from moaspec.train.run_log import StepMetrics
 from moaspec.train.stopping import StopCause
+from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics
 from moaspec.train.students.losses import Divergence, LossWeights
 from moaspec.train.students.students import (

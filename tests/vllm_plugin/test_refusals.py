@@ -10,7 +10,7 @@ import pytest
 import tiny
 from moaspec.errors import MismatchError, ServingError, UnsupportedTargetError
 from moaspec.model.moa import MoADrafter
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 from moaspec.vllm_plugin.refusals import check_drafter, check_settings
 from moaspec.vllm_plugin.vllm_settings import SCHEDULER, WORKER
 

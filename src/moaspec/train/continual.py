@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import InputError, TrainingError
+from moaspec.errors import InputError
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint
 from moaspec.support.paths import make_private
@@ -42,7 +42,7 @@ from moaspec.train.students.held_out import BLOCK_LENGTH, measure_held_out
 from moaspec.train.students.losses import LossWeights, logit_chunk_size
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, pass_loss
 from moaspec.train.students.target_activations import TargetActivations
-from moaspec.train.training_state import FACTS_FILE, StateFiles
+from moaspec.train.training_state import FACTS_FILE, StateFiles, damaged_state
 
 MIN_RESPONSE_TOKENS = 2 * BLOCK_LENGTH
 """Shorter responses are not used, so that each has a block whose drafts can be counted."""
@@ -289,10 +289,7 @@ class ContinualTrainer:
             self.texts, self.steps = int(facts["texts"]), int(facts["steps"])
             self.cycle = int(facts["cycle"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(
-                f"The saved state in {self._states.directory} is damaged ({error!r}). Delete it to "
-                "start again, or put it back from a copy."
-            ) from error
+            raise damaged_state(self._states.directory, error) from error
         if first != self.fingerprints[0]:
             raise other_drafter(self.directory, self._settings.initial)
         self.fingerprints += later
@@ -341,10 +338,7 @@ def fingerprints(directory: Path) -> list[str]:
         found = json.loads((state / FACTS_FILE).read_text())["fingerprints"]
         return [str(one) for one in found]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise TrainingError(
-            f"The saved state {state} is damaged ({error!r}). Delete it to start again, or put it "
-            "back from a copy."
-        ) from error
+        raise damaged_state(state, error) from error
 
 
 def _settings(

@@ -70,9 +70,9 @@ class LearningSettings:
         return str(newest_version(self.directory) or self.initial)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LearningStatus:
-    """Numbers for metrics, since the server's start but for `version`."""
+    """Numbers for metrics, since the server's start but for `version`; any thread may read them."""
 
     running: bool = True  # False once the process has failed
     version: int = 0  # newest version of the drafter
@@ -87,6 +87,7 @@ class LearningProcess:
     """Starts the process, sends it texts, and reports new versions.
 
     Attributes:
+        status: as it is now.
         versions: fingerprints of the initial drafter and of its versions at the start; empty where
             nothing was learned yet.
 
@@ -97,10 +98,7 @@ class LearningProcess:
     def __init__(self, settings: LearningSettings) -> None:
         self.settings = settings
         self.versions = fingerprints(settings.directory)
-        self._version = max(0, len(self.versions) - 1)
-        self._offered = self._dropped = self._accepted = self._rolled_back = 0
-        self._tau = 0.0
-        self._running = True
+        self.status = LearningStatus(version=max(0, len(self.versions) - 1))
         self._texts: queue.Queue[Text | None] = queue.Queue(MAX_WAITING_TEXTS)
         self._on_version: Callable[[Path], None] = lambda _: None
         context = multiprocessing.get_context("spawn")
@@ -109,19 +107,6 @@ class LearningProcess:
             target=_learn, args=(settings, self._child), name="moaspec-learning", daemon=True
         )
         self._thread = threading.Thread(target=self._exchange, name="moaspec-learning", daemon=True)
-
-    @property
-    def status(self) -> LearningStatus:
-        """May be read from any thread."""
-        return LearningStatus(
-            running=self._running,
-            version=self._version,
-            offered=self._offered,
-            dropped=self._dropped,
-            accepted=self._accepted,
-            rolled_back=self._rolled_back,
-            tau=self._tau,
-        )
 
     def check(self, target: TargetSpec) -> None:
         """Refuse versions of another drafter than the initial one, in whose place they would draft.
@@ -152,16 +137,16 @@ class LearningProcess:
 
         It is called from one thread.
         """
-        self._offered += 1
-        if self._running:
+        self.status.offered += 1
+        if self.status.running:
             with contextlib.suppress(queue.Full):
                 self._texts.put_nowait((tuple(prompt_ids), tuple(response_ids)))
                 return
-        self._dropped += 1
+        self.status.dropped += 1
 
     def close(self) -> None:
         """End the process; what it has not saved is lost, and no text is kept."""
-        self._running = False
+        self.status.running = False
         if self._process.pid is None:
             return
         self._process.terminate()
@@ -177,10 +162,10 @@ class LearningProcess:
                 self._connection.send(text)
                 self._take(self._connection.recv())
         except (EOFError, OSError, MoaSpecError) as error:
-            if self._running:
+            if self.status.running:
                 log.warning("The drafter learns no more: %s", str(error) or "its process ended.")
         finally:
-            self._running = False
+            self.status.running = False
             self._process.terminate()
             with contextlib.suppress(queue.Empty):
                 while True:
@@ -191,13 +176,13 @@ class LearningProcess:
             return
         if isinstance(report, str):
             raise EOFError(report)
-        self._accepted += report.accepted
-        self._rolled_back += not report.accepted
-        self._tau = report.tau_before
+        self.status.accepted += report.accepted
+        self.status.rolled_back += not report.accepted
+        self.status.tau = report.tau_before
         if report.accepted:
-            self._tau = report.tau_after or 0.0
+            self.status.tau = report.tau_after or 0.0
             self._on_version(version_directory(self.settings.directory, report.version))
-        self._version = report.version
+        self.status.version = report.version
 
 
 def _learn(settings: LearningSettings, connection: Connection) -> None:

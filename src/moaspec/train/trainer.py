@@ -46,7 +46,7 @@ from moaspec.train.students.students import (
     pass_loss,
 )
 from moaspec.train.students.target_activations import TargetActivations
-from moaspec.train.training_state import StateFiles
+from moaspec.train.training_state import StateFiles, damaged_state
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,9 @@ class Trainer:
         )
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         saved = self.states.load()
-        self.student = self._new_student()
+        counted = [self.data.examples[i] for i in self.data.train_ids]
+        kind = MoAStudent if config.drafter == "moa" else BaselineStudent
+        self.student: Student = kind(target, self.activations, config, counted, self.output)
         ids = self.student.draft_token_ids
         vocabulary = target.vocab_size if ids is None else len(ids)
         self._chunk = logit_chunk_size(vocabulary, self.accelerator.device)
@@ -104,13 +106,6 @@ class Trainer:
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl")
-
-    def _new_student(self) -> Student:
-        counted = [self.data.examples[i] for i in self.data.train_ids]
-        given = self.target, self.activations, self.config, counted
-        if self.config.drafter == "moa":
-            return MoAStudent(*given, self.output)
-        return BaselineStudent(*given)
 
     def notes(self) -> list[str]:
         """What to know before the first step, one sentence each."""
@@ -359,10 +354,7 @@ class Trainer:
             self._acceptance = tuple(map(tuple, facts["acceptance"]))
             self.best = facts["best"] and BestStep(**facts["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(
-                f"The saved state in {self.states.directory} is damaged ({error!r}). Delete it to "
-                "start again, or put it back from a copy."
-            ) from error
+            raise damaged_state(self.states.directory, error) from error
 
     def _agree(self, ending: StopCause) -> StopCause:
         """Agree on a cause with all processes: all stop as soon as one must."""

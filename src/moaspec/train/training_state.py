@@ -76,10 +76,15 @@ class StateFiles:
                 pieces |= load_file(path / name)
             return _joined(pieces), facts
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            raise TrainingError(
-                f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it "
-                "to start again, or put it back from a copy."
-            ) from error
+            raise damaged_state(path, error) from error
+
+
+def damaged_state(path: Path, error: Exception) -> TrainingError:
+    """The error of a state that cannot be read."""
+    return TrainingError(
+        f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it to start "
+        "again, or put it back from a copy."
+    )
 
 
 def _write_shards(directory: Path, tensors: Mapping[str, Tensor], limit: int) -> list[str]:

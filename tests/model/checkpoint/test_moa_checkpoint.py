@@ -22,7 +22,7 @@ from moaspec.model.checkpoint.tensor_names import to_module_name, to_published_n
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BIASES = {

@@ -37,7 +37,7 @@ from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.target import Target
-from moaspec.train.run_config import DrafterSizes, TrainConfig, drafter_config, stack_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config, stack_config
 
 SHAPE = Tree(depth=4, breadth=3, total_tokens=12)
 PROMPT = tiny.PROMPTS[1]
@@ -120,8 +120,7 @@ def test_eight_bits_draft_nearly_the_same(tmp_path: Path, family: str) -> None:
 
 
 def baseline(kind: Any, target: Target) -> Baseline:
-    settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter=kind)
-    return KINDS[kind](stack_config(target, settings))
+    return KINDS[kind](stack_config(target, DrafterSizes(), kind))
 
 
 @pytest.mark.parametrize("kind", ["independent", "eagle"])

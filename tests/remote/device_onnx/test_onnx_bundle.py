@@ -22,7 +22,7 @@ from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, MOST, is_onnx_bundle, read_manifest
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
-from moaspec.train.run_config import TrainConfig, stack_config
+from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -115,8 +115,8 @@ def test_an_export_replaces_any_bundle_and_no_other_files(tmp_path: Path) -> Non
 
 def test_an_independent_drafter_is_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter="independent")
-    save_baseline(KINDS["independent"](stack_config(target, settings)), tmp_path / "drafter")
+    shape = stack_config(target, DrafterSizes(), "independent")
+    save_baseline(KINDS["independent"](shape), tmp_path / "drafter")
     with pytest.raises(InputError, match="Mixture-of-Attentions"):
         exported(tmp_path)
 

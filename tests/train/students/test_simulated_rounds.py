@@ -12,7 +12,8 @@ from torch import Tensor
 import tiny
 from moaspec.train.data_order import TrainBatch, fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.run_config import DrafterSizes, TrainConfig
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.simulated_rounds import ROUND_DEPTH, round_blocks
 from moaspec.train.trainer import Trainer

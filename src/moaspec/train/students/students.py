@@ -29,7 +29,8 @@ from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
-from moaspec.train.run_config import TrainConfig, drafter_config, lsa_is_frozen, stack_config
+from moaspec.train.run_config import TrainConfig, lsa_is_frozen
+from moaspec.train.students.drafter_sizes import drafter_config, stack_config
 from moaspec.train.students.losses import (
     ExitStates,
     LossSums,
@@ -88,27 +89,41 @@ def pass_loss(
 class Student(ABC):
     """A drafter in training, as the training loop uses it.
 
+    Args:
+        counted: examples in whose responses a trimmed draft vocabulary is counted.
+        output: directory of the run.
+
     Attributes:
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
-        simulates_chain: whether a training pass drafts what a real chain would, so that simulated
-            tau can be measured.
     """
-
-    simulates_chain = True
 
     def __init__(
         self,
-        module: Any,
         target: Target,
         activations: TargetActivations,
         config: TrainConfig,
+        counted: Sequence[Example],
+        output: Path,
     ) -> None:
+        config.require_vocabulary(target)
         self.target, self._activations, self._config = target, activations, config
-        self.module = module
+        self._output = output
+        self.module = self._make_module(counted)
         self.exits = config.num_target_layers
-        self.draft_token_ids: Tensor | None = module.draft_token_ids
+        self.draft_token_ids: Tensor | None = self.module.draft_token_ids
         self._head = DraftVocabularyHead(target, self.draft_token_ids)
+
+    @property
+    def simulates_chain(self) -> bool:
+        """Whether a training pass drafts what a real chain would, so that it has a simulated tau.
+
+        In real chains EAGLE reads its own predictions, in training the target's states.
+        """
+        return self._config.drafter != "eagle"
+
+    def _make_module(self, counted: Sequence[Example]) -> Any:
+        return new_drafter(self.target, self._config, counted)
 
     def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
         """Initialise a new module from the target and the examples of these ids."""
@@ -157,7 +172,8 @@ def unfilled_drafter(
     if config.drafter == "moa":
         shape = drafter_config(target, config.sizes, config.num_target_layers)
         return MoADrafter(shape, vocabulary)
-    return KINDS[config.drafter](stack_config(target, config), vocabulary)
+    stack = stack_config(target, config.sizes, config.drafter)
+    return KINDS[config.drafter](stack, vocabulary)
 
 
 def load_initial_drafter(
@@ -248,25 +264,16 @@ class DraftVocabularyHead:
 
 
 class MoAStudent(Student):
-    """A Mixture-of-Attentions drafter; a trimmed draft vocabulary is counted in `counted`."""
+    """A Mixture-of-Attentions drafter."""
 
-    def __init__(
-        self,
-        target: Target,
-        activations: TargetActivations,
-        config: TrainConfig,
-        counted: Sequence[Example],
-        output: Path,
-    ) -> None:
-        config.require_vocabulary(target)
-        self._former_n: int | None = None
-        if config.initial:
-            module, self._former_n = load_initial_drafter(target, config, counted)
-        else:
-            module = new_drafter(target, config, counted)
-        super().__init__(module, target, activations, config)
-        self._output = output
-        self._means: LayerMeanCache | None = None
+    _former_n: int | None = None
+    _means: LayerMeanCache | None = None
+
+    def _make_module(self, counted: Sequence[Example]) -> Any:
+        if not self._config.initial:
+            return super()._make_module(counted)
+        module, self._former_n = load_initial_drafter(self.target, self._config, counted)
+        return module
 
     @torch.no_grad()
     def start(self, ids: Sequence[int]) -> None:
@@ -358,18 +365,6 @@ class BaselineStudent(Student):
 
     Their attention ignores blocks, which only select the queries with loss.
     """
-
-    def __init__(
-        self,
-        target: Target,
-        activations: TargetActivations,
-        config: TrainConfig,
-        counted: Sequence[Example],
-    ) -> None:
-        module = new_drafter(target, config, counted)
-        super().__init__(module, target, activations, config)
-        # In real chains EAGLE reads its own predictions, in training the target's states.
-        self.simulates_chain = config.drafter == "independent"
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's states."""
