@@ -56,7 +56,7 @@ test-kernels: install
 TORCHAO := .torchao
 test-quantize: $(TORCHAO)/.installed
 	PYTHONPATH="$(CURDIR)/$(TORCHAO)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		tests/backends/test_weight_only.py tests/cli/test_quantize.py tests/target/test_quantised.py
+		tests/backends/test_weight_only.py tests/cli/test_quantize.py tests/target/weights/test_quantised.py
 
 $(TORCHAO)/.installed: $(INSTALLED)
 	rm -rf $(TORCHAO)

@@ -32,10 +32,10 @@ from moaspec.model.checkpoint.published import save_published
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts
-from moaspec.train.held_out_history import BestStep
-from moaspec.train.model_card import decoded_tau
+from moaspec.train.reports.held_out_history import BestStep
+from moaspec.train.reports.model_card import decoded_tau
+from moaspec.train.reports.run_log import StepMetrics
 from moaspec.train.run_config import TrainConfig, learning_rate, staircase_probability
-from moaspec.train.run_log import StepMetrics
 from moaspec.train.stopping import StopCause
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics

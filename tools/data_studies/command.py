@@ -15,7 +15,7 @@ from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.cli.writing_options import load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records

@@ -17,7 +17,7 @@ from moaspec.cli.options import MODEL, DrafterName, Dtype, Json, Model
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.bundled import bundled_drafters

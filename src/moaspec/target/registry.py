@@ -22,12 +22,16 @@ from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.support.causes import first_line
 from moaspec.support.hub import cached_if_offline
-from moaspec.target.adapter import adapter_hash, merged
 from moaspec.target.families import is_family, require_supported
 from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.generic.rules import require_generic_config
-from moaspec.target.gguf import (
+from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.rope_fields import require_rope
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import Target
+from moaspec.target.weights.adapter import adapter_hash, merged
+from moaspec.target.weights.gguf import (
     dequantised,
     find_gguf,
     is_dequantised,
@@ -35,11 +39,7 @@ from moaspec.target.gguf import (
     is_gguf_name,
     key_of,
 )
-from moaspec.target.names import ALIASES, packaged_gguf
-from moaspec.target.quantised import prepare_config, widen
-from moaspec.target.rope_fields import require_rope
-from moaspec.target.spec import TargetSpec
-from moaspec.target.target import Target
+from moaspec.target.weights.quantised import prepare_config, widen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

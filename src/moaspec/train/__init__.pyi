@@ -1,8 +1,8 @@
 from moaspec.train.dataset.examples import Example
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.parallelism import new_accelerator
+from moaspec.train.reports.run_log import StepMetrics
 from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.run_log import StepMetrics
 from moaspec.train.stopping import StopCause
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights

@@ -36,8 +36,8 @@ from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch, random_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.parallelism import new_accelerator, new_strategy, split_state
+from moaspec.train.reports.run_log import RunLog
 from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
-from moaspec.train.run_log import RunLog
 from moaspec.train.students.held_out import BLOCK_LENGTH, measure_held_out
 from moaspec.train.students.losses import LossWeights, logit_chunk_size
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, pass_loss

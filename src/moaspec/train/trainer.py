@@ -21,8 +21,6 @@ from moaspec.support.locks import claimed
 from moaspec.target.target import Target
 from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example
-from moaspec.train.held_out_history import BestStep, held_out_score, overfitting
-from moaspec.train.model_card import decoded_tau, write_card
 from moaspec.train.parallelism import (
     make_directory,
     new_accelerator,
@@ -30,10 +28,12 @@ from moaspec.train.parallelism import (
     split_state,
     sum_over_processes,
 )
+from moaspec.train.reports.held_out_history import BestStep, held_out_score, overfitting
+from moaspec.train.reports.model_card import decoded_tau, write_card
+from moaspec.train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
+from moaspec.train.reports.run_notes import run_notes
 from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec.train.run_failures import explain_failures
-from moaspec.train.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
-from moaspec.train.run_notes import run_notes
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec.train.students.losses import LossSums, logit_chunk_size

@@ -34,9 +34,9 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.bundle_place import is_bundle
 from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.target import Target
+from moaspec.target.weights.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config, stack_config
 
 SHAPE = Tree(depth=4, breadth=3, total_tokens=12)

@@ -14,7 +14,7 @@ from moaspec.cli.options import Device, Json, LoadOptions, with_groups
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import measuring
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, status
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:

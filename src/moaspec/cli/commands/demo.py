@@ -98,7 +98,7 @@ def demo(
         facts["report"] = report and report.as_json()
         console.out.print(json.dumps(facts))
     elif report is not None:
-        from moaspec.cli.terminal.report_tables import show
+        from moaspec.cli.terminal.tables.report_tables import show
 
         show(report)
     if interrupts:

@@ -134,7 +134,7 @@ def evaluate(
             load_reference_target,
             read_checkpoints,
         )
-        from moaspec.cli.terminal.report_tables import show
+        from moaspec.cli.terminal.tables.report_tables import show
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.method_names import require_known_noise
         from moaspec.evaluate.report.report import surroundings
@@ -250,7 +250,7 @@ def compare(
 
     Example: moaspec eval compare results/before results/after
     """
-    from moaspec.cli.terminal.report_tables import show_comparison
+    from moaspec.cli.terminal.tables.report_tables import show_comparison
     from moaspec.evaluate.report.comparison import compare_reports, read_report
 
     found = compare_reports(read_report(before), read_report(after))

@@ -5,7 +5,7 @@ from typing import Any
 
 from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 

@@ -13,10 +13,10 @@ import typer
 
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
-from moaspec.cli.terminal.plan_table import plan_table
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, set_threads, show_log_records, status
-from moaspec.cli.terminal.table import show_table
+from moaspec.cli.terminal.tables.plan_table import plan_table
+from moaspec.cli.terminal.tables.table import show_table
 from moaspec.data.conversations import ReadReport
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from moaspec.cli.terminal.console import Screen
     from moaspec.target.spec import TargetSpec
     from moaspec.train.dataset.examples import Example
+    from moaspec.train.reports.run_log import StepMetrics as StepProgress
     from moaspec.train.run_config import TrainConfig
-    from moaspec.train.run_log import StepMetrics as StepProgress
     from moaspec.train.trainer import Trainer
 
 
@@ -80,10 +80,10 @@ def train(
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
-        from moaspec.target.quantised import prepare_config
         from moaspec.target.registry import read_skeleton
+        from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
-        from moaspec.train.plan import make_plan
+        from moaspec.train.reports.plan import make_plan
         from moaspec.train.run_config import read_train_config
         from moaspec.train.trainer import Trainer
 
@@ -155,9 +155,9 @@ def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) ->
 def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
         from moaspec.data.row_sources import require_sources
-        from moaspec.target.quantised import prepare_config
         from moaspec.target.registry import read_skeleton
-        from moaspec.train.plan import GPUs, make_plan
+        from moaspec.target.weights.quantised import prepare_config
+        from moaspec.train.reports.plan import GPUs, make_plan
         from moaspec.train.run_config import read_train_config
 
         gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)

@@ -16,7 +16,6 @@ from moaspec.target.decoder_layers import LMHead
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.generic.generic_target import GenericTarget, set_position_facts
-from moaspec.target.int8_rows import Int8Embedding
 from moaspec.target.partial import (
     EMBEDDING,
     HEAD,
@@ -29,6 +28,7 @@ from moaspec.target.partial import (
 )
 from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
+from moaspec.target.weights.int8_rows import Int8Embedding
 
 FACTOR = "factor"  # name of the number that a model's embedding multiplies its rows with
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from moaspec.train.run_log import StepMetrics
+from moaspec.train.reports.run_log import StepMetrics
 
 MAX_WIDENING = 0.05
 """Increase of the gap between training and held-out accuracy that is worth a warning."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from moaspec.cli.terminal.table import Table
+from moaspec.cli.terminal.tables.table import Table
 
 if TYPE_CHECKING:
-    from moaspec.train.plan import GPUs, Plan
+    from moaspec.train.reports.plan import GPUs, Plan
     from moaspec.train.run_config import TrainConfig
 
 PLACES = {"publish": "published forms", "vllm": "vLLM", "device": "device bundle"}
@@ -28,7 +28,7 @@ def plan_table(plan: Plan, config: TrainConfig, gpus: GPUs | None) -> Table:
 
 
 def _memory(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
-    from moaspec.train.plan import GPUS
+    from moaspec.train.reports.plan import GPUS
 
     total = sum(plan.memory.values())
     parts = ", ".join(f"{name} {_size(size)}" for name, size in plan.memory.items() if size)
@@ -57,7 +57,7 @@ def _disk(plan: Plan, config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _time(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
-    from moaspec.train.plan import MEASURED_TAU, PAPER_TAU, UTILISATION, expected_tau
+    from moaspec.train.reports.plan import MEASURED_TAU, PAPER_TAU, UTILISATION, expected_tau
 
     most = " at most"
     if plan.data_tokens is not None:

@@ -15,8 +15,8 @@ import tiny
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.protocol import identity
-from moaspec.target.adapter import CONFIG, WEIGHTS, adapter_hash
 from moaspec.target.target import Target
+from moaspec.target.weights.adapter import CONFIG, WEIGHTS, adapter_hash
 from moaspec.train.run_config import TrainConfig
 from moaspec.train.students.students import load_initial_drafter
 

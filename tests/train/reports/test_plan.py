@@ -22,14 +22,15 @@ from transformers import (
 import generic_models
 import hybrid_models
 import tiny
-from moaspec.cli.terminal.plan_table import plan_table
+from moaspec.cli.terminal.tables.plan_table import plan_table
 from moaspec.errors import InputError
 from moaspec.target.families import is_family
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.registry import skeleton_of
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
-from moaspec.train.plan import (
+from moaspec.train.recipes import RECIPES, recipes
+from moaspec.train.reports.plan import (
     GPUS,
     GPUs,
     Plan,
@@ -37,7 +38,6 @@ from moaspec.train.plan import (
     expected_tau,
     make_plan,
 )
-from moaspec.train.recipes import RECIPES, recipes
 from moaspec.train.run_config import TrainConfig, read_train_config
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.trainer import Trainer

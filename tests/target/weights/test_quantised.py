@@ -15,7 +15,7 @@ from torch import Tensor
 import moaspec
 import tiny
 from moaspec.errors import InputError, UnsupportedTargetError
-from moaspec.target import quantised
+from moaspec.target.weights import quantised
 
 Weights = dict[str, Tensor]
 BLOCK = 8

@@ -15,8 +15,9 @@ import ggufs
 import moaspec
 import tiny
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
-from moaspec.target import gguf, registry
+from moaspec.target import registry
 from moaspec.target.target import Target
+from moaspec.target.weights import gguf
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moaspec.cli.loading import num_threads
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.tables.table import Table, show_table
 
 if TYPE_CHECKING:
     from moaspec.evaluate.report.comparison import Comparison, Interval

@@ -1,0 +1,1 @@
+"""Tables: their form in a terminal, and those of reports and plans."""

@@ -1,0 +1,1 @@
+"""How weights are read and kept: GGUF, adapters, quantised checkpoints, eight bits."""

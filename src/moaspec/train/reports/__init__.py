@@ -1,0 +1,1 @@
+"""What a run tells of itself: its plan, notes, log, history and model card."""
