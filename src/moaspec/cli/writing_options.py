@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +20,6 @@ from moaspec.cli.options import (
     generation_defaults,
     read_lines,
 )
-from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable_file
@@ -32,8 +29,7 @@ if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
     from moaspec.train.dataset.endpoint_client import Endpoint
-    from moaspec.train.dataset.endpoint_writer import EndpointWriter
-    from moaspec.train.dataset.response_writer import OnProgress, Writer, WriterOptions
+    from moaspec.train.dataset.response_writer import WriterOptions
 
 KEY = "MOASPEC_API_KEY"
 
@@ -100,20 +96,6 @@ class WritingOptions:
 
         return target, self.drafter and load_any_drafter(self.drafter, target=target)
 
-    def writer(
-        self, writing: WriterOptions
-    ) -> tuple[Target, Callable[..., AbstractContextManager[Writer]]]:
-        """The target, and what makes a writer in this process like `endpoint_writer`."""
-        target, module = self.load()
-        from moaspec.train.dataset.response_writer import ResponseWriter
-
-        @contextmanager
-        def opened(*, prompt_ids: Sequence[int], advance: OnProgress) -> Iterator[Writer]:
-            del prompt_ids
-            yield ResponseWriter(target, module, writing, advance=advance)
-
-        return target, opened
-
 
 @dataclass(frozen=True)
 class EndpointOptions:
@@ -158,24 +140,3 @@ def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSp
         from moaspec.target.registry import read_skeleton
 
         return read_skeleton(model, dtype="float32", generation_config=generation_config)
-
-
-@contextmanager
-def endpoint_writer(
-    target: TargetSpec,
-    endpoint: Endpoint,
-    options: WriterOptions,
-    *,
-    prompt_ids: Sequence[int],
-    advance: OnProgress,
-) -> Iterator[EndpointWriter]:
-    """A connected writer; the exit prints how many answers were dropped."""
-    from moaspec.train.dataset.endpoint_writer import EndpointWriter
-
-    with EndpointWriter(target, endpoint, options, advance=advance, tell=console.warn) as writer:
-        writer.connect(prompt_ids)
-        try:
-            yield writer
-        finally:
-            for reason, number in writer.dropped.most_common():
-                console.warn(f"{number} answers of this run dropped: {reason}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,7 @@ from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.writing_progress import WritingProgress
-from moaspec.cli.writing_options import EndpointOptions, WritingOptions, endpoint_writer, load_spec
+from moaspec.cli.writing_options import EndpointOptions, WritingOptions, load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.errors import DataError, InputError
 from moaspec.train.dataset.journal import Journal
@@ -136,12 +135,17 @@ def regenerate_command(
         drafter=options.drafter, threads=options.threads, adapter=options.adapter
     )
     target: TargetSpec
-    opened: Callable[..., AbstractContextManager[Writer]]
+    make: Callable[..., Writer]
     if endpoint is None:
-        target, opened = options.writer(writing)
+        target, module = options.load()
+        from moaspec.train.dataset.response_writer import ResponseWriter
+
+        make = partial(ResponseWriter, target, module, writing)
     else:
         target = load_spec(options.model, options.auto)
-        opened = partial(endpoint_writer, target, endpoint, writing)
+        from moaspec.train.dataset.endpoint_writer import EndpointWriter
+
+        make = partial(EndpointWriter, target, endpoint, writing, tell=console.warn)
 
     from moaspec.train.dataset.regenerate import (
         check_prompts,
@@ -158,17 +162,19 @@ def regenerate_command(
         raise DataError(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
-    with WritingProgress("conversations", len(conversations), seconds) as bar:
-        tried = short_prompt(target, conversations)
-        with opened(prompt_ids=tried, advance=bar.add) as writer:
-            settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
-            with (
-                Journal(options.out, settings) as journal,
-                bar.stoppable(journal, lambda: writer.finished),
-            ):
-                done = journal.groups * options.group_size + len(journal.kept)
-                bar.resume(min(done, len(conversations)))
-                regenerate(writer, conversations, journal)
+    with (
+        WritingProgress("conversations", len(conversations), seconds) as bar,
+        make(advance=bar.add) as writer,
+    ):
+        writer.connect(short_prompt(target, conversations))
+        settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
+        with (
+            Journal(options.out, settings) as journal,
+            bar.stoppable(journal, lambda: writer.finished),
+        ):
+            done = journal.groups * options.group_size + len(journal.kept)
+            bar.resume(min(done, len(conversations)))
+            regenerate(writer, conversations, journal)
     console.out.print(f"{journal.rows} rows in {journal.path}")
     malformed.tell()
     tell_unused(report)

@@ -24,6 +24,7 @@ from moaspec.train.dataset.response_writer import (
     ConversationTask,
     OnProgress,
     OutputRow,
+    Writer,
     WriteRequest,
     WriterOptions,
     next_step,
@@ -35,14 +36,15 @@ PROBE_TOKENS = 4
 CHECK_S = 0.2  # the progress is reported this often, also where no answer comes
 
 
-class EndpointWriter:
-    """Decodes conversations by an OpenAI-compatible server; a context manager.
+class EndpointWriter(Writer):
+    """Decodes conversations by an OpenAI-compatible server.
 
     Args:
         target: config and tokenizer of the server's model.
         options: of generation; `batch_size` is the number of requests under way at once.
         advance: called with the progress; what it raises ends the writing.
-        tell: called with a line when the server is waited for.
+        tell: called with a line when the server is waited for, and at the end for each reason why
+            answers were dropped.
 
     Attributes:
         dropped: reasons why answers could not be used, and how often.
@@ -85,6 +87,8 @@ class EndpointWriter:
             with contextlib.suppress(RuntimeError):
                 loop.run_until_complete(closing)
         self._runner.close()
+        for reason, number in self.dropped.most_common():
+            self._tell(f"{number} answers of this run dropped: {reason}")
 
     def connect(self, prompt_ids: Sequence[int]) -> None:
         """Find out the model's name, how it takes prompts, and whether it gives token ids.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 from moaspec.errors import DataError, InputError
 from moaspec.sampling.params import SamplingParams
@@ -68,30 +69,35 @@ OnProgress = Callable[[int, int], None]
 """Called with (new tokens, finished conversations) after each step of the engine; may raise."""
 
 
-class Writer(Protocol):
-    """Decodes conversations: `ResponseWriter` here, `EndpointWriter` by a server."""
+class Writer(ABC):
+    """Decodes conversations, inside a context: here, or by a server."""
 
+    target: TargetSpec
+    options: WriterOptions
     # Rows of finished conversations of groups under way, by the conversation's number. A group
     # stays until the next one is asked for, when the caller has saved its rows. What an earlier run
     # finished is put in before the first group.
     finished: dict[int, list[OutputRow]]
 
-    @property
-    def target(self) -> TargetSpec: ...
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def options(self) -> WriterOptions: ...
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - only servers are left, as below
+        """Leave the server, if there is one."""
 
+    def connect(self, prompt_ids: Sequence[int]) -> None:  # noqa: B027
+        """Find out how the server takes a prompt, before the first group."""
+
+    @abstractmethod
     def settings(self, **more: object) -> dict[str, object]:
         """What determines the rows."""
-        ...
 
+    @abstractmethod
     def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
         """The rows of each group, in order."""
-        ...
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Decodes groups of conversations with one target.
 
     Args:
@@ -112,7 +118,8 @@ class ResponseWriter:
         stop_token_ids: Collection[int] | None = None,
         advance: OnProgress = lambda *_: None,
     ) -> None:
-        self.target, self.options = target, options
+        self.target: Target = target
+        self.options = options
         self.finished: dict[int, list[OutputRow]] = {}
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
