@@ -163,6 +163,24 @@ def test_a_name_server_that_does_not_answer_blocks_one_thread(
     answering.set()
 
 
+def test_a_lookup_that_ends_as_it_is_given_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11's `wait_for` loses a cancellation that comes as the awaited work ends."""
+    resolve(monkeypatch, ["10.0.0.1"])
+
+    async def run() -> None:
+        fleet = Fleet(["name:1"], lambda *_: Alone([], breaks=False))
+        waiting = asyncio.create_task(fleet._lookups.servers("name:1", 60.0))
+        await asyncio.sleep(0)
+        for thread in threading.enumerate():
+            if thread.name == "lookup":
+                thread.join()  # the event loop hears of the result next
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:1", "[::1]:1", "ws://10.0.0.1:1/path", "wss://[fd00::1]", "localhost:1"]
 )

@@ -214,3 +214,27 @@ def test_a_forgotten_grammar_is_compiled_beside_the_loop() -> None:
         assert compiled_in[0] is not threading.current_thread()
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_edge_may_be_closed_twice_at_once() -> None:
+    """When answers outlast a shutdown's grace, the server closes the edge, and the app as well."""
+
+    async def run() -> None:
+        source = Edge().source
+        await source.start()
+        job = Job(prompt_ids=(1, 2, 3), max_new_tokens=2, sampling=SamplingParams())
+        source.submit([job], lambda *_: None)
+        await asyncio.gather(*source._running)
+        (pooled,) = source._sessions
+        first, second = (asyncio.create_task(source.close()) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()  # the server's own, once the app has ended
+        await second
+        await source.close()
+        assert not source._sessions
+        assert pooled.session.stats.state == "closed"
+        assert source.link is not None
+        assert source.link.bytes_sent > 0
+
+    asyncio.run(run())

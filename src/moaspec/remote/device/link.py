@@ -17,6 +17,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import AVOID_S, Route
 from moaspec.remote.protocol.transport import Connection
+from moaspec.support.tasks import end_tasks
 
 FAREWELL_S = 0.5
 """Time for a link that is closed to send queued messages."""
@@ -119,10 +120,9 @@ class ServerLink:
         self._closing = True
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outgoing.join(), FAREWELL_S)
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._outgoing.join()
+            await end_tasks(self._task)
             self._task = None
         self._set("closed")
 
@@ -186,9 +186,7 @@ class ServerLink:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             was_up = self.stats.state == "up"
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await end_tasks(*tasks)
             self._lost(was_up)
         if not was_up:  # the server, or what is before it, accepts connections only
             self._route.leave(AVOID_S)

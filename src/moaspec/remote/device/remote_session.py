@@ -32,6 +32,7 @@ from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import common_length
 from moaspec.support import limits
+from moaspec.support.tasks import end_tasks
 
 MIN_HELD_SHARE = 0.75
 """Share of a text whose activations a device must hold to continue it without a link."""
@@ -293,8 +294,7 @@ class RemoteSession:
     async def _end_turn(self) -> None:
         task, self._task = self._task, None
         if task is not None and not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
 
     def _verified(self, event: Event) -> RemoteEvent:
         """Make the event of a round: its tokens, and the provisional tokens that remain."""

@@ -314,7 +314,8 @@ class _Lookups:
                 target=_look_up, args=(running, address, *place), name="lookup", daemon=True
             ).start()
         try:
-            self._known[address] = await asyncio.wait_for(asyncio.wrap_future(running), late_s)
+            async with asyncio.timeout(late_s):
+                self._known[address] = await asyncio.wrap_future(running)
         except TimeoutError:
             # Without an IP address the transport looks up as well: once for each late lookup.
             return [one for one in self._known.get(address, ()) if one.ip or begins]

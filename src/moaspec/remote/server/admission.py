@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from moaspec.errors import LinkError
 from moaspec.remote.server.auth import ANONYMOUS, CallAuth, UnknownClientError
@@ -12,6 +11,7 @@ from moaspec.remote.server.session_store import Quota
 from moaspec.remote.server.telemetry import Telemetry
 from moaspec.support import limits
 from moaspec.support.refusal_delay import RefusalDelay
+from moaspec.support.tasks import time_limit
 
 
 class LateRequestError(LinkError):
@@ -61,34 +61,21 @@ class Admission:
             raise
         client = address if owner == ANONYMOUS else owner
         with self._own.one(client), self._all.one(""):
-            try:
-                async with asyncio.timeout(self._call_s):
-                    yield owner
-            except TimeoutError as error:
-                raise LinkError(
-                    f"A connection lasts at most {self._call_s:g} s; connect again."
-                ) from error
+            message = f"A connection lasts at most {self._call_s:g} s; connect again."
+            async with time_limit(self._call_s, message):
+                yield owner
 
     @asynccontextmanager
     async def open_call(self, address: str) -> AsyncIterator[None]:
         """Admit a call without credentials; NoRoomError for too many, LinkError for too long."""
         with self._open_here.one(address), self._open.one(""):
-            try:
-                async with asyncio.timeout(limits.MAX_OPEN_CALL_S):
-                    yield
-            except TimeoutError as error:
-                raise LinkError(
-                    f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
-                ) from error
+            message = f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
+            async with time_limit(limits.MAX_OPEN_CALL_S, message):
+                yield
 
 
-@asynccontextmanager
-async def request_deadline() -> AsyncIterator[None]:
+def request_deadline() -> AbstractAsyncContextManager[None]:
     """Limit the time until a call's request is here; LateRequestError if it is not."""
-    try:
-        async with asyncio.timeout(limits.MAX_REQUEST_S):
-            yield
-    except TimeoutError as error:
-        raise LateRequestError(
-            f"The request did not arrive within {limits.MAX_REQUEST_S} s."
-        ) from error
+    seconds = limits.MAX_REQUEST_S
+    message = f"The request did not arrive within {seconds} s."
+    return time_limit(seconds, message, LateRequestError)

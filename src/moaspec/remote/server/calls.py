@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.admission import request_deadline
 from moaspec.remote.server.service import TargetService
+from moaspec.support.tasks import time_limit
 
 PIECE_BYTES = 1 << 18
 """Bytes of weights in one message: small enough that verdicts on the same link wait little."""
@@ -47,11 +46,8 @@ async def _update(service: TargetService, _: str, connection: Connection) -> Non
 
 async def _send(service: TargetService, connection: Connection, frame: bytes) -> None:
     timeout_s = service.options.send_timeout_s
-    try:
-        async with asyncio.timeout(timeout_s):
-            await connection.send(frame)
-    except TimeoutError as error:
-        raise LinkError(f"The client read nothing for {timeout_s:g} s.") from error
+    async with time_limit(timeout_s, f"The client read nothing for {timeout_s:g} s."):
+        await connection.send(frame)
 
 
 CALLS: dict[str, Call] = {

@@ -26,6 +26,7 @@ from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError
 from moaspec.remote.server.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.support import limits
+from moaspec.support.tasks import end_tasks
 
 Context = Any  # gRPC has no types
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -149,9 +150,7 @@ class GrpcServer:
 
     async def __aexit__(self, *_: object) -> None:
         """Stop at once; call `drain` first to let devices finish."""
-        for task in self._repeated:
-            task.cancel()
-        await asyncio.gather(*self._repeated, return_exceptions=True)
+        await end_tasks(*self._repeated)
         await self._server.stop(0)
         if self.websocket is not None:
             await self.websocket.stop()
@@ -257,11 +256,8 @@ async def _told_errors(context: Context) -> AsyncIterator[None]:
     try:
         yield
     except MoaSpecError as error:
-        await context.abort(_status(error), str(error))
-
-
-def _status(error: Exception) -> grpc.StatusCode:
-    return next(status for kind, status in STATUSES if isinstance(error, kind))
+        status = next(status for kind, status in STATUSES if isinstance(error, kind))
+        await context.abort(status, str(error))
 
 
 class _ServerConnection:

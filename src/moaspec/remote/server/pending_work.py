@@ -63,8 +63,6 @@ class PendingWork:
                     await self._decide(session, DraftTree())
                 else:
                     break
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - the device is told
             self._fail(session, error)
         finally:

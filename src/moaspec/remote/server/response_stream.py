@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection
+from moaspec.support.tasks import time_limit
 
 if TYPE_CHECKING:
     from moaspec.remote.server.server_session import ServerSession
@@ -96,9 +97,7 @@ class ResponseStream:
         return message.SerializeToString()
 
     async def _send(self, frame: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self.connection.send(frame)
-        except TimeoutError as error:
-            raise LinkError(f"The device read nothing for {self._timeout_s:g} s.") from error
+        seconds = self._timeout_s
+        async with time_limit(seconds, f"The device read nothing for {seconds:g} s."):
+            await self.connection.send(frame)
         self._on_sent(len(frame))

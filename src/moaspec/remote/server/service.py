@@ -41,6 +41,7 @@ from moaspec.remote.server.session_store import (
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
 from moaspec.remote.server.telemetry import Telemetry
 from moaspec.sampling.params import GREEDY
+from moaspec.support.tasks import end_tasks, time_limit
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
@@ -296,24 +297,17 @@ class TargetService:
             self._connections.discard(stream)
             if stream.session is not None:
                 stream.session.detach()
-            for task in (sending, reading):
-                task.cancel()
-            await asyncio.gather(sending, reading, return_exceptions=True)
+            await end_tasks(sending, reading)
 
     async def _read(self, owner: str, stream: ResponseStream) -> None:
         allowance = RateLimit(self.options.max_messages_per_s, self.options.burst_s)
+        silent_s = self.options.silent_s
         while True:
-            frame = await self._receive(stream.connection)
+            async with time_limit(silent_s, f"The device said nothing for {silent_s:g} s."):
+                frame = await stream.connection.receive()
             self.observer.received(len(frame))
             allowance.take()
             self._handle(owner, stream, wire.parse_client(frame))
-
-    async def _receive(self, connection: Connection) -> bytes:
-        try:
-            async with asyncio.timeout(self.options.silent_s):
-                return await connection.receive()
-        except TimeoutError as error:
-            raise LinkError(f"The device said nothing for {self.options.silent_s:g} s.") from error
 
     def _handle(self, owner: str, stream: ResponseStream, message: pb.ClientMessage) -> None:
         """Handle one message of a device."""

@@ -7,7 +7,6 @@ take turns, and each has a share of a pass, so no owner waits longer than a pass
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from moaspec.drafting.tree_shapes import beginning
 from moaspec.engine.engine import run_now
 from moaspec.process_memory import end_idle_threads
 from moaspec.sampling.params import GREEDY
+from moaspec.support.tasks import end_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +248,7 @@ class SharedVerifier:
     async def stop(self) -> None:
         """End after the running pass and cancel waiting requests."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         for job in self._jobs:
             job.answer.cancel()
         self._jobs.clear()

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from moaspec.serve.http_errors import RequestError, error_response
-from moaspec.serve.sources.source import end_tasks
+from moaspec.support.tasks import end_tasks
 
 T = TypeVar("T")
 

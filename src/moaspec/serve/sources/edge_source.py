@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import BusyError, InputError, LinkError, RefusedError, WireError
@@ -20,6 +20,7 @@ from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.emulation import Faults
 from moaspec.remote.protocol.transport import ServerTransport, Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -36,9 +37,9 @@ from moaspec.serve.sources.source import (
     TokenSource,
     Update,
     client_share,
-    end_tasks,
     entry_to_evict,
 )
+from moaspec.support.tasks import end_tasks
 from moaspec.target.generation_defaults import GenerationDefaults
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,6 @@ class EdgeLimits(SourceLimits):
 
     active: int = 8
     waiting: int = 64
-
-
-class Cuttable(Protocol):
-    """An emulated link. While `cut` is True no message passes."""
-
-    cut: bool
 
 
 @dataclass(eq=False)
@@ -140,13 +135,14 @@ class EdgeSource(TextSource):
         name: str,
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
-        faults: Cuttable | None = None,
+        faults: Faults | None = None,
         server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
         updates: ServerTransport | None = None,
     ) -> None:
         self._device, self._transport, self._updates = device, transport, updates
         self._updating: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
         self._places = Places("device", self._limits)
@@ -183,6 +179,12 @@ class EdgeSource(TextSource):
             await asyncio.sleep(UPDATE_EVERY_S)
 
     async def close(self) -> None:
+        """See `TextSource`; a second call, also during the first, waits for the same end."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._updating is not None:
             await end_tasks(self._updating)
         tasks = tuple(self._running)

@@ -3,7 +3,6 @@
 `LocalSource` decodes with an engine in this process, `EdgeSource` with sessions of a remote target.
 """
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -136,7 +135,7 @@ class Load:
 Report = Callable[[int, Update | Exception], None]
 """(index of a job, its next update or the error that ended it). Called on the event loop."""
 
-Cancel = Callable[[], Awaitable[None]]
+Cancel = Callable[[], Awaitable[object]]
 """Cancels the unfinished jobs of one request. May be called more than once."""
 
 
@@ -260,10 +259,3 @@ class Places:
 def client_share(places: int, share: float, client: str) -> int:
     """Number of places that a client may use; all if clients are not told apart."""
     return max(1, int(places * share)) if client else places
-
-
-async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

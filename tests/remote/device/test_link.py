@@ -1,0 +1,59 @@
+"""A device's link to its server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from links import QUICK
+from moaspec.remote.device.events import LinkStats
+from moaspec.remote.device.link import ServerLink
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.fleet import Fleet
+from moaspec.remote.protocol.transport import Connection, InProcessTransport
+
+
+class Silent:
+    """A server that reads all and says nothing."""
+
+    async def converse(self, _: str, connection: Connection) -> None:
+        while True:
+            await connection.receive()
+
+
+def silent_link() -> ServerLink:
+    return ServerLink(
+        Fleet.of(InProcessTransport(Silent())).route(),
+        bytes(16),
+        QUICK,
+        LinkStats(),
+        on_message=lambda _: None,
+        on_connect=lambda: None,
+        on_change=lambda: None,
+    )
+
+
+def test_who_gives_up_closing_a_link_gives_it_up_at_any_moment() -> None:
+    """Python 3.11's `wait_for` loses a cancellation that comes as the awaited work ends."""
+
+    async def close_and_give_up(moment: int) -> bool:
+        link = silent_link()
+        link.start()
+        while not link.connected:
+            await asyncio.sleep(0)
+        link.send(pb.ClientMessage(turn=1))
+        closing = asyncio.create_task(link.close())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        was_done = closing.done()
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() is not was_done
+        await link.close()
+        return was_done
+
+    async def run() -> None:
+        moment = 0
+        while not await close_and_give_up(moment):
+            moment += 1
+
+    asyncio.run(run())
