@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import nn
 from bits import needs_packed_kernels, needs_packing
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.fast_heads import StreamedLinear, pack_like
+from moaspec.backends.fast_heads import pack_like
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import can_pack, fastest_backend
 from moaspec.backends.pack import FusedPart, PackedLinear, joint_matrix, pack_linears
@@ -223,40 +222,21 @@ def test_float32_is_packed_where_mkl_copies_weights(
     gains = gains and can_pack(torch.bfloat16, CPU)
     assert can_pack(torch.float32, CPU) is gains
     head, _ = pack_like(nn.Linear(4, 8), directory=tmp_path)
-    assert isinstance(head, StreamedLinear) is gains
+    assert isinstance(head, PackedLinear) is gains
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not can_pack(torch.float32, CPU)
 
 
-@pytest.mark.parametrize(
-    ("plain_s", "packed_s", "pays"),
-    [
-        ((1.0, 2.0), (1.0, 1.0), True),
-        ((1.0, 2.0), (1.1, 1.0), False),
-        ((1.0, 1.0), (1.0, 1.0), False),
-    ],
-    ids=["gains", "one row loses", "four rows gain nothing"],
-)
-def test_a_float32_weight_is_packed_where_that_is_measured_to_be_faster(
-    plain_s: tuple[float, ...],
-    packed_s: tuple[float, ...],
-    pays: bool,
-    monkeypatch: pytest.MonkeyPatch,
+@needs_packing
+@pytest.mark.parametrize("avx512", [False, True])
+def test_with_avx2_alone_only_heads_are_packed_in_float32(
+    avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter(zip(plain_s, packed_s, strict=True))
-    monkeypatch.setattr(linear_backends, "fastest_s", lambda _: next(times))
-    monkeypatch.setattr(
-        linear_backends,
-        "OneDnnLinear",
-        lambda weight, bias: linear_backends.Fp32Linear(weight, bias),
-    )
-    assert linear_backends.packing_pays.__wrapped__(1024, 1024, 1) is pays
-    assert linear_backends.packing_pays.__wrapped__(8, 8, 1)
-
-
-def test_the_shortest_time_of_each_way_counts() -> None:
-    slow, fast = linear_backends.fastest_s([lambda: time.sleep(0.02), lambda: None], repeats=2)
-    assert slow > fast
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
+    weight = torch.randn(8, 4)
+    layer, head = (fastest_backend(weight, None, drafts=False, head=one) for one in (False, True))
+    assert isinstance(layer, linear_backends.OneDnnLinear) is avx512
+    assert isinstance(head, linear_backends.OneDnnLinear)
 
 
 def test_nothing_is_packed_where_there_is_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:

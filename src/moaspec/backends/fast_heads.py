@@ -1,71 +1,29 @@
 """LM heads in the form that this CPU multiplies fastest.
 
-A head in bf16 becomes a packed copy. Its weight, which a tied embedding still looks up row by row,
+A head becomes a packed copy. Its weight, which a tied embedding still looks up row by row,
 moves to a file. The rows of a draft vocabulary are copied and packed.
 """
 
 import mmap
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.linear_backends import SMALLEST_MEASURED, can_pack, fastest_s
+from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import PackedLinear
 from moaspec.support.paths import cache_dir, make_private
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.target import Target
 
 
-class StreamedLinear(nn.Module):
-    """A float32 layer whose own weight stays in use elsewhere, streamed once for a few rows.
-
-    MKL copies the right-hand matrix of a product, so here the weight is the left-hand one, for
-    those numbers of rows that this is measured to be faster for.
-
-    Args:
-        linear: on the CPU; its weight is shared, not copied.
-    """
-
-    MEASURED = (1, 4, 16)  # rows that are timed; each stands for those above the one before it
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-        self._streamed = [rows for rows in self.MEASURED if self._is_faster(rows)]
-
-    def _is_faster(self, rows: int) -> bool:
-        if self.linear.weight.numel() < SMALLEST_MEASURED:
-            return True
-        x = torch.ones(rows, self.linear.in_features)
-        with torch.no_grad():
-            plain_s, streamed_s = fastest_s([partial(self.linear, x), partial(self._stream, x)])
-        return streamed_s < plain_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        num = x.shape[:-1].numel()
-        measured = next((rows for rows in self.MEASURED if num <= rows), None)
-        return self._stream(x) if num and measured in self._streamed else self.linear(x)
-
-    def _stream(self, x: Tensor) -> Tensor:
-        rows_NE = x.reshape(-1, x.shape[-1])
-        num = len(rows_NE)
-        # A single row would be multiplied by another kernel, which takes three times as long.
-        wide_NE = rows_NE.repeat(2, 1) if num == 1 else rows_NE
-        out_NX = torch.mm(self.linear.weight, wide_NE.t())[:, :num].t()
-        if self.linear.bias is not None:
-            out_NX = out_NX + self.linear.bias
-        return out_NX.contiguous().reshape(*x.shape[:-1], -1)
-
-
 def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
     """A faster replacement of an LM head whose weight an embedding may share.
 
-    In bf16 it is a packed copy. From then on only single rows of the weight are read, by an
-    embedding or for a draft head, so the weight moves to a file, see `map_into_memory`.
+    It is a packed copy. From then on only single rows of the weight are read, by an embedding or
+    for a draft head, so the weight moves to a file, see `map_into_memory`.
 
     Args:
         linear: is kept, and so is the value of its weight.
@@ -75,13 +33,13 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callabl
     """
     if not can_pack(linear.weight.dtype, linear.weight.device):
         return linear, lambda: None
-    if linear.weight.dtype == torch.float32:
-        return StreamedLinear(linear), lambda: None
     return _in_large_pages(PackedHead(linear)), map_into_memory(linear.weight, directory)
 
 
 class PackedHead(PackedLinear):
     """A packed LM head: outputs in float32, not rounded to the weights' dtype where kernels can."""
+
+    is_head = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.single(x)

@@ -14,17 +14,15 @@ ways that depend on dtype and CPU:
   and results are rounded to bf16.
 - float32: MKL streams the weight once for up to three rows on Intel's CPUs, faster than a packed
   one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
-  then cost twice as much as one: there a weight is laid out in advance where that is measured to be
-  faster.
+  then cost twice as much as one: there a weight is laid out in advance. With AVX2 alone that is
+  done for heads only, because a single row would lose a quarter with the layers'.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import torch
@@ -34,9 +32,6 @@ from torch import Tensor
 from moaspec.backends.cpu.build import why_not
 from moaspec.backends.cpu.matrix import Matrix
 
-SMALLEST_MEASURED = 2**19
-"""Numbers of a weight whose products are timed; smaller ones stay in the CPU's caches."""
-CACHE_BYTES = 2**25  # as many bytes push most of a weight out of a CPU's caches
 EXPECTED_ROWS = 8
 """Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
 
@@ -168,7 +163,12 @@ class Fp32Linear(LinearBackend):
 
 
 def fastest_backend(
-    weight: Tensor, bias: Tensor | None, *, drafts: bool, moment_II: Tensor | None = None
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    drafts: bool,
+    moment_II: Tensor | None = None,
+    head: bool = False,
 ) -> LinearBackend:
     """The form for this weight here; one in four bits only where it serves `drafts`."""
     if drafts and Matrix.can_hold(weight, bits=4):
@@ -176,7 +176,7 @@ def fastest_backend(
     if Matrix.can_hold(weight):
         return CpuKernelLinear(Matrix(weight, bias), bias)
     if weight.dtype == torch.float32:
-        pays = packing_pays(*weight.shape, torch.get_num_threads())
+        pays = head or torch.cpu._is_avx512_supported()
         return OneDnnLinear(weight, bias) if pays else Fp32Linear(weight, bias)
     if compute_dtype(weight.dtype) == weight.dtype:
         return OneDnnLinear(weight, bias)
@@ -186,37 +186,6 @@ def fastest_backend(
         if half is not None:
             return half
     return Fp32Linear(single, bias)
-
-
-@cache
-def packing_pays(outputs: int, inputs: int, _threads: int) -> bool:
-    """Whether float32 products by oneDNN's layout are measured to be faster here.
-
-    A single row must not lose, and several rows must gain. Small weights are packed unmeasured.
-    """
-    if outputs * inputs < SMALLEST_MEASURED:
-        return True
-    weight = torch.randn(outputs, inputs)
-    packed = OneDnnLinear(weight, None)
-    for rows, at_most in ((1, 1.02), (4, 0.95)):
-        x = torch.randn(rows, inputs)
-        plain_s, packed_s = fastest_s([partial(F.linear, x, weight), partial(packed.product, x)])
-        if packed_s > at_most * plain_s:
-            return False
-    return True
-
-
-def fastest_s(ways: Sequence[Callable[[], object]], repeats: int = 3) -> list[float]:
-    """Shortest time of each of several ways, in seconds, which take turns with cold caches."""
-    times = [[math.inf] for _ in ways]
-    other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
-    for _ in range(repeats):
-        for way, found in zip(ways, times, strict=True):
-            other.fill_(0)
-            started = time.perf_counter()
-            way()
-            found.append(time.perf_counter() - started)
-    return [min(found) for found in times]
 
 
 def _bf16_instructions() -> bool:

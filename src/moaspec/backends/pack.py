@@ -30,6 +30,8 @@ class PackedLinear(nn.Module):
         moment_II: mean outer product of its inputs, by which rounding does less harm.
     """
 
+    is_head = False
+
     def __init__(
         self, linear: nn.Linear, *, drafts: bool = False, moment_II: Tensor | None = None
     ) -> None:
@@ -39,7 +41,9 @@ class PackedLinear(nn.Module):
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
-        self._backend = fastest_backend(weight, bias, drafts=drafts, moment_II=moment_II)
+        self._backend = fastest_backend(
+            weight, bias, drafts=drafts, moment_II=moment_II, head=self.is_head
+        )
 
     @property
     def weight(self) -> Tensor:
