@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
@@ -61,16 +61,10 @@ class Server:
     ip: str = ""
 
 
-class MakeTransport(Protocol):
-    """Makes the transport to a server."""
+MakeTransport = Callable[[Server, str], Transport]
+"""(server, affinity) -> its transport, which shows load balancers the `affinity` of a text.
 
-    def __call__(self, server: Server, affinity: str) -> Transport:
-        """Return a transport that shows load balancers the `affinity` of a text.
-
-        Raises:
-            InputError: the address or the credentials cannot be used.
-        """
-        ...
+InputError: the address or the credentials cannot be used."""
 
 
 class Fleet:
@@ -98,7 +92,6 @@ class Fleet:
 
         Args:
             addresses: HOST:PORT for gRPC, ws://HOST:PORT or wss://HOST:PORT for WebSockets.
-            credentials: of this device.
 
         Raises:
             InputError: an address or the credentials cannot be used.
@@ -150,7 +143,6 @@ class Fleet:
         """All servers, in the order of a text's attempts.
 
         Args:
-            key: of the text.
             own: the server that knows the text; it comes first, unless it is avoided.
         """
         found: list[list[Server]] = []
@@ -166,11 +158,11 @@ class Fleet:
         return sorted({server for one in found for server in one}, key=rank)
 
     async def connect(self) -> Connection:
-        """Connect to a server for no text in particular; see `Transport`."""
+        """Connect to a server for no text in particular."""
         return await self.route().connect()
 
     async def describe(self) -> pb.Description:
-        """Ask the first server that answers; see `ServerTransport`."""
+        """Ask the first server that answers."""
         error = LinkError("There is no server.")
         for server in await self.ranked(b""):
             try:
@@ -181,7 +173,7 @@ class Fleet:
         raise error
 
     async def weights(self) -> AsyncGenerator[pb.Weights]:
-        """The weights of the first server; see `ServerTransport`. `describe` avoids broken ones."""
+        """The weights of the first server; `describe` avoids broken ones."""
         (server, *_) = await self.ranked(b"")
         async with contextlib.aclosing(self._calls(server, b"").weights()) as pieces:
             async for piece in pieces:
@@ -190,7 +182,7 @@ class Fleet:
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
     ) -> AsyncGenerator[pb.Generated]:
-        """Let a server decode alone; see `ServerTransport`.
+        """Let a server decode alone.
 
         When it fails, the next one writes the text again, and what is known already is left out.
         """
@@ -219,9 +211,6 @@ class Route:
 
     A session stays with its server, also after a cut, until that server drains, has no room or
     cannot be reached.
-
-    Args:
-        fleet: the servers.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -246,7 +235,7 @@ class Route:
         return not all(map(self._fleet.avoids, self._servers))
 
     async def connect(self) -> Connection:
-        """Connect to the first server that can be reached; see `Transport`."""
+        """Connect to the first server that can be reached."""
         self._judge_last()
         self._servers = await self._fleet.ranked(self._key, self._own)
         error = LinkError("There is no server.")
@@ -354,11 +343,7 @@ def _look_up(found: Future[list[Server]], address: str, host: str, port: int) ->
 async def _after(
     written: Sequence[int], messages: AsyncGenerator[pb.Generated]
 ) -> AsyncGenerator[pb.Generated]:
-    """The messages of a text, without the tokens that another server has sent.
-
-    Raises:
-        LinkError: the text is another one.
-    """
+    """The messages of a text without the tokens that another server sent; LinkError for others."""
     known = list(written)
     async with contextlib.aclosing(messages):
         async for message in messages:

@@ -9,12 +9,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from moaspec.errors import LinkError, RefusedError
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S, UPDATE_S
+from moaspec.remote.protocol.transport import STREAM_S, AddressedTransport
 from moaspec.remote.protocol.wire import one_line
-from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
 
 SERVICE = "moaspec.remote.v1.Target"
@@ -41,36 +40,16 @@ OPTIONS = (
 )
 
 
-class GrpcTransport:
-    """Connections to a `moaspec target-server`.
+class GrpcTransport(AddressedTransport):
+    """Connections to a `moaspec target-server`, whose address is HOST:PORT."""
 
-    Args:
-        address: host:port.
-        credentials: of this device.
-        ip: connects to this address instead of looking up the host.
-        affinity: sent with every call, for load balancers that hash it.
-
-    Raises:
-        InputError: a token would be sent without encryption.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials | None = None,
-        *,
-        ip: str = "",
-        affinity: str = "",
-    ) -> None:
-        self.address, self._credentials = address, credentials or Credentials()
-        self._ip, self._affinity = ip, affinity
-        self._credentials.check(address)
+    def _prepare(self) -> None:
+        self._credentials.check(self.address)
 
     async def connect(self) -> GrpcConnection:
-        """Open a connection; see `Transport`."""
         channel = self._channel()
         call = channel.stream_stream(f"/{SERVICE}/Converse")(
-            metadata=self._metadata(), timeout=STREAM_S
+            metadata=tuple(self._headers.items()), timeout=STREAM_S
         )
         connection = GrpcConnection(channel, call)
         try:
@@ -82,38 +61,16 @@ class GrpcTransport:
             raise
         return connection
 
-    async def describe(self) -> pb.Description:
-        """Ask the server to describe itself; see `ServerTransport`."""
+    async def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:
         async with self._channel() as channel:
-            ask = channel.unary_unary(
-                f"/{SERVICE}/Describe", response_deserializer=pb.Description.FromString
+            call = channel.unary_stream(f"/{SERVICE}/{name}")(
+                request.SerializeToString(),
+                metadata=tuple(self._headers.items()),
+                timeout=timeout_s,
             )
             with translated_errors():
-                return await ask(b"", metadata=self._metadata(), timeout=CALL_S)
-
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
-    ) -> AsyncGenerator[pb.Generated]:
-        """Let the server decode alone; see `ServerTransport`."""
-        async with self._channel() as channel:
-            call = channel.unary_stream(
-                f"/{SERVICE}/Generate",
-                request_serializer=pb.GenerateRequest.SerializeToString,
-                response_deserializer=pb.Generated.FromString,
-            )(request, metadata=self._metadata(), timeout=timeout_s)
-            with translated_errors():
-                async for message in call:
-                    yield message
-
-    async def weights(self) -> AsyncGenerator[pb.Weights]:
-        """The newest drafter's weights; see `ServerTransport`."""
-        async with self._channel() as channel:
-            call = channel.unary_stream(
-                f"/{SERVICE}/Update", response_deserializer=pb.Weights.FromString
-            )(b"", metadata=self._metadata(), timeout=UPDATE_S)
-            with translated_errors():
-                async for message in call:
-                    yield message
+                async for frame in call:
+                    yield frame
 
     def _channel(self) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = list(OPTIONS)
@@ -129,11 +86,6 @@ class GrpcTransport:
             return grpc.aio.insecure_channel(at, options)
         return grpc.aio.secure_channel(at, secure, options)
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        token = self._credentials.token
-        own = () if token is None else (("authorization", f"Bearer {token}"),)
-        return (*own, (AFFINITY, self._affinity)) if self._affinity else own
-
 
 class GrpcConnection:
     """A `Connection`: one stream of its own channel."""
@@ -142,12 +94,10 @@ class GrpcConnection:
         self._channel, self._call = channel, call
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame; see `Connection`."""
         with translated_errors():
             await self._call.write(frame)
 
     async def receive(self) -> bytes:
-        """Receive a frame; see `Connection`."""
         with translated_errors():
             frame = await self._call.read()
         if frame is grpc.aio.EOF:
@@ -156,7 +106,6 @@ class GrpcConnection:
         return bytes(frame)
 
     async def close(self) -> None:
-        """Close the channel; see `Connection`."""
         self._call.cancel()
         with contextlib.suppress(Exception):
             await self._channel.close(None)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from google.protobuf.message import Message
+
 from moaspec.errors import LinkError, MoaSpecError
 from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.server.auth import Credentials
 
 T = TypeVar("T")
 
@@ -29,22 +34,14 @@ MAX_QUEUED_FRAMES = 64
 
 
 class Connection(Protocol):
-    """One stream of frames in both directions."""
+    """One stream of frames in both directions; LinkError once it is broken or closed."""
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame; waits while the other side does not read. One call at a time.
-
-        Raises:
-            LinkError: the connection is broken.
-        """
+        """Send a frame; waits while the other side does not read. One call at a time."""
         ...
 
     async def receive(self) -> bytes:
-        """Receive the next frame.
-
-        Raises:
-            LinkError: the connection is broken, or either side closed it.
-        """
+        """Receive the next frame."""
         ...
 
     async def close(self) -> None:
@@ -53,15 +50,14 @@ class Connection(Protocol):
 
 
 class Transport(Protocol):
-    """Makes connections to one server."""
+    """Makes connections to one server.
+
+    Methods raise LinkError where the server cannot be reached or the link breaks, and RefusedError
+    where the server refuses, as for wrong credentials.
+    """
 
     async def connect(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            LinkError: the server cannot be reached.
-            RefusedError: the server does not accept these credentials.
-        """
+        """Open a connection."""
         ...
 
 
@@ -69,33 +65,74 @@ class ServerTransport(Transport, Protocol):
     """Makes all calls of target.proto."""
 
     async def describe(self) -> pb.Description:
-        """Ask the server to describe itself.
-
-        Raises:
-            LinkError: the server cannot be reached.
-            RefusedError: the server does not accept these credentials.
-        """
+        """Ask the server to describe itself."""
         ...
 
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
     ) -> AsyncGenerator[pb.Generated]:
-        """Let the server decode alone; yields its messages.
-
-        Raises:
-            LinkError: the link broke.
-            RefusedError: the server refuses.
-        """
+        """Let the server decode alone; yields its messages."""
         ...
 
     def weights(self) -> AsyncGenerator[pb.Weights]:
-        """The file of the newest drafter's weights for devices, piece by piece; see `Update`.
-
-        Raises:
-            LinkError: the link broke.
-            RefusedError: the server refuses.
-        """
+        """The file of the newest drafter's weights for devices, piece by piece; see `Update`."""
         ...
+
+
+class AddressedTransport(ServerTransport):
+    """Calls to one address.
+
+    Args:
+        ip: connects to this address instead of looking up the host.
+        affinity: sent with every call, for load balancers that hash it.
+
+    Raises:
+        InputError: the address or the credentials cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None = None,
+        *,
+        ip: str = "",
+        affinity: str = "",
+    ) -> None:
+        self.address, self._ip = address, ip
+        self._credentials = credentials or Credentials()
+        self._prepare()
+        token = self._credentials.token
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        if affinity:
+            self._headers[AFFINITY] = affinity
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Check address and credentials; InputError for those that cannot be used."""
+
+    @abstractmethod
+    def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:
+        """Make a call of target.proto that has one request; yields the frames of its answers."""
+
+    async def describe(self) -> pb.Description:
+        asked = self._call("Describe", pb.DescribeRequest(), CALL_S)
+        async with contextlib.aclosing(asked) as frames:
+            async for frame in frames:
+                return wire.parse(frame, pb.Description())
+        raise LinkError("The server ended the call without an answer.")
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
+    ) -> AsyncGenerator[pb.Generated]:
+        async with contextlib.aclosing(self._call("Generate", request, timeout_s)) as frames:
+            async for frame in frames:
+                yield wire.parse(frame, pb.Generated())
+
+    async def weights(self) -> AsyncGenerator[pb.Weights]:
+        asked = self._call("Update", pb.DescribeRequest(), UPDATE_S)
+        async with contextlib.aclosing(asked) as frames:
+            async for frame in frames:
+                yield wire.parse(frame, pb.Weights())
 
 
 class ConnectionHandler(Protocol):
@@ -110,7 +147,6 @@ class InProcessTransport:
     """Connections to a service in the same event loop.
 
     Args:
-        service: serves the connections.
         owner: owner of the connections; a real server finds it from credentials.
     """
 
@@ -119,7 +155,6 @@ class InProcessTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> Connection:
-        """Open a connection; see `Transport`."""
         near, far = pipe()
         task = asyncio.create_task(self._serve(far))
         self._tasks.add(task)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,11 +27,11 @@ from websockets.exceptions import (
 from websockets.typing import Subprotocol
 
 from moaspec.errors import InputError, LinkError, RefusedError
-from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import AFFINITY, CALL_S, STREAM_S, UPDATE_S
+from moaspec.remote.protocol.transport import AddressedTransport
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
+from moaspec.support.tasks import time_limit
 
 SUBPROTOCOL = Subprotocol("moaspec.v1")
 """What both sides agree on in the handshake."""
@@ -48,77 +49,35 @@ CLOSE_S = 0.2
 """Time that a device waits for the server to confirm that a connection ends."""
 
 
-class WebSocketTransport:
+class WebSocketTransport(AddressedTransport):
     """Connections to a `moaspec target-server --websocket`.
 
-    Args:
-        address: ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
-        credentials: of this device; with wss:// the default CAs are this system's.
-        ip, affinity: see `GrpcTransport`.
-
-    Raises:
-        InputError: not such an address, a token that no header can carry or that would be sent
-            without encryption, or a file that cannot be used.
+    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
+    With wss:// the default CAs are this system's. A token must be one that a header can carry.
     """
 
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials | None = None,
-        *,
-        ip: str = "",
-        affinity: str = "",
-    ) -> None:
-        self.address = address.rstrip("/")
-        self._ip, self._affinity = ip, affinity
-        self._credentials = _checked(address, credentials or Credentials())
+    def _prepare(self) -> None:
+        self._credentials = _checked(self.address, self._credentials)
+        self.address = self.address.rstrip("/")
         self._tls = self._credentials.tls()
 
     async def connect(self) -> WebSocketConnection:
-        """Open a connection; see `Transport`."""
         return await self._open("Converse")
 
-    async def describe(self) -> pb.Description:
-        """Ask the server to describe itself; see `ServerTransport`."""
-        async with contextlib.aclosing(
-            self._messages("Describe", pb.DescribeRequest(), CALL_S)
-        ) as messages:
-            async for frame in messages:
-                return wire.parse(frame, pb.Description())
-        raise LinkError("The server ended the call without an answer.")
+    async def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
-    ) -> AsyncGenerator[pb.Generated]:
-        """Let the server decode alone; see `ServerTransport`."""
-        async with contextlib.aclosing(self._messages("Generate", request, timeout_s)) as messages:
-            async for frame in messages:
-                yield wire.parse(frame, pb.Generated())
+        def rest() -> AbstractAsyncContextManager[None]:
+            return time_limit(deadline - loop.time(), "The server took too long.")
 
-    async def weights(self) -> AsyncGenerator[pb.Weights]:
-        """The newest drafter's weights; see `ServerTransport`."""
-        asked = self._messages("Update", pb.DescribeRequest(), UPDATE_S)
-        async with contextlib.aclosing(asked) as messages:
-            async for frame in messages:
-                yield wire.parse(frame, pb.Weights())
-
-    async def _messages(
-        self, call: str, request: Message, timeout_s: float
-    ) -> AsyncGenerator[bytes]:
-        """Make a call with one request; yields the answers.
-
-        Raises:
-            LinkError: the link broke, or the time is over.
-            RefusedError: the server refuses.
-        """
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        async with _until(deadline):
-            connection = await self._open(call)
+        async with rest():
+            connection = await self._open(name)
         try:
-            async with _until(deadline):
+            async with rest():
                 await connection.send(request.SerializeToString())
             while True:
-                async with _until(deadline):
+                async with rest():
                     frame = await connection.receive_or_end()
                 if frame is None:
                     return
@@ -127,15 +86,10 @@ class WebSocketTransport:
             await connection.close()
 
     async def _open(self, call: str) -> WebSocketConnection:
-        token, headers = self._credentials.token, {}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        if self._affinity:
-            headers[AFFINITY] = self._affinity
         with translated_errors():
             opened = await _Connect(
                 f"{self.address}/v1/{call.lower()}",
-                additional_headers=headers,
+                additional_headers=self._headers,
                 subprotocols=[SUBPROTOCOL],
                 compression=None,
                 user_agent_header=None,
@@ -170,12 +124,10 @@ class WebSocketConnection:
         self._inner = inner
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame; see `Connection`."""
         with translated_errors():
             await self._inner.send(frame)
 
     async def receive(self) -> bytes:
-        """Receive a frame; see `Connection`."""
         with translated_errors():
             return await self._inner.recv(decode=False)
 
@@ -194,7 +146,6 @@ class WebSocketConnection:
         """Close the connection; see `Connection`.
 
         Args:
-            code: close code.
             reason: cut to `MAX_REASON_BYTES`.
             timeout_s: time until the connection is aborted, whether or not the other side reads.
         """
@@ -208,20 +159,6 @@ class WebSocketConnection:
             self._inner.transport.abort()
 
 
-@contextlib.asynccontextmanager
-async def _until(deadline: float) -> AsyncIterator[None]:
-    """Limit one wait of a call, on the event loop's clock.
-
-    Raises:
-        LinkError: the time is over.
-    """
-    try:
-        async with asyncio.timeout_at(deadline):
-            yield
-    except TimeoutError as error:
-        raise LinkError("The server took too long.") from error
-
-
 class _Connect(websockets.asyncio.client.connect):
     """Follows no redirects: the user has named the server that may read the text."""
 
@@ -230,11 +167,7 @@ class _Connect(websockets.asyncio.client.connect):
 
 
 def _checked(address: str, credentials: Credentials) -> Credentials:
-    """Check an address and the credentials for it; returns them as they are used.
-
-    Raises:
-        InputError: see `WebSocketTransport`.
-    """
+    """Check an address and the credentials for it; returns them as they are used."""
     try:
         parts = urlsplit(address)
         port = parts.port or 0
