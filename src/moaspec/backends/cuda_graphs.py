@@ -133,7 +133,6 @@ class PassGraphs:
         Args:
             layers: are called where there is no recording yet, and to make one.
             attention_inputs: by layer type, with masks.
-            write: see `GraphSafeWrite`.
             key: all else that `layers` go by.
 
         Returns:

@@ -235,7 +235,6 @@ def fast_layer(layer: AttentionBlock, *, drafts: bool) -> AttentionBlock:
 
     Args:
         layer: for decoding alone from now on.
-        drafts: see `PackedLinear`.
     """
     own, memory = layer.self_attn, getattr(layer, "key_value", None)
     homes = {"q_proj": own} | ({} if memory is None else {"k_proj": memory, "v_proj": memory})

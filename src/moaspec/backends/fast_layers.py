@@ -56,7 +56,6 @@ class AttentionInputs:
         Args:
             cos_sin: of the new tokens; float32 where `fused`.
             mask_B1TS: True where a token may attend; None for plain causal attention.
-            fused: whether kernels compute the layers.
         """
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
         mask = mask_B1TS
@@ -156,7 +155,8 @@ class FastLayer:
             return self.fused.finish(x_BTE, self._attend(parts, inputs, cache))
         before_read, after_read, before_mlp, after_mlp = self._norms
         x_BTE = x_BTE + after_read(self._attention(before_read(x_BTE), inputs, cache))
-        return x_BTE + after_mlp(self._mlp(before_mlp(x_BTE)))
+        gate, up = self._gate_up(before_mlp(x_BTE)).chunk(2, dim=-1)
+        return x_BTE + after_mlp(self._down(self._act(gate) * up))
 
     def _attention(self, x_BTE: Tensor, inputs: AttentionInputs, cache: KVCapture) -> Tensor:
         H, J, D = self._num_heads, self._num_kv_heads, self._head_dim
@@ -192,10 +192,6 @@ class FastLayer:
         else:
             query, key = self._q_norm(query), self._k_norm(key)
         return torch.cat((query, key, value), dim=-1)
-
-    def _mlp(self, x_BTE: Tensor) -> Tensor:
-        gate, up = self._gate_up(x_BTE).chunk(2, dim=-1)
-        return self._down(self._act(gate) * up)
 
 
 def make_fast(layers: Sequence[Any]) -> FusedStack | None:

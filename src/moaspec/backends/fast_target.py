@@ -137,11 +137,9 @@ class FastDecoderLayers(DecoderLayers):
             for kind, (cos_sin, mask) in inputs.items()
         }
         graphs = self.graphs if watch is None else None
-        if (
-            graphs is not None
-            and isinstance(write, GraphSafeWrite)
-            and self._can_record(states_BTE)
-        ):
+        # A recording would leave out what hooks and gradients need.
+        watched = any(self._hooks) or self._watches_norm() or states_BTE.requires_grad
+        if graphs is not None and isinstance(write, GraphSafeWrite) and not watched:
             return graphs.run(
                 partial(self._few_calls, num), states_BTE, attention_inputs, write, key=num
             )
@@ -170,10 +168,6 @@ class FastDecoderLayers(DecoderLayers):
     ) -> Tensor:
         shared = {kind: {"inputs": inputs} for kind, inputs in attention_inputs.items()}
         return self._one_by_one(states_BTE, shared, write, num, watch)
-
-    def _can_record(self, states_BTE: Tensor) -> bool:
-        """Whether a pass does nothing that a recording would leave out."""
-        return not (any(self._hooks) or self._watches_norm() or states_BTE.requires_grad)
 
     def _norm(self, states_BTE: Tensor) -> Tensor:
         """The final norm; the same bits however many tokens a pass has."""

@@ -182,7 +182,6 @@ def pack_linears(
 
     Args:
         keep: modules to leave as they are.
-        drafts: see `PackedLinear`.
     """
     _fuse(module, keep, drafts=drafts)
     for name, child in list(module.named_children()):

@@ -35,7 +35,6 @@ def best_draft(
         token_ids_K: in the target's vocabulary.
         log_q_K: descending.
         sampling: of the text, with a seed if it samples.
-        position: of the drafted token.
     """
     if not sampling.samples:
         return int(token_ids_K[0])

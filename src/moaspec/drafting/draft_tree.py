@@ -154,7 +154,6 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
     """The verification walk: follow the target's own choices as long as they were drafted.
 
     Args:
-        tree: what was drafted.
         chosen: the target's choice after the root, then after each node.
 
     Returns:

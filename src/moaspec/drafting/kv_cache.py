@@ -102,7 +102,6 @@ class KVCache:
             starts: first slot that each row writes.
             num_tokens: T, slots written per row (pads included).
             visible: S', slots that attention reads.
-            kind: of writer, see `PassSizes.kind`.
         """
         slots = Slots(self._data, rows, starts, visible)
         return (kind or KVWriter)(self._data, slots, num_tokens)

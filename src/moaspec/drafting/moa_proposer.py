@@ -21,7 +21,6 @@ from moaspec.drafting.reused_layers import (
 )
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.moa_config import check_target
-from moaspec.model.layers import CrossAttend
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
@@ -141,18 +140,16 @@ class MoADraftRound(DraftRound):
     def finish(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> Tensor:
         proposer, num = self.proposer, self.proposer.num_target_layers
         decoder = proposer.module.decoder
-        attend = self._cross_attend(x_BWE, position_BW, slots)
+        attend = (
+            memory_with_drafts(self, x_BWE, position_BW, slots)
+            if proposer.module.reads_drafts
+            else self._memory
+        )
         states_BWE = decoder.run_cross_attention(x_BWE, decoder.cross_rope(position_BW), attend)
         states_BWE = proposer.module.adapt(states_BWE, num)
         if not num:
             return states_BWE
         return run_reused_layers(self, states_BWE, position_BW, slots)
-
-    def _cross_attend(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> CrossAttend:
-        """CA's attention over verified tokens, and over drafts where the drafter has it so."""
-        if self.proposer.module.reads_drafts:
-            return memory_with_drafts(self, x_BWE, position_BW, slots)
-        return self._memory
 
     @cached_property
     def _memory(self) -> StoredMemory:

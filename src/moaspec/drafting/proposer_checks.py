@@ -12,10 +12,6 @@ def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
 
     Reused layers cannot: the keys and values computed for the rest would overwrite the target's
     own. Nor can a CA that attends to drafts, whose keys lie where the text's features would.
-
-    Args:
-        drafter: the trained module.
-        num_target_layers: N.
     """
     return num_target_layers == 0 and not drafter.reads_drafts
 

@@ -189,9 +189,6 @@ class DraftSlots:
 class DraftRound(ABC):
     """The passes of one round through the network, for all requests together.
 
-    Args:
-        proposer: owns module and caches.
-
     Attributes:
         roots: slot of each request's last token.
         num_slots: slots that the round may need.

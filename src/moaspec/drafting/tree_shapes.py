@@ -181,3 +181,23 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
     for node, parent in enumerate(tree.parents):
         kept.append(node not in cut and (parent < 0 or kept[parent] == 1))
     return selected(tree, bytes(kept))
+
+
+def tree_with(path: Sequence[int], trees: Iterable[DraftTree]) -> tuple[DraftTree, list[int]]:
+    """The first tree that has a path from its root, and the path's nodes; else the path alone."""
+    for tree in trees:
+        nodes = nodes_along(path, tree)
+        if len(nodes) == len(path):
+            return tree, nodes
+    return merged([path], len(path)), list(range(len(path)))
+
+
+def nodes_along(path: Sequence[int], tree: DraftTree) -> list[int]:
+    """Nodes of the longest beginning of a path that is in the tree."""
+    edges, nodes = children(tree), [-1]
+    for token in path:
+        node = edges.get((nodes[-1], token))
+        if node is None:
+            break
+        nodes.append(node)
+    return nodes[1:]

@@ -25,7 +25,6 @@ def accept(
     custom processors never see those.
 
     Args:
-        requests: with their trees and settings.
         texts: each request's tokens up to its root; accepted ones are appended.
         logits_NV: the target's, after each root and each node, request after request.
 

@@ -47,7 +47,6 @@ def ragged_states(
     """One pass over all rows: the final states of each one's tokens, (n, E).
 
     Args:
-        rows: of the pass.
         run: the pass, right-padded; returns (B, T, E).
         recorded: whether passes are recorded; then rows with drafts, whose number of parts would
             change from pass to pass, are not split.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
-from moaspec.drafting.protocols import Need, Proposer, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.engine.accept import accept_greedy
 from moaspec.engine.accept_sampled import accept
@@ -66,7 +66,7 @@ class PassRow:
         return len(self.tokens) > self.num_new
 
 
-class LocalVerifier:
+class LocalVerifier(Verifier):
     """Verifies drafts with a target in this process; the proposer, if any, encodes activations."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
@@ -91,9 +91,6 @@ class LocalVerifier:
     @property
     def cache_bytes(self) -> int:
         return self.cache.num_bytes
-
-    def close(self, row: int) -> None:
-        """Does nothing: the next request in this row overwrites its slots and text."""
 
     def release(self) -> None:
         """Free the cache's memory; no row may be in use."""

@@ -148,7 +148,9 @@ class RequestTable:
 
     def abort(self, handle: int) -> GenerationResult:
         """End a request and return what was generated; InputError where none is active."""
-        request = self._get_active(handle)
+        if handle not in self._active:
+            raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
+        request = self._active[handle]
         self._finish(request, "aborted")
         return request.result
 
@@ -175,11 +177,6 @@ class RequestTable:
                 "joins."
             )
         return result
-
-    def _get_active(self, handle: int) -> RequestState:
-        if handle not in self._active:
-            raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
-        return self._active[handle]
 
     def _get_kept(self, handle: int) -> RequestState:
         if handle not in self._kept:

@@ -44,7 +44,6 @@ class _Baseline(nn.Module):
     """What both have.
 
     Args:
-        config: sizes.
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
     """
 

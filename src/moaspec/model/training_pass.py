@@ -91,15 +91,12 @@ class BlockTraining(nn.Module):
         *,
         staircase_B: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The training pass of all exits.
+        """The training pass of all exits, see `block_states`.
 
         Args:
             embeddings_BTE: the target's token embeddings.
             kv_or_means: keys and values of all layers, (B, T, L, K), or the output of
                 `mean_over_layers` for them, (B, T, K), where LSA is frozen.
-            attention_mask_BT: see `block_states`.
-            last_verified_BT: see `block_states`.
-            staircase_B: see `block_states`.
 
         Returns:
             The aggregate of every token, then the output of each exit in the order of

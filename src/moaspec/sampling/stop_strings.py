@@ -37,7 +37,6 @@ class StopStrings:
     count as text, so a stop string may contain one.
 
     Args:
-        strings: non-empty stop strings.
         after: the prompt, which is not searched.
 
     Raises:

@@ -85,7 +85,8 @@ class HttpGuard:
         hosts = self._settings.hosts
         if hosts and _host(headers.get("host", "")) not in hosts:
             raise RequestError("This server is not known under the name in the Host header.")
-        if _is_protected(path) and not self._accepts(_key(headers)):
+        protected = any(path == root or path.startswith(f"{root}/") for root in PROTECTED_PATHS)
+        if protected and not self._accepts(_key(headers)):
             text = "Incorrect API key. Send one of this server's as a bearer token."
             raise RequestError(text, status=401)
         length = headers.get("content-length", "0")
@@ -120,10 +121,6 @@ class HttpGuard:
             text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
             raise RequestError(text, status=413)
         return messages
-
-
-def _is_protected(path: str) -> bool:
-    return any(path == root or path.startswith(root + "/") for root in PROTECTED_PATHS)
 
 
 def too_many_json_values(body: bytes) -> bool:

@@ -30,7 +30,6 @@ class RequestError(InputError):
 
     Args:
         message: the value received, the expected one and the remedy.
-        param: the invalid field.
         code: OpenAI's error code, if there is one.
     """
 

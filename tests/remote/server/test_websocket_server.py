@@ -160,7 +160,7 @@ def test_hostile_frames_end_their_connection_and_no_other(name: str) -> None:
             assert honest.stats.cuts == 0
             await honest.close()
             async with asyncio.timeout(60):
-                while listener._open:
+                while not all(one.is_closing() for one in listener._transports):
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())

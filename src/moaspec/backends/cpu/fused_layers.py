@@ -209,7 +209,6 @@ class Pass:
     """A pass of a stack's last layers, described.
 
     Args:
-        tokens: T.
         cos_sin: float32, contiguous, (..., R) each.
         mask_B1TS: see `FusedStack.run`; None: all slots are visible.
     """

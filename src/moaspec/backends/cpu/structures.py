@@ -1,7 +1,6 @@
 """Mirrors of the C++ structures in `cpp/`, field by field; `check_layouts` compares them."""
 
 import ctypes
-from collections.abc import Iterator
 from ctypes import POINTER, byref, c_double, c_float, c_int64, c_void_p
 
 
@@ -130,12 +129,9 @@ def check_layouts(library: ctypes.CDLL) -> None:
     count = c_int64()
     library.moaspec_layouts.restype = POINTER(c_int64)
     theirs = library.moaspec_layouts(byref(count))[: count.value]
-    if theirs != list(_layouts()):
-        raise OSError("the structures of Python and C++ differ in size or offset")
-
-
-def _layouts() -> Iterator[int]:
+    ours: list[int] = []
     for structure in SHARED:
-        yield ctypes.sizeof(structure)
-        for name, *_ in structure._fields_:
-            yield getattr(structure, name).offset
+        offsets = (getattr(structure, name).offset for name, *_ in structure._fields_)
+        ours += [ctypes.sizeof(structure), *offsets]
+    if theirs != ours:
+        raise OSError("the structures of Python and C++ differ in size or offset")

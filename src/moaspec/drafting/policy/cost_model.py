@@ -122,7 +122,6 @@ class CostTable:
         """What 1, 2, ... `most` drafts of all rows cost a pass, in tokens written in that time.
 
         Args:
-            context: tokens of the texts.
             num_tokens: of the pass without drafts; None is one for each row.
         """
         tokens = (num_tokens or num_rows) + np.arange(most + 1.0)
@@ -207,8 +206,6 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
     A drafter that knows when it is sure does better with trees, so this is a lower bound.
 
     Args:
-        rates_D: see `AcceptanceRates`.
-        context: tokens of the text.
         num_rows: rows that are decoded together, all with such chains.
     """
     emitted_D = 1.0 + rates_D.cumprod().cumsum()
@@ -229,10 +226,6 @@ def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int,
 
 class RoundCosts:
     """One row's share of the costs of a round, in tables instead of interpolated.
-
-    Args:
-        rates_D: see `AcceptanceRates`.
-        context: tokens of the text.
 
     Attributes:
         plain_s: a round without drafts.
@@ -275,7 +268,6 @@ class RoundCosts:
         """Seconds of drafting and verifying, without encoding.
 
         Args:
-            levels: that were drafted.
             num_expanded: nodes that were drafted on.
         """
         further = levels - 1
@@ -304,14 +296,7 @@ class RoundCosts:
 
 
 class KnownCosts:
-    """`RoundCosts` for each length of text and number of rows, computed once.
-
-    Args:
-        prior: see `PRIOR`.
-
-    Attributes:
-        rates_D: see `AcceptanceRates`.
-    """
+    """`RoundCosts` for each length of text and number of rows, computed once."""
 
     def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
         self.table, self.rates_D = table, AcceptanceRates(prior).rates

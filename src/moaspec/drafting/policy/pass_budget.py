@@ -52,7 +52,6 @@ class PassBudget:
     """The slots of passes whose rows belong to several engines and devices.
 
     Args:
-        costs: of passes on this machine.
         rate: share of a new device's drafts that are right. Devices send no probabilities, so the
             share of their own drafts that were right stands for them.
     """

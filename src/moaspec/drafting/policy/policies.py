@@ -135,33 +135,24 @@ class DraftSettings:
         Args:
             sampling: of the row; a head that gives logits has a price of its own.
         """
-        known = self._known(sampling)
-        if known is not None:
+        if self._known is not None:
+            known = self._known[sampling.needs_logits]
             return AdaptivePolicy(known, lags=self.lags, beside=self.beside)
         return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
     def branches(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
         """A new row's n-gram branches; `sampling` as for `policy`."""
         if self.free_branches == "auto":
-            known = self._known(sampling)
-            return None if known is None else NgramBranchPolicy(known)
+            known = self._known
+            return None if known is None else NgramBranchPolicy(known[sampling.needs_logits])
         return COPIES if self.free_branches else None
 
-    def _known(self, sampling: SamplingParams) -> KnownCosts | None:
-        """What all rows that go by cost share."""
+    @cached_property
+    def _known(self) -> tuple[KnownCosts, KnownCosts] | None:
+        """What all rows that go by cost share: without logits, and with."""
         if self.tree != "auto" or self.costs is None:
             return None
-        return self._of_logits if sampling.needs_logits else self._of_best
-
-    @cached_property
-    def _of_best(self) -> KnownCosts:
-        assert self.costs is not None
-        return KnownCosts(self.costs, self.prior)
-
-    @cached_property
-    def _of_logits(self) -> KnownCosts:
-        assert self.costs is not None
-        return KnownCosts(self.costs.with_logits, self.prior)
+        return KnownCosts(self.costs, self.prior), KnownCosts(self.costs.with_logits, self.prior)
 
 
 class AdaptivePolicy:
@@ -201,7 +192,6 @@ class AdaptivePolicy:
         lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,
             encoding included; negative where it has gained.
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
-        wants_features: see `DraftPolicy`.
     """
 
     wants_features = True
@@ -335,8 +325,6 @@ class AdaptivePolicy:
         """After drafts: go on where they pay, or nearly do, else pause, longer each time.
 
         Args:
-            costs: of the round.
-            emitted: tokens that it wrote.
             plain_rounds: how many plain rounds it took as long as.
         """
         self._speedup.count(emitted, plain_rounds)

@@ -94,7 +94,6 @@ def require_enough(tensors: Mapping[str, Tensor], make: Callable[[], nn.Module])
 
     Args:
         tensors: all that its weights come from.
-        make: builds the module.
 
     Raises:
         CorruptCheckpointError: the sizes in its config are not those of the tensors.

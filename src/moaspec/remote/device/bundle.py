@@ -167,10 +167,7 @@ def export_bundle(
     int8: bool = False,
     num_target_layers: int | None = None,
 ) -> None:
-    """Write a device bundle atomically.
-
-    It is written beside `directory` and renamed at the end, so an older bundle can be used until
-    then. A killed export leaves a hidden directory beside it, which is never read.
+    """Write a device bundle atomically, see `replacing`.
 
     Args:
         target: alias, directory, GGUF file or hub id.
@@ -198,22 +195,21 @@ def export_bundle(
         stop_token_ids=tuple(sorted(whole.stop_token_ids)),
         drafter=dataclasses.asdict(module.config),
     )
+    assert whole.tokenizer is not None, "device_problem() has asked"
     tensors = _tensors(whole, module, num_layers, int8=int8)
     with replacing(directory) as made:
-        _write(made, whole, info, tensors)
+        made.mkdir()
+        write_weights(made, tensors)
+        for part in (whole.config, whole.model.generation_config, whole.tokenizer):
+            part.save_pretrained(made / TARGET_CONFIG)
+        section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}
+        write_config(made, {SECTION: section})
 
 
 def load_models(
     target: str | Path, drafter: str | Path, *, dtype: str = "bfloat16"
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
-    """Load what a bundle is made of, in this dtype.
-
-    Raises:
-        InputError: the drafter needs activations that a server does not send, or the target has no
-            tokenizer.
-        UnknownModelError: a name is unknown.
-        CheckpointError: the drafter is damaged or belongs to another target.
-    """
+    """Load what a bundle is made of, in this dtype; errors as `export_bundle` raises them."""
     whole = load_target(target, dtype=dtype, packed=False)
     source = find_drafter(drafter)
     loaded = load_any_drafter(source, target=whole)
@@ -223,19 +219,6 @@ def load_models(
         raise InputError(f"{drafter} for {target}: {problem}")
     assert isinstance(module, MoADrafter | IndependentDrafter), "device_problem() has asked"
     return whole, module
-
-
-def _write(
-    directory: Path, target: Target, info: BundleInfo, tensors: Mapping[str, Tensor]
-) -> None:
-    assert target.tokenizer is not None, "device_problem() has asked"
-    directory.mkdir()
-    write_weights(directory, tensors)
-    target.config.save_pretrained(directory / TARGET_CONFIG)
-    target.model.generation_config.save_pretrained(directory / TARGET_CONFIG)
-    target.tokenizer.save_pretrained(directory / TARGET_CONFIG)
-    section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}
-    write_config(directory, {SECTION: section})
 
 
 def _num_layers(
@@ -255,9 +238,13 @@ def _tensors(
 ) -> dict[str, Tensor]:
     """All tensors of a bundle."""
     ids = module.draft_token_ids
+    if isinstance(module, IndependentDrafter):
+        own = {name: p.detach().contiguous().cpu() for name, p in module.named_parameters()}
+    else:
+        own = device_part(module)
     parts = {
         TARGET: device_tensors(target, num_layers=num_layers, head_token_ids=ids),
-        DRAFTER: _drafter_tensors(module),
+        DRAFTER: own,
     }
     found = {
         f"{part}.{name}": tensor
@@ -265,13 +252,6 @@ def _tensors(
         for name, tensor in (quantised_tensors(tensors) if int8 else tensors).items()
     }
     return found if ids is None else found | {DRAFT_TOKENS: ids.cpu()}
-
-
-def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tensor]:
-    """The part of the drafter that runs on the device, in bf16."""
-    if isinstance(module, IndependentDrafter):
-        return {name: p.detach().contiguous().cpu() for name, p in module.named_parameters()}
-    return device_part(module)
 
 
 def read_bundle_info(directory: str | Path) -> BundleInfo:
@@ -354,7 +334,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
             name=f"The bundle at {directory}",
             **own,
-            head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,
+            head_token_ids=draft_token_ids if "head.weight" in parts[TARGET] else None,
             stop_token_ids=frozenset(info.stop_token_ids),
             dtype=DTYPES[dtype],
             generation_config=GenerationConfig.from_pretrained(directory / TARGET_CONFIG),
@@ -377,26 +357,17 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
 
 
 def _target_config(directory: Path, info: BundleInfo) -> Any:
-    """The target's config.
-
-    Raises:
-        CorruptCheckpointError: it has not as many layers as the bundle says, or too many.
-    """
+    """The target's config; CorruptCheckpointError for other numbers of layers than the bundle's."""
     # Before transformers reads it: some families make a list of all layers.
     raw = read_config(directory)
-    num_layers = raw.get("num_hidden_layers")
-    if raw.get("model_type") not in FAMILIES:  # layers may share their keys and values
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    if num_layers != info.target.num_layers or not info.num_target_layers <= num_layers:
+    num_layers, has_family = raw.get("num_hidden_layers"), raw.get("model_type") in FAMILIES
+    # Layers of other types may share their keys and values.
+    if has_family and not info.num_target_layers <= info.target.num_layers == num_layers:
         raise CorruptCheckpointError(
             f"The target of the bundle has {info.target.num_layers} layers, {directory} has "
             f"{num_layers!r}, and {info.num_target_layers} are reused. Export it again."
         )
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-
-
-def _tied(tensors: Mapping[str, Tensor]) -> bool:
-    return "head.weight" not in tensors
 
 
 def _module(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moaspec.drafting.draft_tree import MAX_SIZES, DraftTree, Tree
-from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
+from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.request_table import torch_settings
@@ -24,7 +24,7 @@ MIN_STEPS, NUM_STEPS = 4, 9
 """Draft steps whose time must be known before one decides, and how many count as current."""
 
 
-class AheadDrafter:
+class AheadDrafter(Proposer):
     """A `Proposer` of one row that keeps an expected text.
 
     Drafted chains are slices of the expected text, and `extend` adds tokens to it. While the target
@@ -38,7 +38,6 @@ class AheadDrafter:
         held: positions whose activations the drafter has.
     """
 
-    needs: frozenset[Need] = frozenset()
     ROW = 0  # the only row
 
     def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
@@ -79,7 +78,6 @@ class AheadDrafter:
 
         Args:
             end: length of the text at which it ends.
-            stops: tokens that end it.
             rules: of the target; drafts end before a switch of its rotary embeddings.
         """
         self._end, self.stops, self._rules = end, stops, rules
@@ -131,7 +129,7 @@ class AheadDrafter:
         return self.expected[self._verified :]
 
     def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
-        """See `Proposer`; chains are slices of the expected text, which is extended if needed."""
+        """Chains are slices of the expected text, which is extended if needed."""
         (row,) = rows
         self.follow(row.token_ids)
         if not self.can_draft:
@@ -143,17 +141,6 @@ class AheadDrafter:
         if missing > 0:
             self.extend(missing)
         return [chain(self.ready()[: shape.depth])]
-
-    def encode(
-        self, activations_1N: Any, position_ids_1N: Any, counts: Sequence[int]
-    ) -> list[Features]:
-        """See `Proposer`; the server encodes."""
-        encoded: list[Features] = self.inner.encode(activations_1N, position_ids_1N, counts)
-        return encoded
-
-    def append_features(self, row: int, features: Features) -> None:
-        """Pass features to the drafter."""
-        self.inner.append_features(row, features)
 
     def rollback(self, row: int, length: int) -> None:
         """Cut the expected text and the drafter's caches."""

@@ -69,7 +69,7 @@ class LinkStats:
     Attributes:
         state: current state.
         rtt_s: round trip of heartbeats, smoothed; None before the first.
-        bytes_up, bytes_down, messages_up, messages_down: of frames, gRPC's own not counted.
+        bytes_up, bytes_down: of frames, gRPC's own not counted.
         activation_bytes: of bytes_down, activations.
         cuts: times the link was lost.
         reconnects: times it came back.
@@ -88,8 +88,6 @@ class LinkStats:
     rtt_s: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0
-    messages_up: int = 0
-    messages_down: int = 0
     activation_bytes: int = 0
     cuts: int = 0
     reconnects: int = 0

@@ -52,10 +52,7 @@ class ServerLink:
     """Keeps one connection.
 
     Args:
-        route: makes connections.
         session: random bytes that name the session, set in every message.
-        options: times.
-        stats: updated by the link.
         on_message: called with every message but heartbeats.
         on_connect: called for a new connection; what it sends precedes all other messages.
         on_change: called for a new state and for a refusal.
@@ -205,7 +202,6 @@ class ServerLink:
         while True:
             frame = await connection.receive()
             self._heard_s = now()
-            self.stats.messages_down += 1
             self.stats.bytes_down += len(frame)
             message = wire.parse_server(frame)
             if message.session not in (self._session, b""):
@@ -230,7 +226,6 @@ class ServerLink:
         while True:
             frame = (await outgoing.get()).SerializeToString()
             await connection.send(frame)
-            self.stats.messages_up += 1
             self.stats.bytes_up += len(frame)
             outgoing.task_done()
 

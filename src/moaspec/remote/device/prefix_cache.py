@@ -151,9 +151,6 @@ class DeviceActivations:
     """Decodes activations into a drafter, and keeps those of prompts in a store.
 
     Args:
-        layout: of records.
-        ahead: the drafter.
-        rules: of the target's positions.
         store: keeps activations of prompts; None keeps none.
     """
 

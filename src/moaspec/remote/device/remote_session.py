@@ -97,7 +97,6 @@ class RemoteSession:
     Args:
         device: the drafting side.
         transport: connects to the server; a `Fleet` to one of several, or to another that works.
-        options: see `RemoteOptions`.
 
     Attributes:
         stats: of the link.

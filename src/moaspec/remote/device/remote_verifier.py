@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from moaspec.drafting.draft_tree import DraftTree, children
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import without
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.drafting.tree_shapes import nodes_along, tree_with, without
 from moaspec.engine.position_rules import TargetFacts
 from moaspec.errors import RefusedError, WireError
 from moaspec.remote.device.draft_ahead import AheadDrafter
@@ -66,7 +66,7 @@ class PendingRequest:
     due_s: float = 0.0
 
 
-class RemoteVerifier:
+class RemoteVerifier(Verifier):
     """A `Verifier` of one text that asks a server.
 
     Args:
@@ -136,9 +136,6 @@ class RemoteVerifier:
             return [await self._answer(self._pending)]
         finally:
             self._pending = None
-
-    def close(self, row: int) -> None:
-        """Do nothing: the session tells the server that it is closed."""
 
     async def _answer(self, pending: PendingRequest) -> VerifyResult:
         """Wait for the verdict; draft meanwhile, and repeat the request when it is due."""
@@ -298,7 +295,7 @@ class RemoteVerifier:
     def _put_off_streamed(self, pending: PendingRequest, verdict: pb.Verdict, skip: int) -> None:
         """Keep the tokens that no round with these drafts can emit for the next requests."""
         trees, path = (pending.request.tree, pending.tree), verdict.tokens[skip:-1]
-        stop = skip + 1 + max(len(_nodes_of(path, tree)) for tree in trees)
+        stop = skip + 1 + max(len(nodes_along(path, tree)) for tree in trees)
         if pending.kept or stop == len(verdict.tokens):
             return
         later = pb.Verdict()
@@ -335,7 +332,7 @@ class RemoteVerifier:
         """
         *path, last = [*pending.kept, *tokens]
         sent = [without(tree, dropped) for tree in (pending.request.tree, pending.tree)]
-        tree, nodes = _tree_with(path, sent)
+        tree, nodes = tree_with(path, sent)
         told = (*[math.nan] * len(pending.kept), *logprobs) if logprobs else ()
         pending.answer.set_result(VerifyResult(tuple(nodes), last, logprobs=told, tree=tree))
         self.wake()
@@ -398,26 +395,3 @@ def _pause_s(pending: PendingRequest) -> float:
 def _seconds(told: float) -> float:
     """Clamp a time that a server states, which may be infinite or not a number."""
     return told if 0.0 <= told <= MAX_SERVER_S else MAX_SERVER_S
-
-
-def _tree_with(path: list[int], trees: Sequence[DraftTree]) -> tuple[DraftTree, list[int]]:
-    """Find the first tree that contains a path from its root, and the nodes of the path.
-
-    If none does, return a chain of the path: kept tokens are in no request.
-    """
-    for tree in trees:
-        nodes = _nodes_of(path, tree)
-        if len(nodes) == len(path):
-            return tree, nodes
-    return wire.chain(path), list(range(len(path)))
-
-
-def _nodes_of(path: Sequence[int], tree: DraftTree) -> list[int]:
-    """Nodes of the longest beginning of a path that is in the tree."""
-    edges, nodes = children(tree), [-1]
-    for token in path:
-        node = edges.get((nodes[-1], token))
-        if node is None:
-            break
-        nodes.append(node)
-    return nodes[1:]

@@ -27,11 +27,7 @@ from moaspec.remote.device_onnx.draft_graph import (
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, described
 from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
-from moaspec.target.families import (
-    has_plain_inputs,
-    is_family,
-    is_usual_norm,
-)
+from moaspec.target.families import has_plain_inputs, is_family, is_usual_norm
 from moaspec.target.generic.device_target import FACTOR, device_tensors
 from moaspec.target.partial import EMBEDDING, HEAD
 from moaspec.target.registry import find_weights
@@ -106,11 +102,7 @@ def _graph(
 
 
 def _reused_layers(target: Target, drafter: MoADrafter, number: int) -> ReusedLayers:
-    """The target's last layers.
-
-    Raises:
-        InputError: they are not built as Llama's.
-    """
+    """The target's last layers; InputError where they are not built as Llama's."""
     config, base, first = target.config, target.model.base_model, target.num_layers - number
     layers = list(base.layers[first:])
     plain = [target.plain_layer_state(first + index) is not None for index in range(number)]

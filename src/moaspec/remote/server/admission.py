@@ -22,7 +22,6 @@ class Admission:
     """Limits calls before their requests are read.
 
     Args:
-        guard: decides which clients are accepted.
         max_calls: number of calls with valid credentials at the same time; one client may have half
             of them. Clients without credentials are identified by address.
         call_s: longest duration of a call.
@@ -44,7 +43,6 @@ class Admission:
         """Admit a call, and yield the owner of its credentials.
 
         Args:
-            bearer: the token that was sent.
             peer: name in the client's certificate, if TLS has verified one.
             address: of the client, without the port.
 

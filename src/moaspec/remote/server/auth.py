@@ -72,11 +72,7 @@ class Credentials:
             )
 
     def channel(self) -> grpc.ChannelCredentials | None:
-        """Credentials for gRPC; None without TLS.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
+        """Credentials for gRPC, None without TLS; InputError for a file that cannot be read."""
         if self.ca is None:
             return None
         import grpc  # other transports do without
@@ -208,11 +204,7 @@ def server_credentials(
 
 
 def server_tls(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """TLS settings of a server that is not gRPC's; see `server_credentials`.
-
-    Raises:
-        InputError: a file is invalid.
-    """
+    """TLS settings of a server that is not gRPC's; see `server_credentials`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, password=lambda: b"")

@@ -43,7 +43,6 @@ class Capabilities:
 
     Args:
         drafter: its encoder runs on the server; None for no drafter.
-        max_tokens: length of the longest text.
         engine: properties of the engine that runs the target.
     """
 
@@ -121,11 +120,7 @@ class Capabilities:
         )
 
     def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check a text, which must leave room for another token.
-
-        Raises:
-            WireError: the text is empty or too long, or an id is outside the vocabulary.
-        """
+        """Check a text, which must leave room for another token; WireError as `tokens_of`."""
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
     async def with_grammar(

@@ -50,10 +50,8 @@ class ServerOptions:
     """Address, credentials and limits of a server.
 
     Attributes:
-        host: address to listen on.
         port: 0 takes a free one.
         credentials: for TLS; None listens without TLS.
-        guard: decides which clients are accepted.
         max_connections: calls at the same time; one client may have half of them. Further calls are
             refused for now. Clients without credentials are identified by address.
         connection_s: longest duration of a connection, after which credentials are checked again.
@@ -73,10 +71,6 @@ class ServerOptions:
 
 class GrpcServer:
     """Serves over gRPC, and over WebSockets if asked, until `drain` or until the context ends.
-
-    Args:
-        service: answers.
-        options: see `ServerOptions`.
 
     Attributes:
         websocket: listens for WebSockets; None where the options name no address for them.

@@ -22,7 +22,6 @@ class PendingWork:
 
     Args:
         capabilities: compile grammars and limit the length of texts.
-        observer: metrics and traces.
         remove: called for a session that failed.
     """
 

@@ -10,20 +10,20 @@ from dataclasses import replace
 
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.server.shared_verifier import SharedVerifier
-from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.sampling.params import SamplingParams
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
 
-class LeasedSlot:
-    """A `Verifier` of one row that a `SharedVerifier` leases; it encodes prompts in pieces.
+class LeasedSlot(Verifier):
+    """A `Verifier` of one row that a `SharedVerifier` leases.
 
     Args:
         drafter: whose encoder the shared verifier has; None where nothing is drafted.
@@ -35,38 +35,16 @@ class LeasedSlot:
         self._row = shared.lease(owner)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """Verify one request; see `Verifier`."""
         (request,) = requests
         encode = self._encode and request.encode
         request = replace(request, cache_row=self._row, encode=encode)
-        size, total = (
-            self._shared.options.prefill_tokens,
-            request.num_verified + len(request.new_tokens),
-        )
-        while len(request.new_tokens) > size:
-            stretch = replace(
-                request,
-                new_tokens=request.new_tokens[:size],
-                sampling=GREEDY,
-                encode=False,
-                text_length=total,
-            )
-            await self._shared.decide(stretch)
-            request = replace(
-                request,
-                num_verified=request.num_verified + size,
-                new_tokens=request.new_tokens[size:],
-            )
         verdict, _ = await self._shared.decide(request)
         if verdict.features is None:
             return [verdict]
         key_1CTD, value_1CTD, _ = verdict.features  # as made for devices
-        stop = total + len(verdict.accepted)
+        stop = request.num_verified + len(request.new_tokens) + len(verdict.accepted)
         features = (key_1CTD, value_1CTD, stop - key_1CTD.shape[2])
         return [replace(verdict, features=features)]
-
-    def close(self, row: int) -> None:
-        """Do nothing: `release` returns the row in every case."""
 
     def release(self) -> None:
         """Return the row to the shared verifier."""

@@ -58,7 +58,6 @@ class ServerSession:
     Attributes:
         name: chosen by the device.
         owner: owner of the credentials that opened it.
-        row: index of the row.
         token_ids: committed tokens, with the prompt.
         num_verified: number of these tokens whose keys and values are in the target's cache.
         dropped: nodes of the newest drafts that were not verified.
@@ -115,7 +114,6 @@ class ServerSession:
         """Begin a turn; the common prefix with the old text is not encoded again.
 
         Args:
-            opening: the request.
             sampling: its parameters, with the grammar as a logits processor.
         """
         self.offer_text()

@@ -16,7 +16,7 @@ from moaspec.drafting.protocols import Verifier
 from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.errors import InputError, LinkError, RefusedError, WireError
+from moaspec.errors import InputError, LinkError
 from moaspec.model.checkpoint.moa_checkpoint import device_part
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
@@ -26,30 +26,25 @@ from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.activation_records import WireEncoder
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
+from moaspec.remote.server.conversation import Conversation, problem
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.server_only import decode_alone
-from moaspec.remote.server.server_session import DraftRequest, OnText, ServerSession
+from moaspec.remote.server.server_session import OnText
 from moaspec.remote.server.session_store import (
-    ForeignSessionError,
     NoRoomError,
     Quota,
-    RateLimit,
     SessionStore,
     StoreOptions,
 )
 from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
 from moaspec.remote.server.telemetry import Telemetry
 from moaspec.sampling.params import GREEDY
-from moaspec.support.tasks import end_tasks, time_limit
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
 WARM_TOKENS = 8
 """Tokens that a server decodes before it takes texts."""
-
-BUSY_RETRY_S = 0.5
-"""Seconds after which a device that found no room may ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +126,6 @@ class TargetService:
     Args:
         target: the model that verifies; a whole `Target`, unless an engine runs its weights.
         drafter: its encoder runs here; None sends devices no activations.
-        options: limits.
-        observer: metrics and traces.
         engine: runs the target; None runs the target in this process.
         shaping: by whose costs drafts of devices and of `generate` are verified; None verifies all
             and lets `generate` draft `DEFAULT_TREE`.
@@ -177,7 +170,7 @@ class TargetService:
         self._room = self.options.fitting(target)
         rules = PositionRules.of(target, self.capabilities.max_tokens)
         self.sessions = SessionStore(self._room, self.shared, rules)
-        self._work = PendingWork(self.capabilities, self.observer, self.sessions.remove)
+        self.work = PendingWork(self.capabilities, self.observer, self.sessions.remove)
         self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
         self._quota = Quota(self._room.connections_of, "connections")
@@ -259,10 +252,6 @@ class TargetService:
     async def converse(self, owner: str, connection: Connection) -> None:
         """Serve one connection until it ends.
 
-        Args:
-            owner: owner of the credentials.
-            connection: carries frames.
-
         Raises:
             LinkError: the connection broke.
             WireError: the device sent an invalid message; the device is told.
@@ -272,112 +261,12 @@ class TargetService:
         if self._stopped:
             raise LinkError("The server has stopped.")
         with self._quota.one(owner):
-            await self._converse(owner, connection)
-
-    async def _converse(self, owner: str, connection: Connection) -> None:
-        timeout_s = self.options.send_timeout_s
-        stream = ResponseStream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
-        self._connections.add(stream)
-        sending = asyncio.create_task(stream.run())
-        reading = asyncio.create_task(self._read(owner, stream))
-        try:
-            waited: tuple[asyncio.Future[Any], ...] = (reading, stream.ended, sending)
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if stream.ended.done() and not reading.done():
-                raise stream.ended.result()
-            await (reading if reading.done() else sending)
-        except (WireError, RefusedError, ForeignSessionError) as error:
-            self.observer.refused(type(error).__name__)
-            told = _problem(pb.Problem.REFUSED, str(error))
-            told.session = stream.name or b""
-            stream.answer(told)
-            await stream.flush(1.0)
-            raise
-        finally:
-            self._connections.discard(stream)
-            if stream.session is not None:
-                stream.session.detach()
-            await end_tasks(sending, reading)
-
-    async def _read(self, owner: str, stream: ResponseStream) -> None:
-        allowance = RateLimit(self.options.max_messages_per_s, self.options.burst_s)
-        silent_s = self.options.silent_s
-        while True:
-            async with time_limit(silent_s, f"The device said nothing for {silent_s:g} s."):
-                frame = await stream.connection.receive()
-            self.observer.received(len(frame))
-            allowance.take()
-            self._handle(owner, stream, wire.parse_client(frame))
-
-    def _handle(self, owner: str, stream: ResponseStream, message: pb.ClientMessage) -> None:
-        """Handle one message of a device."""
-        if stream.name not in (None, message.session):
-            raise RefusedError("A connection carries one session; open another for this one.")
-        stream.name = message.session
-        if message.HasField("heartbeat"):
-            self._say(stream, message, pb.ServerMessage(heartbeat=message.heartbeat))
-            return
-        session = self.sessions.find(message.session, owner)
-        if message.HasField("open"):
-            self._open(owner, stream, session, message)
-        elif message.HasField("close"):
-            if session is not None:
-                self.sessions.remove(session)
-        elif session is None or message.turn > session.turn:
-            self._say(stream, message, _problem(pb.Problem.LOST, "There is no such session."))
-        elif message.turn == session.turn:
-            session.attach(stream)
-            self._go_on(stream, session, message)
-
-    def _open(
-        self,
-        owner: str,
-        stream: ResponseStream,
-        session: ServerSession | None,
-        message: pb.ClientMessage,
-    ) -> None:
-        opening = self.capabilities.opening(message)
-        if session is not None and message.turn < session.turn:
-            return
-        # A turn that has begun is finished, even if its device has reconnected.
-        begun = session is not None and message.turn == session.turn
-        if self.draining and not begun:
-            self._say(stream, message, _problem(pb.Problem.DRAINING, "The server is stopping."))
-            return
-        if session is None:
+            conversation = Conversation(self, owner, connection)
+            self._connections.add(conversation.stream)
             try:
-                session = self.sessions.create(message.session, owner)
-            except NoRoomError as error:
-                self._say(stream, message, _problem(pb.Problem.BUSY, str(error), BUSY_RETRY_S))
-                return
-        session.attach(stream)
-        self._work.put(session, opening)
-
-    def _go_on(
-        self, stream: ResponseStream, session: ServerSession, message: pb.ClientMessage
-    ) -> None:
-        """Handle a message of a session's current turn."""
-        limits = self.capabilities.limits
-        if message.HasField("draft"):
-            draft = message.draft
-            tree = wire.tree_of(draft, limits)
-            further = 0 if tree.tokens else min(draft.further, session.max_further)
-            self._work.put(session, DraftRequest(session.turn, draft.base, tree, further))
-        elif message.HasField("resume"):
-            session.goal = 0
-            session.hold(wire.runs_of(message.resume.held, limits))
-            if session.decided and message.resume.base <= len(session.token_ids):
-                session.answer(message.resume.base)
-            stream.more()
-        elif message.HasField("fetch") and session.records is not None:
-            for start, stop in wire.runs_of(message.fetch.ranges, limits):
-                session.records.sent.discard(start, stop)
-            stream.more()
-
-    @staticmethod
-    def _say(stream: ResponseStream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
-        answer.session, answer.turn = to.session, to.turn
-        stream.answer(answer)
+                await conversation.run()
+            finally:
+                self._connections.discard(conversation.stream)
 
     async def generate(
         self, owner: str, request: pb.GenerateRequest
@@ -445,7 +334,7 @@ class TargetService:
         """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True
         for stream in self._streams():
-            message = _problem(pb.Problem.DRAINING, "The server is stopping.")
+            message = problem(pb.Problem.DRAINING, "The server is stopping.")
             message.session = stream.name or b""
             stream.answer(message)
         work = [session.task for session in self.sessions if session.task is not None]
@@ -464,15 +353,7 @@ class TargetService:
 
 
 def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:
-    """The drafter's encoder, for a server.
-
-    Raises:
-        MismatchError: the drafter belongs to another target.
-    """
+    """The drafter's encoder, for a server; MismatchError for a drafter of another target."""
     check_target(drafter.config, None, target.identity, where="drafter")
     most = max(layers_offered(drafter, target.num_reusable_layers))
     return WireEncoder(drafter, most, target.num_kv_heads)
-
-
-def _problem(kind: pb.Problem.Kind, message: str, retry_s: float = 0.0) -> pb.ServerMessage:
-    return pb.ServerMessage(problem=pb.Problem(kind=kind, message=message, retry_s=retry_s))

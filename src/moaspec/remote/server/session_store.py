@@ -65,9 +65,7 @@ class SessionStore:
     """Sessions by name.
 
     Args:
-        options: how many there may be.
         shared: leases rows to sessions, and to texts that the server decodes alone.
-        rules: of the target's positions.
     """
 
     def __init__(self, options: StoreOptions, shared: SharedVerifier, rules: PositionRules) -> None:
@@ -83,22 +81,14 @@ class SessionStore:
         return iter(list(self._sessions.values()))
 
     def find(self, name: bytes, owner: str) -> ServerSession | None:
-        """Find a session of this owner.
-
-        Raises:
-            ForeignSessionError: it belongs to another owner; names are random.
-        """
+        """Find a session of this owner; ForeignSessionError for another's: names are random."""
         session = self._sessions.get(name)
         if session is not None and session.owner != owner:
             raise ForeignSessionError("This session belongs to other credentials.")
         return session
 
     def create(self, name: bytes, owner: str) -> ServerSession:
-        """Create a session.
-
-        Raises:
-            NoRoomError: there are too many, and none of them is idle.
-        """
+        """Create a session; NoRoomError where there are too many and none of them is idle."""
         own = self._shared.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
@@ -161,11 +151,7 @@ class RateLimit:
         self._left, self._last_s = self._full, time.monotonic()
 
     def take(self) -> None:
-        """Count a message.
-
-        Raises:
-            RefusedError: the rate is exceeded.
-        """
+        """Count a message; RefusedError where the rate is exceeded."""
         now = time.monotonic()
         self._left = min(self._full, self._left + (now - self._last_s) * self._per_s) - 1
         self._last_s = now
@@ -187,11 +173,7 @@ class Quota:
 
     @contextmanager
     def one(self, owner: str) -> Iterator[None]:
-        """Hold one unit.
-
-        Raises:
-            NoRoomError: the owner has reached the limit; the device may try again.
-        """
+        """Hold one unit; NoRoomError where the owner has as many as it may have."""
         most = self._most(owner)
         if self._counts[owner] >= most:
             raise NoRoomError(f"These credentials have {most} {self._what}; try again later.")

@@ -79,8 +79,14 @@ class _QueuedRequest:
         if len(tree.tokens) > most:
             self.request = replace(self.request, tree=beginning(tree, most))
 
-    def split(self, most: int) -> None:
-        """Take the first `most` tokens of the text only; `rest` is what remains to be done."""
+    def split(self, room: int, piece: int) -> None:
+        """Take the first tokens of the text only; `rest` is what remains to be done.
+
+        Args:
+            room: most tokens of text and drafts.
+            piece: most tokens of the text.
+        """
+        most = min(room, piece)
         whole = self.request
         known, length = whole.new_tokens, whole.num_verified + len(whole.new_tokens)
         if len(known) > most:
@@ -96,7 +102,7 @@ class _QueuedRequest:
                 encode=False,
                 text_length=whole.text_length or length,
             )
-        self.cut(most - len(self.request.new_tokens))
+        self.cut(room - len(self.request.new_tokens))
 
 
 @dataclass
@@ -126,7 +132,7 @@ class _Pass:
         room = max(self.owner_tokens, self.tokens.total() - own) - own
         left = max(0, room - len(job.request.new_tokens))
         drafted = min(job.drafted, self.owner_drafted, left)
-        prefill = min(job.prefill, room)
+        prefill = min(job.prefill, room, self.options.prefill_tokens)
         fits = (
             len(self.jobs) < self.options.max_rows
             and rows < max(self.owner_rows, len(self.jobs) - rows)
@@ -138,7 +144,7 @@ class _Pass:
         if not fits and self.jobs:
             return False
         job.cut(self.owner_drafted)
-        job.split(max(1, room))
+        job.split(max(1, room), self.options.prefill_tokens)
         self.jobs.append(job)
         self.rows[job.owner] += 1
         self.tokens[job.owner] += job.tokens
@@ -162,7 +168,6 @@ class SharedVerifier:
 
     Args:
         verifier: called in a thread of its own, one pass at a time.
-        options: limits of a pass.
         on_idle: called when the last leased row is returned.
         budget: of the drafts of all rows of a pass; None verifies all.
     """

@@ -75,7 +75,6 @@ class WebSocketOptions:
     """Where to listen for WebSockets.
 
     Attributes:
-        host: address to listen on.
         port: 0 takes a free one.
         tls: settings of TLS, see `server_tls`; None listens without TLS.
         origins: web pages of these origins may connect, and no others, such as
@@ -96,9 +95,7 @@ class WebSocketListener:
     """Serves calls over WebSockets, and `GET /health`.
 
     Args:
-        service: answers.
         admission: limits calls, together with those of other transports.
-        options: see `WebSocketOptions`.
 
     Attributes:
         url: ws://HOST:PORT or wss://HOST:PORT, while it listens.
@@ -109,7 +106,6 @@ class WebSocketListener:
     ) -> None:
         self._service, self._admission, self._options = service, admission, options
         self._server: Server | None = None
-        self._open: set[_LimitedConnection] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         self._transports: WeakSet[asyncio.Transport] = WeakSet()
         self.url = ""
@@ -120,11 +116,7 @@ class WebSocketListener:
         return self._options.http is not None
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            InputError: the address cannot be listened on.
-        """
+        """Listen; InputError for an address that cannot be listened on."""
         options = self._options
         listener = _Listener(bind(options.host, options.port, option="--websocket"))
         self._server = await serve(
@@ -155,7 +147,7 @@ class WebSocketListener:
         await self._closed()
         for task in list(self._calls):
             task.cancel()
-        for transport in (*(one.transport for one in self._open), *self._transports):
+        for transport in list(self._transports):
             transport.abort()
         await self._closed()
         self._server = None
@@ -167,7 +159,7 @@ class WebSocketListener:
                 await self._server.wait_closed()
 
     def _connection(self, *arguments: Any, **options: Any) -> asyncio.Protocol:
-        ours = _LimitedConnection(self._open, *arguments, **options)
+        ours = _LimitedConnection(self._transports, *arguments, **options)
         http = self._options.http
         return ours if http is None else _FirstLine(ours, http, self._transports)
 
@@ -212,20 +204,17 @@ class _LimitedConnection(ServerConnection):
     """
 
     def __init__(
-        self, connections: set[_LimitedConnection], *arguments: Any, **options: Any
+        self, transports: WeakSet[asyncio.Transport], *arguments: Any, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self._connections = connections
+        self._transports = transports
         self._allowance = RateLimit(limits.MAX_WEBSOCKET_FRAMES_PER_S, BURST_S)
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._connections.add(self)
+        assert isinstance(transport, asyncio.Transport)
+        self._transports.add(transport)
         super().connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), PIECE_BYTES):
@@ -254,7 +243,6 @@ class _FirstLine(asyncio.Protocol):
     Args:
         ours: serves `PATHS` and /health.
         http: makes the protocol that serves other paths.
-        transports: gets the connection's.
     """
 
     def __init__(

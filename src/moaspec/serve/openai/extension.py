@@ -34,7 +34,10 @@ class ExtensionWriter:
         if requested.link and link is not None:
             fields["link"] = {name: getattr(link, name) for name in LINK_FIELDS}
         if requested.provisional and (update.provisional or self._shown):
-            fields["provisional"] = self._provisional(update.provisional)
+            fields["provisional"] = [
+                {"text": self._text([token]), "id": token, "source": "provisional"}
+                for token in update.provisional
+            ]
         if correction is not None:
             fields["correction"] = correction
         self._shown = update.provisional if requested.provisional else ()
@@ -67,12 +70,6 @@ class ExtensionWriter:
             for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))
         ]
         return {"number": number, "nodes": nodes, "emitted": done.emitted}
-
-    def _provisional(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-        return [
-            {"text": self._text([token]), "id": token, "source": "provisional"}
-            for token in token_ids
-        ]
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; incomplete characters become replacement characters."""

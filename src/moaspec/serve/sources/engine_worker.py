@@ -79,7 +79,6 @@ class EngineWorker:
     """Decodes jobs in a thread of its own.
 
     Args:
-        engine: used by this worker only.
         release: frees the engine's caches; called when it has no row.
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
