@@ -21,7 +21,7 @@ import templates
 from moaspec.serve.openai.chat_schema import ChatRequest
 from moaspec.serve.openai.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
-from moaspec.serve.openai.unsupported_fields import NEUTRAL
+from moaspec.serve.server_context import NEUTRAL
 from serving import MODEL, Served, say
 
 HARMLESS = {

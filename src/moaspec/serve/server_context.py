@@ -4,8 +4,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from typing import Any, cast
 
+import yaml
 from fastapi import Request
 
 from moaspec.data.messages import MalformedError, Message, normal_messages
@@ -19,9 +21,13 @@ from moaspec.serve.metrics import Metrics
 from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.redaction import MakeVault, RequestRedactor
 from moaspec.serve.openai.schema import GenerationRequest
-from moaspec.serve.openai.unsupported_fields import refuse_unsupported
 from moaspec.serve.preparation import PreparationPool
 from moaspec.serve.sources.source import Job, SourceFacts, TextSource
+
+NEUTRAL: dict[str, list[Any]] = yaml.safe_load(
+    files("moaspec.serve.openai").joinpath("unsupported_fields.yaml").read_text("utf-8")
+)
+"""Unsupported request fields that would change the answer, with values that would not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,13 @@ class ServerContext:
     def check(self, body: GenerationRequest) -> None:
         """Refuse other models, and unsupported fields that would change the answer."""
         self.check_model(body.model)
-        refuse_unsupported(body)
+        for name, value in (body.model_extra or {}).items():
+            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+                raise RequestError(
+                    f"The field {name!r} is not supported at this endpoint, and it would change "
+                    "the answer. Leave it out.",
+                    param=name,
+                )
 
     def check_model(self, name: str) -> None:
         names = (self.facts.name, *self.settings.names)

@@ -199,30 +199,23 @@ def _check_moment(moment_EE: Tensor | None, size: int) -> None:
 def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
     """Compare the tensors with what the config asks for, before any memory is spent on that."""
     with torch.device("meta"):
-        skeleton = MoADrafter(config)
-    expected = {
-        name: parameter
-        for name, parameter in skeleton.named_parameters(remove_duplicate=False)
-        if not name.startswith(SHARED_NORM)
-    }
-    state = {to_module_name(name): tensor for name, tensor in tensors.items()}
+        expected = published_parameters(MoADrafter(config))
     for kind, odd in (
-        ("missing", expected.keys() - state.keys()),
-        ("unexpected", state.keys() - expected.keys()),
+        ("missing", expected.keys() - tensors.keys()),
+        ("unexpected", tensors.keys() - expected.keys()),
     ):
         if odd:
-            names = ", ".join(sorted(map(to_published_name, odd)))
+            names = ", ".join(sorted(odd))
             raise CorruptCheckpointError(f"Tensors are {kind} in the checkpoint: {names}.")
     for name, parameter in expected.items():
-        if state[name].shape != parameter.shape:
+        if tensors[name].shape != parameter.shape:
             raise CorruptCheckpointError(
-                f"Tensor {to_published_name(name)!r} has shape {tuple(state[name].shape)}, and "
+                f"Tensor {name!r} has shape {tuple(tensors[name].shape)}, and "
                 f"the drafter's sizes ask for {tuple(parameter.shape)}."
             )
-        if not state[name].is_floating_point():
+        if not tensors[name].is_floating_point():
             raise CorruptCheckpointError(
-                f"Tensor {to_published_name(name)!r} holds {state[name].dtype}, not weights. "
-                "Convert the checkpoint."
+                f"Tensor {name!r} holds {tensors[name].dtype}, not weights. Convert the checkpoint."
             )
 
 

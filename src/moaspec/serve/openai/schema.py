@@ -1,7 +1,7 @@
 """Request bodies of all endpoints, and bodies that only this server has.
 
 Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadata`, `service_tier`,
-...), are ignored. `unsupported_fields` lists the refused ones.
+...), are ignored. `unsupported_fields.yaml` lists the refused ones.
 """
 
 import json
@@ -82,7 +82,7 @@ class StreamOptions(RequestModel):
 class GenerationRequest(RequestModel):
     """Request fields that all endpoints share."""
 
-    model_config = ConfigDict(extra="allow")  # for `refuse_unsupported`
+    model_config = ConfigDict(extra="allow")  # for `ServerContext.check`
 
     model: Name
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
