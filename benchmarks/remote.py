@@ -30,7 +30,7 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassCounts, PassOptions

@@ -19,10 +19,10 @@ import memorised_target
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.shared_verifier import SharedVerifier
-from moaspec.remote.server.websocket_server import WebSocketOptions
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 from moaspec.support.ports import bind
 from moaspec.target.target import Target

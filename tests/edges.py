@@ -18,7 +18,7 @@ from moaspec.remote.device.remote_session import RemoteOptions
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
 from moaspec.target.target import Target

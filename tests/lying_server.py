@@ -16,7 +16,7 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 
 RANDOM = random.Random(0)

@@ -15,9 +15,9 @@ from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server.auth import Credentials
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import TargetService
-from moaspec.remote.server.websocket_server import WebSocketOptions
 
 KINDS = ("grpc", "websocket")
 

@@ -27,10 +27,10 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.server.auth import Credentials, server_credentials, server_tls
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.websocket_server import WebSocketOptions
 from transports import KINDS
 
 pytestmark = pytest.mark.slow

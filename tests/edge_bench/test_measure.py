@@ -28,7 +28,7 @@ from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import PRESETS, Faults, ShapedTransport
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.target.target import Target
 

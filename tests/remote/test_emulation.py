@@ -16,7 +16,7 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.emulation import LinkProfile, ShapedTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
-from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.listeners.grpc_server import GrpcServer
 from moaspec.remote.server.service import TargetService
 from transports import KINDS, listening, reach
 

@@ -27,7 +27,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.grpc_transport import SERVICE, GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport, pipe
 from moaspec.remote.server.auth import CallAuth, Credentials
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 from moaspec.support import limits

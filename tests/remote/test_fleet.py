@@ -30,7 +30,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.fleet import KEY_TOKENS, Fleet, Server, key_of
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
-from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.listeners.grpc_server import GrpcServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from transports import KINDS, listening

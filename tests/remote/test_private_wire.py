@@ -27,7 +27,7 @@ from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.emulation import LinkProfile, ShapedTransport
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, Transport
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 
 SECRETS = ("ada.lovelace@example.org", "+49 30 901820", "4111 1111 1111 1111", "Schroedinger")

@@ -26,7 +26,7 @@ from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server import service as service_module
-from moaspec.remote.server.grpc_server import GrpcServer
+from moaspec.remote.server.listeners.grpc_server import GrpcServer
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.remote.server.service import TargetService
 from moaspec.sampling.params import GREEDY, SamplingParams

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 import serving
 import templates
 from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.responses_schema import ResponseRequest
+from moaspec.serve.openai.responses.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
 from moaspec.serve.server_context import NEUTRAL
 from serving import MODEL, Served, say

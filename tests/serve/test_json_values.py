@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from moaspec.serve.guard import too_many_json_values
 from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.responses_schema import ResponseRequest
+from moaspec.serve.openai.responses.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
 from moaspec.support import limits
 from serving import MODEL, say

@@ -31,7 +31,7 @@ from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.target.target import Target

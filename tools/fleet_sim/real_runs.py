@@ -48,10 +48,10 @@ from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.protocol.wire import chain
 from moaspec.remote.server.capabilities import EngineCapabilities
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.websocket_server import WebSocketOptions
 
 MAX_TOKENS = 1024
 

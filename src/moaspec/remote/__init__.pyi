@@ -10,11 +10,11 @@ from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
-from moaspec.remote.server.websocket_server import WebSocketOptions
 
 __all__ = [
     "CallAuth",

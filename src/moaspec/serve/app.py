@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import moaspec
 from moaspec.serve import about, http_errors
 from moaspec.serve.guard import HttpGuard
-from moaspec.serve.openai import chat_endpoint, completions_endpoint, responses_endpoint
+from moaspec.serve.openai import chat_endpoint, completions_endpoint
+from moaspec.serve.openai.responses import responses_endpoint
 from moaspec.serve.server_context import ServerContext, ServeSettings
 from moaspec.serve.sources.source import TextSource
 

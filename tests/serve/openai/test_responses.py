@@ -139,7 +139,7 @@ def test_tenants_do_not_see_one_another() -> None:
 
 def test_the_oldest_responses_go(served: Served) -> None:
     from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.response_store import ResponseStore
+    from moaspec.serve.openai.responses.response_store import ResponseStore
 
     store = ResponseStore(2)
     with served.http() as http:
@@ -160,7 +160,7 @@ def stored(name: str, text: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize(("number", "num_bytes"), [(8, 1 << 30), (256, 8 * 1400)])
 def test_a_tenant_who_stores_much_loses_nothing_of_others(number: int, num_bytes: int) -> None:
     from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.response_store import ResponseStore
+    from moaspec.serve.openai.responses.response_store import ResponseStore
 
     store = ResponseStore(number, num_bytes)
     store.add("alice", stored("a"), serving.say("hello"))

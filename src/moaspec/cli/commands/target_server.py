@@ -158,10 +158,10 @@ def target_server(
         loading(asked.model, asked.threads, asked.quantize),
     ):
         from moaspec.process_memory import prepare_process
-        from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+        from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+        from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
-        from moaspec.remote.server.websocket_server import WebSocketOptions
 
         limits = ServiceOptions(
             max_tokens=max_tokens,

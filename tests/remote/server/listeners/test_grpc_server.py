@@ -31,7 +31,7 @@ from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions

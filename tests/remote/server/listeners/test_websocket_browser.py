@@ -18,9 +18,9 @@ from browsing import chromium
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.identity import PROTOCOL
 from moaspec.remote.server.auth import CallAuth
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import TargetService
-from moaspec.remote.server.websocket_server import WebSocketOptions
 
 pytestmark = pytest.mark.browser
 

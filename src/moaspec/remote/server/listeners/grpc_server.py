@@ -19,12 +19,12 @@ from grpc_reflection.v1alpha import reflection
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.process_memory import return_memory_forever
 from moaspec.remote.protocol.grpc_transport import OPTIONS, SERVICE
-from moaspec.remote.server.admission import Admission, LateRequestError, request_deadline
 from moaspec.remote.server.auth import CallAuth, UnknownClientError
-from moaspec.remote.server.calls import CALLS, Call
+from moaspec.remote.server.listeners.admission import Admission, LateRequestError, request_deadline
+from moaspec.remote.server.listeners.calls import CALLS, Call
+from moaspec.remote.server.listeners.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError
-from moaspec.remote.server.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.support import limits
 from moaspec.support.tasks import end_tasks
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.admission import request_deadline
+from moaspec.remote.server.listeners.admission import request_deadline
 from moaspec.remote.server.service import TargetService
 from moaspec.support.tasks import time_limit
 

@@ -37,9 +37,9 @@ from moaspec.remote.protocol.websocket_transport import (
     WebSocketTransport,
 )
 from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.websocket_server import WebSocketListener, WebSocketOptions
 from moaspec.support import limits
 
 PROMPT = tiny.PROMPTS[1]

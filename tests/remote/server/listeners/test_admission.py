@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import tiny
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.grpc_transport import SERVICE
-from moaspec.remote.server.admission import Admission
 from moaspec.remote.server.auth import CallAuth
-from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.admission import Admission
+from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import NoRoomError
 from moaspec.remote.server.telemetry import Telemetry

@@ -11,8 +11,8 @@ from moaspec.serve.openai.answer import STREAMED, Answer, without_nulls
 from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, normal_tools
 from moaspec.serve.openai.choice import Delta
 from moaspec.serve.openai.redaction import RequestRedactor
-from moaspec.serve.openai.response_store import Messages, ResponseStore
-from moaspec.serve.openai.responses_schema import (
+from moaspec.serve.openai.responses.response_store import Messages, ResponseStore
+from moaspec.serve.openai.responses.responses_schema import (
     ResponseRequest,
     ResponseSchemaFormat,
     ResponseToolChoice,

@@ -28,9 +28,9 @@ from moaspec.remote.protocol.websocket_transport import (
     UNKNOWN_CLIENT,
     WebSocketConnection,
 )
-from moaspec.remote.server.admission import Admission
 from moaspec.remote.server.auth import LOCAL_HOSTS, UnknownClientError
-from moaspec.remote.server.calls import CALLS
+from moaspec.remote.server.listeners.admission import Admission
+from moaspec.remote.server.listeners.calls import CALLS
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError, RateLimit
 from moaspec.support import limits

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints below /v1/responses, and the responses that they keep."""
