@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from bits import needs_packed_kernels, needs_packing
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.fast_heads import pack_like
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import can_pack, fastest_backend
 from moaspec.backends.pack import FusedPart, PackedLinear, joint_matrix, pack_linears
@@ -215,14 +213,12 @@ def test_weights_of_too_wide_a_range_stay_float32(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("cpu", "gains"), [("Intel(R) Xeon(R)", False), ("AMD EPYC", True)])
 def test_float32_is_packed_where_mkl_copies_weights(
-    cpu: str, gains: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cpu: str, gains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_backends, "_cpu_name", lambda: cpu)
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     gains = gains and can_pack(torch.bfloat16, CPU)
     assert can_pack(torch.float32, CPU) is gains
-    head, _ = pack_like(nn.Linear(4, 8), directory=tmp_path)
-    assert isinstance(head, PackedLinear) is gains
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not can_pack(torch.float32, CPU)
 

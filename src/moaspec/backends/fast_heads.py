@@ -19,23 +19,6 @@ from moaspec.target.decoder_layers import LMHead
 from moaspec.target.target import Target
 
 
-def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
-    """A faster replacement of an LM head whose weight an embedding may share.
-
-    It is a packed copy. From then on only single rows of the weight are read, by an embedding or
-    for a draft head, so the weight moves to a file, see `map_into_memory`.
-
-    Args:
-        linear: is kept, and so is the value of its weight.
-
-    Returns:
-        The replacement, and a function that drops the weight's resident pages.
-    """
-    if not can_pack(linear.weight.dtype, linear.weight.device):
-        return linear, lambda: None
-    return _in_large_pages(PackedHead(linear)), map_into_memory(linear.weight, directory)
-
-
 class PackedHead(PackedLinear):
     """A packed LM head: outputs in float32, not rounded to the weights' dtype where kernels can."""
 
@@ -46,13 +29,17 @@ class PackedHead(PackedLinear):
 
 
 class FastLMHead(LMHead):
-    """An `LMHead` in the form that this CPU multiplies fastest."""
+    """An `LMHead` by a packed copy, on a CPU that `can_pack`.
+
+    From then on only single rows of the weight are read, by an embedding that shares it or for a
+    draft head, so it moves to a file, see `map_into_memory`.
+    """
 
     def __init__(self, head: LMHead) -> None:
         super().__init__(head.linear, head.cap, head.scale)
         assert isinstance(head.linear, nn.Linear)
-        self._plain = head
-        self._whole, self._forget_rows = pack_like(head.linear, directory=cache_dir())
+        self._plain, self._whole = head, _in_large_pages(PackedHead(head.linear))
+        self._forget_rows = map_into_memory(head.linear.weight, cache_dir())
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
         head = self._plain.select(token_ids)
@@ -62,7 +49,7 @@ class FastLMHead(LMHead):
         return head
 
     def best(self, states_NE: Tensor) -> Tensor:
-        matrix = self._whole.matrix if isinstance(self._whole, PackedHead) else None
+        matrix = self._whole.matrix
         if matrix is None or self.cap is not None or states_NE.requires_grad:
             return super().best(states_NE)
         return matrix.best(states_NE)
