@@ -97,5 +97,4 @@ class NgramProposer(TextProposer):
         return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
 
     def close(self, row: int) -> None:
-        """Forget a row's index."""
         self._rows.pop(row, None)

@@ -28,7 +28,6 @@ class GraphSafeWriter(KVWriter):
         return self._data.data_ptr(), self._data.shape, self.slots.visible, first
 
     def where(self) -> tuple[Tensor, ...]:
-        """Rows and slots that the pass writes."""
         return self.places
 
     def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:

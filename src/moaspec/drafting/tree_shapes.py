@@ -80,7 +80,6 @@ class PricedTree(Tree):
 
     @property
     def least_log_p(self) -> float:
-        """Limit for drafting on, see `Tree.least_log_p`."""
         return math.log(self.least) if self.least else -math.inf
 
     def kept(self, log_p: Sequence[float]) -> int:

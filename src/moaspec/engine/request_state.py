@@ -50,7 +50,6 @@ class RequestState:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be generated."""
         return self.max_new_tokens - len(self.result.token_ids)
 
     def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:

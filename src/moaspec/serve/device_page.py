@@ -128,7 +128,6 @@ class DevicePage:
         return b"self.MOASPEC = " + json.dumps(facts).encode() + b";\n" + script
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         await self._answer(scope)(scope, receive, send)
 
     def _answer(self, scope: Scope) -> Response:

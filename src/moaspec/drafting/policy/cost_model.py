@@ -282,7 +282,6 @@ class RoundCosts:
         return drafted_s - self.plain_s + self.accept_s(1)
 
     def accept_s(self, num_tokens: int) -> float:
-        """Seconds of encoding `num_tokens` newly verified tokens."""
         if num_tokens < len(self._accept_s):
             return float(self._accept_s[num_tokens])
         return float(self._costs.accept_s(self._num_rows * num_tokens)) / self._num_rows

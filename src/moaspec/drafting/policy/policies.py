@@ -211,7 +211,6 @@ class AdaptivePolicy:
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        """See `DraftPolicy.begin` for the arguments."""
         table, num_rows = self._costs.table, max(num_rows, self._beside())
         self._behind, self._room, self._unencoded = False, room, unread
         costs, plain_s = self._costs.at(length, num_rows), table.plain_s(length, num_rows)

@@ -123,7 +123,6 @@ class DeviceBundle(Device):
         return True
 
     def renew(self, drafting: Proposer) -> None:
-        """Let a session's drafter use the newest version; see `Device`."""
         if isinstance(drafting, DeviceMoAProposer) and isinstance(self.module, MoADrafter):
             module, _ = drafting.modules(self.module, drafting.target)
             if module is not drafting.module:

@@ -83,7 +83,6 @@ class AheadDrafter(Proposer):
         self._end, self.stops, self._rules = end, stops, rules
 
     def place(self, start: int, activations: Activations) -> None:
-        """Store activations of verified tokens."""
         self.inner.place_activations(self.ROW, start, activations)
         self.held.add(start, start + activations.num_tokens)
 
@@ -150,7 +149,6 @@ class AheadDrafter(Proposer):
         self.inner.rollback(row, length)
 
     def close(self, row: int) -> None:
-        """Free the row and its expected text."""
         self.expected, self._num_read = [], 0
         self.held.cut(0)
         self.inner.close(row)

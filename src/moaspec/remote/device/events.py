@@ -104,7 +104,6 @@ class LinkStats:
     _waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_LATEST))
 
     def add_round(self, one: RoundTrip) -> None:
-        """Note a verdict."""
         self.rounds.append(one)
         if one.drafted:
             self._waits.append((one.received_s - one.sent_s, self.rtt_s or 0.0))

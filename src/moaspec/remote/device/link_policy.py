@@ -131,7 +131,6 @@ class LinkPolicy(DraftPolicy):
         return np.asarray(tokens / round_s)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Update acceptance rates, if there were drafts; see `DraftPolicy`."""
         if tree.tokens:
             self._acceptance.count(tree, accepted)
 

@@ -69,7 +69,6 @@ class LocalDevice(Device):
         self.fingerprint = fingerprint(drafter) if isinstance(drafter, MoADrafter) else None
 
     def drafting(self, num_target_layers: int | None) -> Proposer:
-        """Make a drafter for one session; see `Device`."""
         if isinstance(self._drafter, MoADrafter):
             return DeviceMoAProposer(
                 self._drafter, self.target, num_target_layers=num_target_layers

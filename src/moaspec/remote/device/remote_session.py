@@ -280,7 +280,6 @@ class RemoteSession:
         return self.stats.pass_s if self._verifier.max_further else self.stats.wait_s
 
     async def _decode(self) -> None:
-        """Run rounds until the turn ends."""
         try:
             while self._engine.num_active:
                 for event in await self._engine.astep():

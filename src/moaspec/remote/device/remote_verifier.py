@@ -162,7 +162,6 @@ class RemoteVerifier(Verifier):
         self._wake.clear()
 
     def wake(self) -> None:
-        """Let a waiting request check its state."""
         self._wake.set()
 
     def _retry_s(self) -> float:

@@ -122,7 +122,6 @@ class Fleet:
         return Fleet(self.addresses, lambda *server: wrap(self._make(*server)))
 
     def route(self) -> Route:
-        """The transport of one session."""
         return Route(self)
 
     def transport(self, server: Server, key: bytes) -> Transport:
@@ -136,7 +135,6 @@ class Fleet:
         self._avoided[server] = at + seconds
 
     def avoids(self, server: Server) -> bool:
-        """Whether a server comes last."""
         return self._avoided.get(server, 0.0) > time.monotonic()
 
     async def ranked(self, key: bytes, own: Server | None = None) -> list[Server]:

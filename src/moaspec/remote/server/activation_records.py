@@ -102,7 +102,6 @@ class ActivationRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory held."""
         return self._data.nbytes
 
     def write(self, start: int, parts: ActivationParts) -> None:

@@ -76,7 +76,6 @@ class Capabilities:
         return drafter in self._versions
 
     def describe(self) -> pb.Description:
-        """Describe this server to a device."""
         return pb.Description(
             protocol=identity.PROTOCOL,
             target=identity.to_message(self._target.identity),

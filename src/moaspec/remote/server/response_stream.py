@@ -60,7 +60,6 @@ class ResponseStream:
         self._wake.set()
 
     def stop(self, reason: LinkError) -> None:
-        """End this stream and drop queued messages."""
         if not self.ended.done():
             self.ended.set_result(reason)
         self._waiting.clear()

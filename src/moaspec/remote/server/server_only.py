@@ -47,7 +47,6 @@ class LeasedSlot(Verifier):
         return [replace(verdict, features=features)]
 
     def release(self) -> None:
-        """Return the row to the shared verifier."""
         self._shared.close(self._row)
 
 

@@ -178,7 +178,6 @@ class TargetService:
         self._register_gauges()
 
     def _register_gauges(self) -> None:
-        """Register gauges of the service's state."""
         counts, most = self.shared.counts, self.max_sessions
         for name, what, read in (
             ("sessions", "Sessions that are held", lambda: len(self.sessions)),
@@ -343,7 +342,6 @@ class TargetService:
         await asyncio.gather(*(stream.flush(timeout_s) for stream in self._streams()))
 
     async def stop(self) -> None:
-        """End all connections and remove all sessions."""
         self._stopped = True
         for stream in self._connections:
             stream.stop(LinkError("The server has stopped."))

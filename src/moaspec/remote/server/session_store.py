@@ -101,7 +101,6 @@ class SessionStore:
         return session
 
     def remove(self, session: ServerSession) -> None:
-        """Remove a session and free its row."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
             session.offer_text()

@@ -70,7 +70,6 @@ class _QueuedRequest:
 
     @property
     def drafted(self) -> int:
-        """Number of drafted tokens."""
         return len(self.request.tree.tokens)
 
     def cut(self, most: int) -> None:
@@ -195,7 +194,6 @@ class SharedVerifier:
 
     @property
     def num_rows(self) -> int:
-        """Number of leased rows."""
         return len(self._used)
 
     @property
@@ -209,7 +207,6 @@ class SharedVerifier:
         return len(self._jobs)
 
     def rows_of(self, owner: str) -> int:
-        """Number of rows leased to an owner."""
         return sum(one == owner for one in self._used.values())
 
     def owners(self) -> Counter[str]:

@@ -41,7 +41,6 @@ class Telemetry:
         return Counter(f"moaspec_{name}", what, [label], registry=self.registry)
 
     def gauge(self, name: str, what: str) -> Gauge:
-        """Register a gauge, which the caller sets."""
         return Gauge(f"moaspec_{name}", what, registry=self.registry)
 
     def by_owner(self, name: str, what: str, read: Callable[[], Mapping[str, int]]) -> None:
@@ -57,21 +56,17 @@ class Telemetry:
         self.registry.register(ByOwner())
 
     def sent(self, size: int) -> None:
-        """Count a sent message of `size` bytes."""
         self._frames.labels("out").inc()
         self._bytes.labels("out").inc(size)
 
     def received(self, size: int) -> None:
-        """Count a received message of `size` bytes."""
         self._frames.labels("in").inc()
         self._bytes.labels("in").inc(size)
 
     def refused(self, reason: str) -> None:
-        """Count a refused connection."""
         self._refused.labels(reason).inc()
 
     def failed(self, error: str) -> None:
-        """Count a session whose pass failed."""
         self._failed.labels(error).inc()
 
     def verified(self, drafted: int, dropped: int, emitted: int) -> None:
@@ -82,7 +77,6 @@ class Telemetry:
 
     @contextmanager
     def work(self, kind: str) -> Iterator[None]:
-        """Time and trace one request."""
         started = time.perf_counter()
         with self._tracer.start_as_current_span(kind):
             yield

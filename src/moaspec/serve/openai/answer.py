@@ -122,7 +122,6 @@ class Answer(Generic[Body]):
         raise NotImplementedError
 
     async def _events(self) -> AsyncGenerator[dict[str, Any]]:
-        """Bodies of the server-sent events."""
         for event in self._first_events():
             yield event
         async for delta in self._deltas():

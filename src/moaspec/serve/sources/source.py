@@ -166,9 +166,7 @@ class TextSource(Protocol):
         ...
 
     @property
-    def load(self) -> Load:
-        """Current number of texts."""
-        ...
+    def load(self) -> Load: ...
 
     @property
     def learning(self) -> "LearningStatus | None":

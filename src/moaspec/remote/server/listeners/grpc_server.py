@@ -113,7 +113,6 @@ class GrpcServer:
         self.port = 0
 
     async def __aenter__(self) -> GrpcServer:
-        """Listen and accept calls."""
         address = self._address(self._options.port)
         credentials = self._options.credentials
         try:

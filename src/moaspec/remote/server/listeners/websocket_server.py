@@ -281,7 +281,6 @@ class _FirstLine(asyncio.Protocol):
         chosen.data_received(self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Stop waiting."""
         if self._deadline is not None:
             self._deadline.cancel()
 

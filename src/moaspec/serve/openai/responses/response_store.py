@@ -68,6 +68,5 @@ class ResponseStore:
         return self._stored[tenant, response_id]
 
     def remove(self, tenant: str, response_id: str) -> None:
-        """Remove a response, or raise `RequestError`."""
         self.find(tenant, response_id)
         del self._stored[tenant, response_id]
