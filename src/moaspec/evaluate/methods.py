@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,16 +45,13 @@ class MethodRun:
 class Method:
     """A decoding method of this package."""
 
+    batches: ClassVar[bool] = True  # whether it decodes several prompts together
     name: str
     target: Target
     drafter: MoADrafter | Proposer | None = None  # None for plain decoding
     shape: Tree | str = "auto"  # of the drafts, or "auto"
     num_target_layers: int | None = None
     free_branches: FreeBranches = "auto"
-
-    @property
-    def batches(self) -> bool:
-        return True
 
     @property
     def fixed_shape(self) -> Tree:
@@ -156,11 +153,8 @@ class ReplayMethod(Method):
 class TransformersMethod(Method):
     """Transformers' own `generate`, one prompt at a time."""
 
+    batches: ClassVar[bool] = False
     options: tuple[tuple[str, Any], ...] = ()  # further keyword arguments of `generate`
-
-    @property
-    def batches(self) -> bool:
-        return False
 
     def decode(
         self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams = GREEDY
