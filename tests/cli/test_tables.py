@@ -18,7 +18,7 @@ from moaspec.cli.terminal.tables.report_tables import (
 from moaspec.cli.terminal.tables.table import rendered
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report import Report
+from moaspec.evaluate.report.report import Report
 from moaspec.evaluate.runner import EvalSettings, measure
 
 

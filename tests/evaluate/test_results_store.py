@@ -16,7 +16,7 @@ from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report import Report
+from moaspec.evaluate.report.report import Report
 from moaspec.evaluate.results_store import RUNS, PromptTurn, ResultsStore, Sample
 from moaspec.evaluate.results_store import SETTINGS as SETTINGS_FILE
 from moaspec.evaluate.runner import EvalSettings, measure

@@ -17,7 +17,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun, TransformersMethod
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report import Report, costs
+from moaspec.evaluate.report.report import Report, costs
 from moaspec.evaluate.runner import EvalSettings, measure
 from moaspec.target.target import Target
 

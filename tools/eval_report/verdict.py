@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval_report.comparison import (
+from moaspec.evaluate.report.comparison import (
     Array,
     Facts,
     Interval,

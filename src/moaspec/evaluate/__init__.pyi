@@ -3,7 +3,7 @@ from moaspec.evaluate.correctness.equality import Equality, judge
 from moaspec.evaluate.method_names import MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt, read_prompts
-from moaspec.evaluate.report import Outcome, Report
+from moaspec.evaluate.report.report import Outcome, Report
 from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
 from moaspec.evaluate.runner import EvalSettings, measure
 

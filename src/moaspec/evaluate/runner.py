@@ -10,7 +10,7 @@ from moaspec.evaluate.correctness.equality import AuditedText, audit, compare
 from moaspec.evaluate.method_names import require_known_noise
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report import Outcome, Report
+from moaspec.evaluate.report.report import Outcome, Report
 from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
 from moaspec.generation.options import sampling_params
 from moaspec.sampling.params import SamplingParams

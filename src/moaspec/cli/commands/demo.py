@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moaspec.evaluate.methods import Method
     from moaspec.evaluate.prompt_suites import Prompt
     from moaspec.evaluate.race import Race, Races
-    from moaspec.evaluate.report import Report
+    from moaspec.evaluate.report.report import Report
     from moaspec.model.moa import MoADrafter
     from moaspec.target.target import Target
 
@@ -128,7 +128,7 @@ class Setting:
     def __str__(self) -> str:
         import torch
 
-        from moaspec.evaluate.report import machine
+        from moaspec.evaluate.report.report import machine
 
         threads = num_threads(torch.get_num_threads())
         return (
@@ -249,7 +249,7 @@ def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report
 
 def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
     """The settings, the seconds of each step and all measurements, for `--json`."""
-    from moaspec.evaluate.report import surroundings
+    from moaspec.evaluate.report.report import surroundings
 
     return {
         "target": setting.target.name,

@@ -25,9 +25,9 @@ from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.evaluate.report import REPORT
 
 DEFAULT_METHODS = "hf,plain,moa"
-REPORT = "report.json"  # the file's name in a directory of results
 
 
 app = typer.Typer(no_args_is_help=False)
@@ -137,7 +137,7 @@ def evaluate(
         from moaspec.cli.terminal.tables.report_tables import show
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.method_names import require_known_noise
-        from moaspec.evaluate.report import surroundings
+        from moaspec.evaluate.report.report import surroundings
         from moaspec.evaluate.results_store import ResultsStore, make_results_directory
         from moaspec.evaluate.runner import EvalSettings, measure
 
@@ -238,7 +238,25 @@ def _study(
     return studies.CutStudy(cut, max_new_tokens, accuracy, unsafe)
 
 
-add_tool_command(app, "eval_report.command:compare", "moaspec eval compare")
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A report.json, or its directory.")],
+    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two reports.
+
+    Changes have 95% confidence intervals over prompts.
+
+    Example: moaspec eval compare results/before results/after
+    """
+    from moaspec.cli.terminal.tables.report_tables import show_comparison
+    from moaspec.evaluate.report.comparison import compare_reports, read_report
+
+    found = compare_reports(read_report(before), read_report(after))
+    _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
+
+
 add_tool_command(app, "eval_report.command:page", "moaspec eval page")
 
 

@@ -10,7 +10,8 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.tables.table import Table, show_table
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.report import Report
+    from moaspec.evaluate.report.comparison import Comparison, Interval
+    from moaspec.evaluate.report.report import Report
 
 Facts = Mapping[str, Any]  # a report as JSON, a method in it, or a prompt
 
@@ -142,6 +143,31 @@ def _equal(method: Facts) -> str:
     return text
 
 
+def show_comparison(found: Comparison) -> None:
+    """Changes with their intervals, and why a speed is missing."""
+    show_table(comparison_table(found))
+    for key, (old, new) in found.differs.items():
+        console.print_wrapped(f"Speeds are not compared: {key} was {old} and is {new}.")
+    for name in found.lossy:
+        console.print_wrapped(f"{name} is lossy: its speed is not shown.")
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A row per method."""
+    rows = [
+        (
+            one.method,
+            str(one.prompts),
+            f"{number(one.tau_before)} to {number(one.tau_after)}",
+            _interval(one.tau, "+.2f"),
+            _interval(one.speed, ".2f"),
+        )
+        for one in found.changes
+    ]
+    headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
+    return Table(headings, rows)
+
+
 def in_ms(seconds: float) -> str:
     """Seconds as a cell of milliseconds."""
     return f"{seconds * 1000:.1f}"
@@ -150,3 +176,11 @@ def in_ms(seconds: float) -> str:
 def number(value: float | None) -> str:
     """A figure as a cell; an empty one where there is none."""
     return "" if value is None else f"{value:.2f}"
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None:
+        return ""
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:{form}} (too few to say)"
+    return f"{interval.value:{form}} ({interval.low:{form}} to {interval.high:{form}})"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moaspec.cli.commands.evaluate import REPORT
 from moaspec.errors import DataError
+from moaspec.evaluate.report import REPORT
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95

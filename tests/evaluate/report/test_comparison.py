@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval_report.comparison import (
+from moaspec.errors import DataError
+from moaspec.evaluate.report.comparison import (
     METHOD_KEYS,
     REPORT_KEYS,
     compare_reports,
     interval,
     read_report,
 )
-from moaspec.errors import DataError
 
 PLACE = {
     "target": "t",

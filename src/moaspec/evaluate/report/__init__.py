@@ -1,0 +1,3 @@
+"""Reports of measurements: summary and comparison."""
+
+REPORT = "report.json"  # the file's name in a directory of results
