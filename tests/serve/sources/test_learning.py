@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 import ruled_target
 import tiny
 from moaspec.backends.fast_target import accelerate
-from moaspec.cli.commands.target_server import _require_for_vllm
+from moaspec.cli.commands.target_server import _check_engine
 from moaspec.cli.learning import announce, learned, with_learning
 from moaspec.cli.options import LoadOptions
 from moaspec.drafting.draft_tree import Tree
@@ -215,7 +215,7 @@ def test_learning_needs_a_drafter_and_our_engine(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no drafter is bundled"):
         with_learning(asked, tmp_path)
     with pytest.raises(InputError, match="for --engine torch"):
-        _require_for_vllm(asked, tmp_path)
+        _check_engine("vllm", asked, tmp_path, ranks=1)
     assert with_learning(asked, None) == (asked, None)
 
 
