@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -137,8 +139,7 @@ def target_server(
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
     scripts = _scripts(page, page_scripts, served=beside is not None)
-    if engine == "vllm":
-        _require_for_vllm(asked, learn)
+    _check_engine(engine, asked, tensor_parallel_size)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -175,8 +176,9 @@ def target_server(
             ),
         )
         prepare_process()
-        service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
-    announce(service, learning)
+        load = functools.partial(_in_vllm, ranks=tensor_parallel_size)
+        service = (load if engine == "vllm" else _here)(asked, limits)
+    _announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     sockets = None
@@ -297,10 +299,12 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
     return TargetService(facts, module, limits, engine=engine)
 
 
-def _require_for_vllm(asked: options.LoadOptions, learn: Path | None) -> None:
-    """Raise InputError for what only --engine torch does with a target."""
-    if learn is not None:
-        raise InputError("--learn is for --engine torch.")
+def _check_engine(engine: str, asked: options.LoadOptions, ranks: int) -> None:
+    """Raise InputError for options that this engine does not have."""
+    if engine != "vllm":
+        if ranks > 1:
+            raise InputError("--tensor-parallel-size is for --engine vllm.")
+        return
     if asked.quantize is not None:
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     if asked.adapter is not None:
