@@ -233,7 +233,7 @@ def _processes_of(url: str) -> list[psutil.Process]:
     """The process of this machine that listens at an address, and those that it started."""
     at = urlsplit(url)
     for one in psutil.net_connections("tcp"):
-        listens = one.status == psutil.CONN_LISTEN and one.laddr.port == at.port
+        listens = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == at.port
         if listens and one.pid is not None and at.hostname in ("127.0.0.1", "localhost"):
             first = psutil.Process(one.pid)
             return [first, *first.children(recursive=True)]

@@ -67,9 +67,7 @@ class DraftHead:
             rows_WE = all_reduce(_own_rows(head, draft_token_ids))
             self._choose = _choose_function(rows_WE, draft_token_ids)
         else:
-            processor = getattr(target, "logits_processor", None)
-            adapted = [processor] if hasattr(processor, "base_layer") else []
-            self._logits = _without_adapters(target.compute_logits, adapted)
+            self._logits = base_logits(target)
 
     def best(self, states_TE: Tensor) -> Tensor:
         """Most probable token of each state, (T,) int64."""
@@ -79,6 +77,13 @@ class DraftHead:
         if self._ids is None:
             return _best(logits_TV)
         return self._ids[_best(logits_TV[:, self._ids])]
+
+
+def base_logits(target: Any) -> Callable[[Tensor], Tensor]:
+    """The target's `compute_logits` without adapters, see `_without_adapters`."""
+    processor = getattr(target, "logits_processor", None)
+    adapted = [processor] if hasattr(processor, "base_layer") else []
+    return _without_adapters(target.compute_logits, adapted)
 
 
 def _without_adapters(
