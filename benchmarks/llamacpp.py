@@ -230,7 +230,7 @@ def server_way(running: contextlib.ExitStack, url: str, most: int, **body: Any) 
 
 
 def _processes_of(url: str) -> list[psutil.Process]:
-    """The process of this machine that listens at an address, and those that it started."""
+    """The process of this machine that listens at an address, and its descendants."""
     at = urlsplit(url)
     for one in psutil.net_connections("tcp"):
         listens = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == at.port
