@@ -45,7 +45,9 @@ def test_two_ranks_write_and_accept_what_one_does(tmp_path: Path) -> None:
         assert serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4) == expected
 
 
-def test_two_ranks_verify_drafts_of_devices(tmp_path: Path) -> None:
+def test_two_ranks_verify_drafts_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts of several devices at once, and their number of rounds, are those of a local target."""
     from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
@@ -62,6 +64,8 @@ def test_two_ranks_verify_drafts_of_devices(tmp_path: Path) -> None:
         tensor_parallel_size=2,
         extra_arguments={"enforce_eager": True, "seed": 0},
     )
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "0")  # the verifier changes them; tests that follow have theirs
     engine: Any = VLLMVerifier(settings, wire_encoder(drafter, facts))
     options = ServiceOptions(max_tokens=64, sessions=StoreOptions(max_sessions=4))
     sampled = {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 3}
