@@ -36,6 +36,14 @@ HOSTILE = {
 }
 
 
+def test_characters_that_the_encoding_lacks_are_escaped() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, "cp1252")
+    Screen(file=file).print("\N{HONEYBEE} d\xe9j\xe0")
+    file.flush()
+    assert raw.getvalue().split() == [b"\\U0001f41d", b"d\xe9j\xe0"]
+
+
 def is_harmless(text: str) -> bool:
     return not re.search(
         "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text

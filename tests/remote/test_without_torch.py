@@ -1,4 +1,4 @@
-"""A device imports neither PyTorch nor transformers: what `moaspec-device` installs is enough."""
+"""A device needs what `moaspec-device` installs, and nothing that Windows lacks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import moaspec
 from bundles import save_drafter_and_target
@@ -29,14 +32,17 @@ from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-ABSENT = (
-    *("accelerate", "gguf", "huggingface_hub", "onnx", "psutil", "safetensors", "torch"),
-    *("transformers", "grpc_health", "grpc_reflection", "opentelemetry"),
+PROJECT = tomllib.loads((ROOT / "packages/device-python/pyproject.toml").read_text())["project"]
+WINDOWS_LACKS = (
+    *("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"),
+    *("os.fork", "os.getegid", "os.geteuid", "os.getgid", "os.getpgid", "os.getuid", "os.killpg"),
+    *("os.nice", "os.pread", "os.pwrite", "os.sched_getaffinity", "os.sysconf"),
+    *("signal.SIGALRM", "signal.SIGHUP", "signal.SIGKILL", "signal.SIGQUIT", "signal.SIGUSR1"),
 )
-"""Modules that `moaspec-device` does not need."""
+"""Modules, and names in modules."""
 
 WITHOUT = """
-import json, sys
+import importlib, json, sys
 
 class Finder:
     '''Finds what the finders find, except some modules.'''
@@ -52,15 +58,52 @@ class Finder:
             yield from getattr(finder, "find_distributions", lambda *_: ())(*context)
 
 hidden = json.loads(sys.argv.pop(1))
+for name in hidden:
+    module, _, attribute = name.rpartition(".")
+    if attribute and module:
+        delattr(importlib.import_module(module), attribute)
+    else:
+        sys.modules.pop(name, None)
+before = set(sys.modules)
 sys.meta_path[:] = [Finder(list(sys.meta_path), hidden)]
 from moaspec.cli import main
 sys.argv[0] = "moaspec"
 try:
     main.run()
 finally:
-    loaded = {name.partition(".")[0] for name in sys.modules}
+    loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
     assert not loaded & set(hidden), loaded & set(hidden)
 """
+
+
+def brought(wanted: Iterable[str]) -> set[str]:
+    """Distributions that these requirements install."""
+    found, queue = set[tuple[str, frozenset[str]]](), list(map(Requirement, wanted))
+    while queue:
+        one = queue.pop()
+        if (key := (canonicalize_name(one.name), frozenset(one.extras))) in found:
+            continue
+        found.add(key)
+        for needed in map(Requirement, metadata.requires(one.name) or ()):
+            marker, extras = needed.marker, ("", *one.extras)
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                queue.append(needed)
+    return {name for name, _ in found}
+
+
+def not_installed(*extras: str) -> tuple[str, ...]:
+    """Modules that are here and that `moaspec-device` with these extras does not install."""
+    optional = PROJECT["optional-dependencies"]
+    there = brought(sum((optional[one] for one in extras), PROJECT["dependencies"]))
+    here = metadata.packages_distributions()
+    return tuple(
+        module
+        for module, names in here.items()
+        if module != "moaspec" and not there & set(map(canonicalize_name, names))
+    )
+
+
+ABSENT = not_installed("private")
 
 
 def run(*arguments: str, absent: tuple[str, ...] = ABSENT) -> subprocess.CompletedProcess[str]:
@@ -113,6 +156,16 @@ def test_the_text_is_the_targets(
     assert facts["private_spans"] == 1
 
 
+def test_nothing_is_used_that_windows_lacks(directory: Path, addresses: dict[str, str]) -> None:
+    done = run(
+        *("remote", "w1 w2", "--server", addresses["websocket"], "--json", "--no-recognise"),
+        *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
+        absent=(*not_installed(), *WINDOWS_LACKS),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == expected(directory, "w1 w2")
+
+
 def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str, str]) -> None:
     done = run(
         *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--draft", "chain:2"),
@@ -128,7 +181,7 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str
 def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, str]) -> None:
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    absent = [one for one in ABSENT if one != "opentelemetry"]  # FastAPI's own dependency
+    absent = (*not_installed("private", "serve"), *WINDOWS_LACKS)
     edge = subprocess.Popen(
         [
             *(sys.executable, "-c", WITHOUT, json.dumps(absent), "edge", "--port", str(port)),
@@ -162,7 +215,7 @@ def test_other_commands_and_bundles_tell_what_is_missing() -> None:
     told = run("remote", "Hi")
     assert told.returncode == 2
     assert "--bundle must name an ONNX bundle" in told.stderr
-    told = run("edge", absent=(*ABSENT, "fastapi"))
+    told = run("edge")
     assert "pip install 'moaspec-device[serve]'" in told.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -21,6 +22,17 @@ def taken() -> Iterator[int]:
 def test_a_port_in_use(taken: int) -> None:
     with pytest.raises(InputError, match=rf"127\.0\.0\.1:{taken}.*in use.*--port"):
         bind("127.0.0.1", taken)
+
+
+@pytest.mark.parametrize("system", ["posix", "nt"])
+def test_no_other_program_may_take_the_port(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows it could, with the option that elsewhere lets a server start again at once."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "name", system)
+        listener = bind("127.0.0.1", 0)
+    with listener:
+        shared = listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+    assert bool(shared) == (system == "posix")
 
 
 def test_an_address_of_another_machine() -> None:

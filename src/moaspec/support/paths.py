@@ -14,6 +14,8 @@ from moaspec.errors import InputError
 VARIABLE = "MOASPEC_CACHE"
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_HAS_OWNERS = hasattr(os, "geteuid")
+"""Whether owner and mode tell who may write a file. Windows' access lists are not read."""
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +66,15 @@ def trusted(*parts: str) -> Path:
 def why_not_trusted(path: Path, root: Path) -> str | None:
     """Why others may have written a file, or a directory with all in it; None if they cannot.
 
+    On Windows, where home directories are closed to others, always None.
+
     Args:
         path: need not exist.
         root: it and all directories between are looked at, too. Others must not be able to exchange
             it, but a group may write to the directories above it.
     """
+    if not _HAS_OWNERS:
+        return None
     between = [root, *reversed([one for one in path.parents if one.is_relative_to(root)][:-1])]
     try:
         for place in (one for one in between if one.exists()):
@@ -197,6 +203,14 @@ def _default() -> Path | None:
         return None
 
 
+def _close(root: Path, path: Path) -> None:
+    """Close directories that earlier versions left open to this user's group."""
+    for place in (root, *path.parents) if _HAS_OWNERS else ():
+        if place.is_relative_to(root) and place.is_dir() and place.stat().st_uid == os.geteuid():
+            with contextlib.suppress(OSError):
+                place.chmod(place.stat().st_mode & ~_OTHERS_WRITE)
+
+
 @cache
 def _tell(path: Path, reason: str, other: Path) -> None:
     log.warning("%s is not used (%s); %s is, instead.", path, reason, other)
@@ -212,13 +226,13 @@ def _temporary(default: Path | None) -> Path:
 
 def _own(reason: str | None = "the one that is set cannot be trusted") -> Path:
     """A directory for temporary files that only this user can write. InputError: there is none."""
-    path = Path(tempfile.gettempdir()) / f"moaspec-{os.getuid()}"
+    path = Path(tempfile.gettempdir()) / (f"moaspec-{os.getuid()}" if _HAS_OWNERS else "moaspec")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         facts = path.lstat()
-        private = facts.st_uid == os.getuid() and facts.st_mode & 0o077 == 0
+        closed = not _HAS_OWNERS or (facts.st_uid == os.getuid() and facts.st_mode & 0o077 == 0)
     except OSError as error:
         raise InputError(f"No cache directory ({reason}; {error}): set ${VARIABLE}.") from error
-    if not private or why_not_writable(path) is not None:
+    if not closed or why_not_writable(path) is not None:
         raise InputError(f"No cache directory ({reason}; {path} is not private): set ${VARIABLE}.")
     return path

@@ -1,5 +1,6 @@
 """Addresses of servers, and binding them before a model is loaded."""
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -38,7 +39,9 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         raise _refusal(host, port, option, error) from error
     try:
         # A server that ended a moment ago leaves connections in TIME_WAIT, which block nobody.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows they never do, and this option would let another program take the port.
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()

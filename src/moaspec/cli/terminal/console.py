@@ -26,14 +26,19 @@ def escape_unsafe(text: str) -> str:
 
 
 class Screen(Console):
-    """A console that escapes control characters in text; rich's own styles still work."""
+    """A console that escapes control characters in text; rich's own styles still work.
+
+    Characters that the encoding lacks are escaped too: output that goes to a file or pipe on
+    Windows is not in UTF-8.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control else Segment(escape_unsafe(text), style)
+            known = escape_unsafe(text).encode(self.encoding, "backslashreplace")
+            yield segment if control else Segment(known.decode(self.encoding), style)
 
 
 # Texts, names and paths are shown as they are: no [markup], no :emoji: in them.

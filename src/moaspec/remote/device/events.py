@@ -12,6 +12,9 @@ from moaspec.engine.result import Event, Source, StopReason
 
 LinkState = Literal["connecting", "up", "down", "closed"]
 
+_IS_COARSE = time.get_clock_info("monotonic").resolution > 1e-3
+"""On Windows before Python 3.13 it moves in steps of 16 ms, longer than a draft step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteEvent:
@@ -131,4 +134,4 @@ class LinkStats:
 
 def now() -> float:
     """The clock of all statistics, which never jumps."""
-    return time.monotonic()
+    return time.perf_counter() if _IS_COARSE else time.monotonic()
