@@ -10,7 +10,8 @@ Parts, of which any may be named with --parts, in the order of their needs:
 - tau: tokens a round of greedy chains, simulated along the target's own texts in float32, with
   activations as `int8` sends them. The drafter in float32 is the measure.
 - page: the page in headless Chromium, from its address to its first draft: with empty caches, then
-  again; the download is from this machine. Needs `make device-page` and Playwright.
+  again; the download is from this machine. A draft's time and the bytes of a token, with those of
+  the prompt, are what it shows after an answer. Needs `make device-page` and Playwright.
 - links: milliseconds per token over lan, 5g and 4g beside plain streaming and the formula, by
   tools/edge_bench, as root on Linux; a pass of the server is held at --pass-ms. `slow` holds a
   draft step at three times this machine's own. `auto` lets the session choose how much to draft,
@@ -25,7 +26,6 @@ Only `page` and `links` need a quiet machine. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
@@ -361,57 +361,22 @@ def num_rounds(drafter: DeviceProposer, ids: list[int], start: int, seen: Any, d
     return rounds
 
 
-# The page
-
-
 def page_start(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the page's address to its first draft, and its memory."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import browsing
+    """The page: see `page_starts`."""
+    from page_start import page_starts
 
-    ready = f"document.querySelector('#model').textContent === {Path(args.model).name!r}"
-    kept = "navigator.serviceWorker.controller !== null"
-    found: dict[str, Any] = {"cold_s": [], "warm_s": []}
-    with page_server(places[WEB[0]], args) as url, browsing.chromium() as browser:
-        for _ in range(args.repeats):
-            began = time.monotonic()
-            with browsing.visit(browser, url) as visited:
-                visited.shows(ready)
-                found["cold_s"].append(time.monotonic() - began)
-                visited.shows(kept)
-                began = time.monotonic()
-                visited.page.reload()
-                visited.shows(ready)
-                found["warm_s"].append(time.monotonic() - began)
-                found["memory_bytes"] = renderer_bytes()
-    cold, warm = (min(found[key]) for key in ("cold_s", "warm_s"))
-    row = ("page", f"{cold:.2f}", f"{warm:.2f}", f"{found['memory_bytes'] / 1e6:.0f}")
-    table(("", "first draft, cold, s", "warm, s", "private memory of its process, MB"), row)
+    found = page_starts(places[WEB[0]], args.model, args.drafter, args.repeats)
+    draft, sent, received = min(found["figures"], key=lambda one: float(one[0].split()[0]))
+    row = (
+        f"{found['bytes'] / 1e6:.1f} MB",
+        f"{min(found['cold_s']):.1f} s",
+        f"{min(found['warm_s']):.1f} s",
+        *(draft, sent, received),
+        f"{found['memory_bytes'] / 1e6:.0f} MB",
+    )
+    head = ("download", "first draft, cold", "warm", "a draft", "a token, sent", "received")
+    table((*head, "memory"), row)
     return found
-
-
-@contextlib.contextmanager
-def page_server(place: Path, args: argparse.Namespace) -> Iterator[str]:
-    """The page's server; its address."""
-    command = [sys.executable, "-m", "moaspec", "target-server", "--model", args.model]
-    command += ["--drafter", args.drafter, "--port", "0", "--page", str(place)]
-    command += ["--websocket", "127.0.0.1:0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:  # noqa: S603 - our own
-        assert running.stdout is not None
-        try:
-            yield json.loads(running.stdout.readline())["page"]
-        finally:
-            running.terminate()
-
-
-def renderer_bytes() -> int:
-    """Private memory of the largest of Chromium's renderers that this process started."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # some end meanwhile
-            if "--type=renderer" in one.cmdline():
-                found.append(one.memory_full_info().uss)
-    return max(found)
 
 
 # Links
@@ -426,6 +391,7 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     prompts = tuple(one.turns[0] for one in read_prompts("bundled", limit=args.link_prompts))
     found: dict[str, Any] = {}
     rows: list[Sequence[object]] = []
+    brief: list[Sequence[object]] = []
     auto: dict[str, float] = {}
     for (name, (kind, variables)), drafted in itertools.product(
         LINK_DEVICES.items(), (args.depth, 0)
@@ -451,8 +417,15 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
         rows += new
         if not drafted:
             auto |= {f"{row[0]}, {row[1]}": float(str(row[6])) for row in new}
+            names = dict.fromkeys(row[1] for row in new)
+            brief += [
+                (one, *(f"{row[3]}, {row[4]} ({row[6]})" for row in new if row[1] == one))
+                for one in names
+            ]
     head = ("link", "device", "drafts", "plain, ms/token", "with drafts", "formula", "over plain")
     table((*head, "step, ms", "text"), *rows)
+    print("\nWith draft=auto, ms a token plain, with drafts, and the ratio:\n")
+    table(("device", *args.links.split(",")), *brief)
     least = min(auto, key=auto.__getitem__)
     print(f"Least of auto over plain: {auto[least]} ({least}); it must be {MIN_AUTO} or more.")
     return found | {"auto_over_plain": auto, "auto_is_enough": auto[least] >= MIN_AUTO}
