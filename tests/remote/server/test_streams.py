@@ -1,0 +1,292 @@
+"""The server streams tokens that no request asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.transport import Connection, pipe
+from moaspec.remote.server.server_session import DraftRequest
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import StoreOptions
+from moaspec.remote.server.shared_verifier import PassOptions
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.support.limits import MAX_FURTHER
+from moaspec.target.token_rules import TokenRules
+
+PROMPT = list(tiny.PROMPTS[1])
+
+
+def service(**options: Any) -> TargetService:
+    return TargetService(tiny.target(), tiny.agreeing_drafter("llama"), ServiceOptions(**options))
+
+
+def plain(prompt: list[int], number: int) -> list[int]:
+    return moaspec.generate(tiny.target(), prompt, max_new_tokens=number).token_ids
+
+
+class Client:
+    """A device that says what a test wants."""
+
+    def __init__(self, connection: Connection, name: bytes) -> None:
+        self._connection, self._name = connection, name
+
+    async def send(self, **kind: Any) -> None:
+        message = pb.ClientMessage(session=self._name, turn=1, **kind)
+        await self._connection.send(message.SerializeToString())
+
+    async def receive(self) -> pb.ServerMessage:
+        return wire.parse_server(await asyncio.wait_for(self._connection.receive(), 60))
+
+    async def open(self, sampling: SamplingParams = GREEDY) -> list[int]:
+        """Open the turn; returns the text with its first token."""
+        opening = pb.Open(
+            protocol=identity.PROTOCOL,
+            law=identity.SAMPLING_VERSION,
+            target=identity.to_message(tiny.target().identity),
+            sampling=wire.sampling_message(sampling),
+            token_ids=PROMPT,
+            prompt_length=len(PROMPT),
+        )
+        await self.send(open=opening)
+        self.verdict = (await self.receive()).verdict
+        return [*PROMPT, *self.verdict.tokens]
+
+    async def ask(self, text: list[int], further: int, tokens: tuple[int, ...] = ()) -> list[int]:
+        """Send a `Draft`; returns the tokens of all verdicts before the answer to a heartbeat."""
+        await self.send(draft=pb.Draft(base=len(text), tokens=tokens, further=further))
+        found, number = list[int](), 0
+        while True:
+            await self.send(heartbeat=pb.Heartbeat(number=(number := number + 1)))
+            told = await self.receive()
+            while not told.HasField("heartbeat"):
+                assert told.verdict.base == len(text) + len(found)
+                found += told.verdict.tokens
+                number, told = 0, await self.receive()
+            if number > 40 and found:  # far more than a pass takes on this target
+                return found
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def connected(
+    at: TargetService, owner: str = "alice", number: int = 0
+) -> AsyncIterator[Client]:
+    ours, theirs = pipe()
+    serving = asyncio.create_task(at.converse(owner, theirs))
+    try:
+        yield Client(ours, bytes([*owner.encode()[:1], number] * 8))
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("further", "number"), [(0, 1), (3, 4), (MAX_FURTHER + 1, 1 + MAX_FURTHER), (2**32 - 1, 33)]
+)
+def test_how_many_are_streamed(further: int, number: int) -> None:
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            assert client.verdict.max_further == MAX_FURTHER
+            assert await client.ask(text, further) == plain(text, number)
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_drafts_are_verified_and_nothing_is_streamed() -> None:
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            right, other = plain(text, 2)
+            assert await client.ask(text, 9, (right,)) == [right, other]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_text_that_the_server_does_not_have_is_not_streamed() -> None:
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            await client.send(draft=pb.Draft(base=len(text) + 1000, further=MAX_FURTHER))
+            assert (await client.receive()).problem.kind == pb.Problem.LOST
+            assert await client.ask(text, 0) == plain(text, 1)
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_rules_forbid_streaming() -> None:
+    """Behind the text's end, which only the device knows, they may allow no token."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open(SamplingParams(rules=TokenRules(min_length=500)))
+            assert client.verdict.max_further == 0
+            assert len(await client.ask(text, MAX_FURTHER)) == 1
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_device_that_leaves_gets_no_more_passes() -> None:
+    async def run() -> None:
+        at = service(passes=PassOptions(min_pass_s=0.02))
+        async with connected(at) as client:
+            text = await client.open()
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            await client.receive()
+        (session,) = at.sessions
+        while session.task is not None:
+            await asyncio.sleep(0.005)
+        assert len(session.token_ids) < len(text) + MAX_FURTHER
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_request_replaces_the_number_at_once() -> None:
+    """It is not answered by itself where the pass under way chooses its token."""
+
+    async def run() -> None:
+        at = service(passes=PassOptions(min_pass_s=0.05))
+        async with connected(at) as client:
+            text = await client.open()
+            (session,) = at.sessions
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            while not at.shared._running:
+                await asyncio.sleep(0)
+            await client.send(draft=pb.Draft(base=len(text), further=2))
+            while session.task is not None:
+                await asyncio.sleep(0.005)
+            assert session.token_ids[len(text) :] == plain(text, 3)
+            told = [(await client.receive()).verdict.base for _ in range(3)]
+            assert told == [len(text) + i for i in range(3)]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_streamed_tokens_are_sent_again_only_where_a_request_is_repeated() -> None:
+    """A device may ask for each token long after it was streamed."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            found = await client.ask(text, 5)
+            for number in (1, 2, 3, 4, 5):
+                await client.send(draft=pb.Draft(base=len(text) + number))
+            await client.send(heartbeat=pb.Heartbeat(number=1))
+            assert (await client.receive()).HasField("heartbeat")
+            assert await client.ask([*text, *found[:2]], 0) == found[2:]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
+    """The task has not begun, and would run the older one only."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            (session,) = at.sessions
+            right, other = plain(text, 2)
+            for base, tree in (
+                (len(text) - 1, DraftTree()),
+                (len(text), DraftTree((right,), (-1,))),
+            ):
+                at._work.put(session, DraftRequest(session.turn, base, tree))
+            assert (await client.receive()).verdict.tokens == [right, other]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
+    """The device is told, so that it does not take them for wrong."""
+
+    async def run() -> None:
+        at = service()
+        async with connected(at) as client:
+            text = await client.open()
+            (session,) = at.sessions
+            right, other = plain(text, 2)
+            for tree in (DraftTree(), DraftTree((right, other), (-1, 0))):
+                at._work.put(session, DraftRequest(session.turn, len(text), tree, MAX_FURTHER))
+                await asyncio.sleep(0)  # the task takes the first one
+            for _ in range(2):  # the second request is answered, too
+                told = (await client.receive()).verdict
+                assert told.base == len(text)
+                assert told.tokens == [right]
+                assert told.dropped == [0, 1]
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_streams_of_one_owner_do_not_keep_others_waiting() -> None:
+    """A stream has one request in the queue, as a device that asks for each token."""
+
+    async def run() -> None:
+        passes = PassOptions(max_rows=1, recent_s=600.0)
+        sessions = StoreOptions(max_sessions=5, max_sessions_per_owner=4)
+        at, served = service(passes=passes, sessions=sessions), list[str]()
+        inner = at.shared._decide_together
+
+        async def noted(jobs: Any) -> None:
+            served.extend(job.owner for job in jobs)
+            await inner(jobs)
+
+        async with (
+            connected(at, "mallory", 0) as first,
+            connected(at, "mallory", 1) as second,
+            connected(at, "mallory", 2) as third,
+            connected(at, "alice") as client,
+        ):
+            greedy = (first, second, third)
+            texts = [await one.open() for one in greedy]
+            text = await client.open()
+            at.shared._decide_together = noted  # type: ignore[method-assign]
+            for one, of in zip(greedy, texts, strict=True):
+                await one.send(draft=pb.Draft(base=len(of), further=MAX_FURTHER))
+            await client.send(draft=pb.Draft(base=len(text), further=9))
+            for _ in range(10):
+                await client.receive()
+        places = [place for place, owner in enumerate(served) if owner == "alice"]
+        assert len(places) == 10
+        assert all(after - before <= 2 for before, after in pairwise(places))
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_streams_take_no_further_places() -> None:
+    async def run() -> None:
+        at = service(sessions=StoreOptions(max_sessions=1, max_sessions_per_owner=1))
+        async with connected(at) as client, connected(at, number=1) as another:
+            text = await client.open()
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            await another.send(open=pb.Open())
+            assert len(at.sessions) == 1
+        await at.stop()
+
+    asyncio.run(run())
