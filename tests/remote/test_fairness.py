@@ -129,6 +129,27 @@ def test_on_a_cpu_rows_and_tokens_of_one_owner_are_limited() -> None:
     assert service.shared.options.owner_tokens == CPU_CLIENT_TOKENS
 
 
+def test_a_long_prompt_lets_others_of_its_owner_pass() -> None:
+    """What remains of it goes behind the prompts that wait."""
+    made: list[list[int]] = []
+
+    class Instant(Unused):
+        async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+            made.append([one.cache_row for one in requests])
+            return [VerifyResult((), 1)] * len(requests)
+
+    async def run() -> None:
+        shared = SharedVerifier(Instant())
+        prompts = [(shared.lease(), range(length)) for length in (2000, 100)]
+        asked = [VerifyRequest(row, 0, tuple(p), DraftTree(), GREEDY, len(p)) for row, p in prompts]
+        await asyncio.gather(*map(shared.decide, asked))
+        await shared.stop()
+
+    asyncio.run(run())
+    assert [1] in made[:2]
+    assert len(made) == 1 + -(-2000 // PassOptions().prefill_tokens)
+
+
 def test_tokens_of_one_owner_take_a_share_of_a_pass() -> None:
     """More of a draft is cut, more of a text waits for the next pass."""
     first, *later = passes(("mallory", 40, 2), ("alice", 20, 1), owner_tokens=16)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,13 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.transport import Connection, InProcessTransport
 from moaspec.remote.server.server_session import ServerSession
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.support.limits import MAX_FURTHER
+from simulated_time import run_simulated
 
 NEW = tiny.NEW_TOKENS
 PROMPT = list(tiny.PROMPTS[1])
@@ -203,6 +208,42 @@ def test_a_device_that_never_drafts_sends_no_drafts_after_a_cut() -> None:
         await server.service.stop()
 
     asyncio.run(run())
+
+
+class OneLost:
+    """A connection that loses one verdict."""
+
+    def __init__(self, inner: Connection, number: int) -> None:
+        self._inner, self._left = inner, number
+        self.send, self.close = inner.send, inner.close
+
+    async def receive(self) -> bytes:
+        frame = await self._inner.receive()
+        self._left -= wire.parse_server(frame).HasField("verdict")
+        if self._left:
+            return frame
+        self._left = -1
+        return await self.receive()
+
+
+@pytest.mark.parametrize("number", [2, 5, 9])
+def test_a_streamed_token_that_is_lost_is_asked_for_at_once(number: int) -> None:
+    async def run() -> float:
+        at = service()
+        inner = InProcessTransport(at)
+
+        async def connect() -> Connection:
+            return OneLost(await inner.connect(), number)
+
+        session = session_of(SimpleNamespace(connect=connect))
+        started_s = time.monotonic()
+        assert await read(session, PROMPT, max_new_tokens=NEW, tree=None) == plain(PROMPT)
+        took_s = time.monotonic() - started_s
+        await session.close()
+        await at.stop()
+        return took_s
+
+    assert run_simulated(run(), pass_s=0.01) < 0.01 * (NEW + 5) < PATIENT.retry_s
 
 
 def test_a_stop_token_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,24 @@ test.each([
   expect(used()).toHaveLength(2);
 });
 
+test("a device that connects anew does not blame its server", async () => {
+  const attempts: number[] = [];
+  const { session, fleet } = made((server, number) => ({
+    connect: async (events) => {
+      attempts.push(number);
+      await new Promise((resolve) => setTimeout(resolve, 30));
+      return server.connect(events);
+    },
+  }));
+  const one = session();
+  one.connect();
+  one.reconnect();
+  one.reconnect();
+  expect((await write(one)).tokenIds).toEqual(ownText(PROMPT, 40));
+  expect(new Set(attempts).size).toBe(1);
+  expect(NAMES.some((name) => fleet.avoids(name))).toBe(false);
+});
+
 test("with one server, or with none that is not avoided, it is tried again", async () => {
   const server = new FakeServer();
   let asked = 0;

@@ -383,6 +383,15 @@ test.each(["auto", 0] as const)("an older server streams nothing, with draft %s"
   if (draft === 0) expect(session.result!.acceptLengths).toEqual(new Array(39).fill(1));
 });
 
+test("a streamed token that is lost is asked for at once", async () => {
+  const { server, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 60_000, retryMs: 60_000 } });
+  let verdicts = 0;
+  server.lie = (answer) => (answer.case === "verdict" && ++verdicts === 5 ? [] : [answer]);
+  const { text } = await read(session, PROMPT, { maxNewTokens: 40 });
+  expect(text).toEqual(ownText(PROMPT, 40));
+  expect(verdicts).toBeGreaterThan(5);
+});
+
 test("streamed tokens are the target's, and end with the turn", async () => {
   const { server, session } = made({ draft: 0 });
   const { text } = await read(session, PROMPT, { maxNewTokens: 50 });

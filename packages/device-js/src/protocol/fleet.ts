@@ -98,6 +98,11 @@ export class Route implements Transport {
     this.key = fleetKey(tokenIds);
   }
 
+  /** Forget an attempt that this device itself breaks off: its server is not to blame. */
+  forgive(): void {
+    this.tried = undefined;
+  }
+
   /** Avoid the server of the latest connection; returns whether the next one will be another server. */
   leave(ms: number): boolean {
     if (this.own !== undefined) this.fleet.avoid(this.own, ms);

@@ -63,6 +63,8 @@ export class ServerLink {
   private running: Promise<void> | undefined;
   private isClosing = false;
   private isMoving = false;
+  /** Whether this device itself has ended the connection. */
+  private isRenewing = false;
   private readonly pause = new WakeUp();
   private heardMs = 0;
   private number = 0n;
@@ -113,6 +115,8 @@ export class ServerLink {
 
   /** Connect at once, over a new connection. */
   reconnect(): void {
+    this.route.forgive();
+    this.isRenewing = true;
     this.pause.set();
     this.breakOff?.();
   }
@@ -168,6 +172,7 @@ export class ServerLink {
 
   /** Open one connection and use it until it ends; returns whether it was ever up. */
   private async once(): Promise<boolean> {
+    this.isRenewing = false;
     let breakOff!: (error?: Error) => void;
     const broken = new Promise<Error | undefined>((resolve) => {
       breakOff = resolve;
@@ -192,7 +197,7 @@ export class ServerLink {
       this.setState("down");
     }
     // The server, or what is before it, accepts connections only.
-    if (!wasUp && !this.isClosing) this.route.leave(AVOID_MS);
+    if (!wasUp && !this.isClosing && !this.isRenewing) this.route.leave(AVOID_MS);
     if (error && !(error instanceof LinkError)) throw error;
     return wasUp;
   }

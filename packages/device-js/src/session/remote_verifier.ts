@@ -58,6 +58,8 @@ export interface PendingRequest {
   kept: readonly number[];
   /** Whether the link was lost since the request was made. */
   resent: boolean;
+  /** Whether the verdict of a later request came first. */
+  overtaken: boolean;
   /** Number of times that the server did not verify it. */
   putOff: number;
   /** Time of the first message, and of the next repetition. */
@@ -126,6 +128,7 @@ export class RemoteVerifier {
       drafts: request.drafts,
       kept: [],
       resent: false,
+      overtaken: false,
       putOff: 0,
       firstMs: now(),
       dueMs: 0,
@@ -284,6 +287,11 @@ export class RemoteVerifier {
     const pending = this.pending?.result ? undefined : this.pending;
     if (verdict.base >= this.text.length + (pending ? 1 : 0) && verdict.base < this.streamed) {
       this.early.set(verdict.base, verdict);
+      if (pending && !pending.overtaken) {
+        pending.overtaken = true; // its own verdict is lost
+        pending.dueMs = 0;
+        this.wake();
+      }
       return;
     }
     if (pending) {

@@ -50,6 +50,7 @@ class PendingRequest:
         tree: the drafts that were sent last.
         kept: provisional tokens that became part of the text without verification.
         resent: whether the link was lost since the request was made.
+        overtaken: whether the verdict of a later request came first.
         put_off: number of times that the server did not verify it.
         first_s: time of the first message.
         due_s: time of the next repetition.
@@ -61,6 +62,7 @@ class PendingRequest:
     tree: DraftTree
     kept: list[int] = field(default_factory=list)
     resent: bool = False
+    overtaken: bool = False
     put_off: int = 0
     first_s: float = field(default_factory=now)
     due_s: float = 0.0
@@ -268,6 +270,9 @@ class RemoteVerifier(Verifier):
         waits = pending is not None and not pending.answer.done()
         if len(self.text) + waits <= verdict.base < self._streamed:
             self._early[verdict.base] = verdict
+            if pending is not None and waits and not pending.overtaken:
+                pending.overtaken, pending.due_s = True, 0.0  # its own verdict is lost
+                self.wake()
             return
         if pending is not None and not pending.answer.done():
             text = [*self.text, *pending.kept]

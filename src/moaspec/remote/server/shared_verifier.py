@@ -324,7 +324,7 @@ class SharedVerifier:
             if isinstance(answer, VerifyResult):
                 if job.rest is not None:
                     job.request, job.rest = job.rest, None
-                    self._jobs.appendleft(job)
+                    self._jobs.append(job)  # behind other prompts of this owner
                     continue
                 answer = replace(answer, tree=answer.tree or job.request.tree)
                 if self._budget is not None:
