@@ -10,6 +10,8 @@ V vocabulary, T tokens, L target layers, G KV heads.
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +91,9 @@ class SeededSampler(CustomProposer):
             ServingError: the target's keys and values cannot be read from its caches.
         """
         super().start(runner)
+        if multiprocessing.parent_process() is not None:
+            # Ctrl-C reaches each rank, while the server still lets texts end.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         runner._sample = self._sample
         if self._layers:
             require_kept(runner, self._layers)
