@@ -64,8 +64,10 @@ def announce(service: TargetService, learning: LearningProcess | None) -> None:
 
 
 @asynccontextmanager
-async def learned(service: TargetService, learning: LearningProcess | None) -> AsyncIterator[None]:
-    """Let the drafter learn from the texts of this time, and adopt its versions."""
+async def learning_from_texts(
+    service: TargetService, learning: LearningProcess | None
+) -> AsyncIterator[None]:
+    """Let the drafter learn from the texts served meanwhile, and adopt its versions."""
     if learning is None:
         yield
         return

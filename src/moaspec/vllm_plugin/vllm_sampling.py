@@ -101,7 +101,7 @@ class SeededSampler(CustomProposer):
             self._group = CacheGroup(runner, self._layers[0].layer_name)
 
     def begin(self, batch: Sequence[PendingVerification]) -> None:
-        """Take the verifications of the next steps. They take the place of earlier ones."""
+        """Replace the pending verifications."""
         self._pending = {pending.name: pending for pending in batch}
 
     def progress(self) -> tuple[int, list[PendingVerification]]:

@@ -16,7 +16,7 @@ import ruled_target
 import tiny
 from moaspec.backends.fast_target import accelerate
 from moaspec.cli.commands.target_server import _check_engine
-from moaspec.cli.learning import announce, learned, with_learning
+from moaspec.cli.learning import announce, learning_from_texts, with_learning
 from moaspec.cli.options import LoadOptions
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
@@ -188,7 +188,7 @@ def test_a_target_server_passes_on_texts_and_adopts_versions(tmp_path: Path) -> 
     async def run() -> list[int]:
         announce(service, learning)
         assert service.capabilities.describe().newest == ""
-        async with learned(service, learning):
+        async with learning_from_texts(service, learning):
             await asyncio.to_thread(learning.on_version, tmp_path / "version-1")
             await asyncio.sleep(0)
             assert service.capabilities.describe().newest == fingerprint(version)

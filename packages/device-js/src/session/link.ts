@@ -103,7 +103,7 @@ export class ServerLink {
   }
 
   /**
-   * Replace this connection by one to another server, which comes first for some time.
+   * Connect to another server; this one is tried last for some time.
    *
    * @param ms for which this server comes last
    * @param anyway whether to replace it even if no other server is known

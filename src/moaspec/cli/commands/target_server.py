@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.learning import announce, learned, with_learning
+from moaspec.cli.learning import announce, learning_from_texts, with_learning
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
@@ -282,7 +282,7 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
             "tokens, which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
         )
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=facts)
-    HeadShare(total=facts.num_kv_heads, ranks=ranks)  # refuses an uneven one
+    HeadShare(total=facts.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
     engine = VLLMVerifier(
         VLLMVerifierSettings(
             model=find_weights(asked.model),
@@ -386,7 +386,7 @@ async def _serve(
             if server.websocket.has_page:
                 facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
         console.out.print(json.dumps({"address": server.address, **facts}))
-        async with learned(service, learning):
+        async with learning_from_texts(service, learning):
             await stop.wait()
             console.err.print("Draining", style="dim")
             await server.drain(drain_s)

@@ -135,21 +135,21 @@ class DraftSettings:
         Args:
             sampling: of the row; a head that gives logits has a price of its own.
         """
-        if self._known is not None:
-            known = self._known[sampling.needs_logits]
+        if self._shared_costs is not None:
+            known = self._shared_costs[sampling.needs_logits]
             return AdaptivePolicy(known, lags=self.lags, beside=self.beside)
         return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
     def branches(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
         """A new row's n-gram branches; `sampling` as for `policy`."""
         if self.free_branches == "auto":
-            known = self._known
+            known = self._shared_costs
             return None if known is None else NgramBranchPolicy(known[sampling.needs_logits])
         return COPIES if self.free_branches else None
 
     @cached_property
-    def _known(self) -> tuple[KnownCosts, KnownCosts] | None:
-        """What all rows that go by cost share: without logits, and with."""
+    def _shared_costs(self) -> tuple[KnownCosts, KnownCosts] | None:
+        """Costs and prior that all rows share: without logits, and with."""
         if self.tree != "auto" or self.costs is None:
             return None
         return KnownCosts(self.costs, self.prior), KnownCosts(self.costs.with_logits, self.prior)

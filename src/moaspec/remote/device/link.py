@@ -103,7 +103,7 @@ class ServerLink:
             self._outgoing.put_nowait(message)
 
     def leave(self, seconds: float, *, anyway: bool) -> None:
-        """Replace this connection by one to another server, which comes first for some time.
+        """Connect to another server; this one is tried last for some time.
 
         Args:
             seconds: for which this server comes last.

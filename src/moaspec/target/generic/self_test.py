@@ -77,7 +77,7 @@ def require_equal(target: GenericTarget) -> KVShape:
 
 
 def _distance(target: GenericTarget, trial: list[int], limit: float) -> float:
-    """Of the logits of two drafts, the larger distance relative to their length.
+    """Relative distance between our logits of two drafts and transformers': the larger one.
 
     Of a hybrid it also finds out what its layers can do, see `HybridLayers` and `SteppedMixer`.
     """
@@ -105,7 +105,7 @@ def _distance(target: GenericTarget, trial: list[int], limit: float) -> float:
 
 
 def _relative_distance(ours_TV: Tensor, right_TV: Tensor) -> float:
-    """Of logits, the largest distance relative to their length; infinite for NaN."""
+    """The largest distance between logits relative to their norm; infinite for NaN."""
     distance = float(((ours_TV - right_TV).norm(dim=1) / right_TV.norm(dim=1)).max())
     return math.inf if math.isnan(distance) else distance
 

@@ -82,7 +82,7 @@ class Writer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:  # noqa: B027 - only servers are left, as below
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - only an endpoint's writer has something to close
         """Leave the server, if there is one."""
 
     def connect(self, prompt_ids: Sequence[int]) -> None:  # noqa: B027
