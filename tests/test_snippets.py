@@ -26,6 +26,7 @@ import tiny
 from commands import load_targets_by, text_target
 from moaspec.cli.main import app
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.serve.openai.chat_schema import ChatRequest
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -174,6 +175,17 @@ def commands() -> Iterator[list[str]]:
             r"(?:^|[ (])moaspec (?=[a-z])((?:\"[^\"]*\"|'[^']*'|[^)#\n&|])*)", line
         ):
             yield shlex.split(text.rstrip('" ') if text.count('"') % 2 else text)
+
+
+def test_bodies_that_curl_sends_are_requests() -> None:
+    bodies = [
+        words[words.index("-d") + 1]
+        for words in (shlex.split(line) for line in shell_lines() if line.startswith("curl "))
+        if words[1].endswith("/v1/chat/completions")
+    ]
+    assert bodies
+    for body in bodies:
+        ChatRequest.model_validate_json(body)
 
 
 @pytest.mark.slow
