@@ -130,14 +130,15 @@ class CallAuth:
         Raises:
             InputError: not such a file, or one without any token.
         """
+        text = _read(path)
         try:
-            entries = json.loads(_read(path))
+            entries = json.loads(text)
             digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
             until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
             most = {n: int(v["max_sessions"]) for n, v in entries.items() if "max_sessions" in v}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
-                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
+                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error}.'
             ) from error
         if not digests:
             raise InputError(
