@@ -187,7 +187,9 @@ def test_a_server_that_is_not_there(
     arguments = ("--server", "127.0.0.1:1", "--bundle", str(bundle), "--give-up-s", "1")
     output = cli("remote", "w1", *arguments)
     assert output.code == 1
-    assert output.err.count("No link to 127.0.0.1:1 yet; trying again.") == 1
+    said = " ".join(output.err.split())
+    assert said.count("No link to 127.0.0.1:1 yet; trying again.") == 1
+    assert "Does `moaspec target-server` run there? Ctrl-C ends, --give-up-s limits" in said
     assert "No link to the server for 1 s" in output.err
 
 

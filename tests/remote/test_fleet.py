@@ -290,6 +290,15 @@ def test_a_cut_of_the_device_leaves_the_session_where_it_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("address", "command"), [("a:1", "target-server`"), ("wss://a:1", "target-server --websocket`")]
+)
+def test_users_without_a_link_are_told_what_to_check(address: str, command: str) -> None:
+    told = Fleet.at([address]).no_link
+    assert told.startswith(f"No link to {address} yet;")
+    assert command in told
+
+
 def test_an_unreachable_server_is_passed_by() -> None:
     link = LinkOptions(connect_s=0.2, backoff_s=0.01, max_backoff_s=0.02, dead_after_s=30.0)
 

@@ -77,7 +77,7 @@ def remote(
         "generation_config": options.generation_defaults(device.generation_config),
     }
     settings = with_model_defaults(settings, loaded.target)
-    asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=device.server))
+    asyncio.run(_run(session, ids, settings, show=show, cut=cut, no_link=wire.no_link))
     _report(session, show, as_json=as_json, hidden=len(vault))
 
 
@@ -88,9 +88,9 @@ async def _run(
     *,
     show: _Show,
     cut: _Cut,
-    server: str,
+    no_link: str,
 ) -> None:
-    timer = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_no_link, session, server)
+    timer = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_no_link, session, no_link)
     try:
         async for event in session.stream(ids, **settings):
             show.event(event)
@@ -101,9 +101,9 @@ async def _run(
         await session.close()
 
 
-def _tell_of_no_link(session: RemoteSession, server: str) -> None:
+def _tell_of_no_link(session: RemoteSession, no_link: str) -> None:
     if session.stats.up_s is None:
-        console.err.print(f"No link to {server} yet; trying again.")
+        console.err.print(no_link)
 
 
 class _Cut:

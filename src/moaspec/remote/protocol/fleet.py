@@ -121,6 +121,15 @@ class Fleet:
         """These servers behind transports that `wrap` returns."""
         return Fleet(self.addresses, lambda *server: wrap(self._make(*server)))
 
+    @property
+    def no_link(self) -> str:
+        """What to tell users while no server has answered yet."""
+        websocket = any(one.startswith(WEBSOCKETS) for one in self.addresses)
+        return (
+            f"No link to {', '.join(self.addresses)} yet; trying again. Does `moaspec target-server"
+            f"{' --websocket' * websocket}` run there? Ctrl-C ends, --give-up-s limits the wait."
+        )
+
     def route(self) -> Route:
         return Route(self)
 
