@@ -20,6 +20,7 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import DeviceBundle, export_bundle, load_device
+from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
@@ -228,7 +229,8 @@ def test_an_edge_asks_again_after_a_cut(
     device = load_device(bundle, dtype="float32")
 
     async def run() -> None:
-        transport: Any = Sender()
+        sender: Any = Sender()
+        transport = Fleet.of(sender)
         source = EdgeSource(device, transport, name="tiny", updates=transport)
         await source.start()
         await done.wait()
@@ -237,6 +239,31 @@ def test_an_edge_asks_again_after_a_cut(
 
     asyncio.run(run())
     assert "not ours" in caplog.text
+    assert caplog.text.count("No link to") == 1
+
+
+def test_an_edge_says_once_that_there_is_no_link(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the device takes no new versions."""
+    answers = [LinkError("none"), LinkError("none"), RefusedError("the end")]
+
+    class Away(Sender):
+        async def describe(self) -> pb.Description:
+            raise answers.pop(0)
+
+    monkeypatch.setattr(edge_source, "UPDATE_EVERY_S", 0.0)
+
+    async def run() -> None:
+        transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type, return-value]
+        device = LocalDevice(tiny.target(), moaspec.NgramProposer())
+        source = EdgeSource(device, transport, name="tiny", updates=transport)
+        await source.start()
+        await asyncio.wait_for(source._updating, 60)  # type: ignore[arg-type]
+        await source.close()
+
+    asyncio.run(run())
+    assert caplog.text.count("No link to 127.0.0.1:1 yet; trying again.") == 1
 
 
 def test_texts_are_offered_when_a_turn_is_over(tmp_path: Path) -> None:

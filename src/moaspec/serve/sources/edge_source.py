@@ -21,7 +21,8 @@ from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.emulation import Faults
-from moaspec.remote.protocol.transport import ServerTransport, Transport
+from moaspec.remote.protocol.fleet import Fleet
+from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
     Cancel,
@@ -124,7 +125,8 @@ class EdgeSource(TextSource):
         server_only: decodes jobs without speculation and log-probabilities; None drafts for all
             jobs, which changes no text.
         defaults: sampling defaults; None takes those of the target.
-        updates: where new versions of the device's drafter come from; None: it stays as it is.
+        updates: where new versions of the device's drafter come from; None: it stays as it is. A
+            warning is logged if there is no link at first.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class EdgeSource(TextSource):
         faults: Faults | None = None,
         server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
-        updates: ServerTransport | None = None,
+        updates: Fleet | None = None,
     ) -> None:
         self._device, self._transport, self._updates = device, transport, updates
         self._updating: asyncio.Task[None] | None = None
@@ -167,15 +169,20 @@ class EdgeSource(TextSource):
         if self._updates is not None:
             self._updating = asyncio.create_task(self._update_drafter(self._updates))
 
-    async def _update_drafter(self, server: ServerTransport) -> None:
-        """Take new versions of the drafter while texts go on."""
+    async def _update_drafter(self, server: Fleet) -> None:
+        """Take new versions of the drafter while texts go on; warn once of no first link."""
+        first = True
         while True:
-            with contextlib.suppress(LinkError):
-                try:
-                    await self._device.update(server)
-                except (RefusedError, WireError) as error:
-                    log.warning("The drafter is not updated: %s", error)
-                    return
+            try:
+                await server.describe()  # some devices' `update` asks nothing
+                await self._device.update(server)
+            except LinkError:
+                if first:
+                    log.warning(server.no_link)
+            except (RefusedError, WireError) as error:
+                log.warning("The drafter is not updated: %s", error)
+                return
+            first = False
             await asyncio.sleep(UPDATE_EVERY_S)
 
     async def close(self) -> None:
