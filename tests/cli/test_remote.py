@@ -226,8 +226,11 @@ def test_options_that_cannot_be_read_are_refused_before_loading(
         (("--bundle", "/nowhere/bundle"), "export-device"),
         (("--model", "somebody/else"), "export-device"),
         (("--codec", "int3"), "codec must be one of"),
-        (("--certificate", "device.pem"), "comes with its key"),
-        (("--token-file", "/dev/null/token"), "cannot be read"),
+        (("--certificate", "/dev/null"), "comes with its key"),
+        *(
+            ((option, "/dev/null/pem"), f"{option} /dev/null/pem cannot be read: Not a directory.")
+            for option in ("--ca", "--certificate", "--key", "--token-file")
+        ),
         (("--token-file", "/dev/null"), "is empty"),
     ],
 )

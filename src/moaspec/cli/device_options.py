@@ -128,6 +128,10 @@ class DeviceOptions:
 
             parse_shape(self.draft)
         self.vault().hide("")  # refuses unknown phone regions
+        ca = None if self.ca is None or self.ca == "system" else Path(self.ca)
+        for option, path in (("--ca", ca), ("--certificate", self.certificate), ("--key", self.key)):
+            if path is not None:
+                options.read_file(option, path)
 
     @property
     def servers(self) -> list[str]:

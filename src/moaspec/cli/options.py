@@ -200,6 +200,14 @@ def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | No
     return "auto" if option == "auto" else None
 
 
+def read_file(option: str, path: Path) -> bytes:
+    """The file that an option names; InputError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{option} {path} cannot be read: {error.strerror}.") from error
+
+
 def read_lines(option: str, path: Path) -> list[str]:
     """The lines of a text file that are not blank.
 
@@ -207,8 +215,8 @@ def read_lines(option: str, path: Path) -> list[str]:
         InputError: it cannot be read, or has none; names the option.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(option, path).decode()
+    except UnicodeDecodeError as error:
         raise InputError(f"{option} {path} cannot be read: {error}.") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
