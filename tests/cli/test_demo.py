@@ -146,7 +146,7 @@ def test_a_dtype_that_does_not_exist(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     )
     output = cli("demo", "--dtype", "float8")
     assert output.code == 2
-    assert "Error: Unknown dtype 'float8'" in output.err
+    assert "'float8' is not one of 'auto', 'float32'" in output.err
 
 
 # Ctrl-C

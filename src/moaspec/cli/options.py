@@ -81,10 +81,8 @@ Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16, float16; auto: bfloat16 where it is faster here, else float32."
-    ),
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="auto: bfloat16 where it is faster here, else float32."),
 ]
 Quantize = Annotated[
     str | None,

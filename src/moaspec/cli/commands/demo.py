@@ -140,16 +140,14 @@ class Setting:
 def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
-    from moaspec.backends.load import AUTO_DTYPE, chosen_dtype
+    from moaspec.backends.load import chosen_dtype
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
     from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
-    from moaspec.target.registry import find_weights, must_dequantise, require_dtype
+    from moaspec.target.registry import find_weights, must_dequantise
 
-    if dtype != AUTO_DTYPE:
-        require_dtype(dtype, AUTO_DTYPE)
     if must_compile():
         with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
             why_not()

@@ -35,6 +35,7 @@ def edge(
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
     device.check("`moaspec edge`", "serve", "device")
+    keys = http.keys()
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
 
@@ -42,7 +43,7 @@ def edge(
     link = None if emulate is None else link_named(emulate)
     transport = device.transport()
     with loading(device.model, device.threads, torch=device.needs_torch):
-        settings = http.settings()
+        settings = http.settings(keys)
         from moaspec.process_memory import prepare_process
         from moaspec.remote.device.server_text import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource

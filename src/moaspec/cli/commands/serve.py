@@ -58,12 +58,16 @@ class HttpOptions:
     ] = limits.MAX_BODY_BYTES
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False
 
-    def settings(self) -> ServeSettings:
-        """Settings of the endpoints; InputError for a key file that cannot be read."""
+    def keys(self) -> tuple[str, ...]:
+        """API keys of the file and the environment, because all users see command lines."""
+        keys, path = os.environ.get("MOASPEC_API_KEY", "").split(), self.api_key_file
+        return (*keys, *(options.read_lines("--api-key-file", path) if path is not None else ()))
+
+    def settings(self, keys: tuple[str, ...]) -> ServeSettings:
+        """Settings of the endpoints."""
         from moaspec.serve.guard import GuardSettings
         from moaspec.serve.server_context import ServeSettings
 
-        keys = _keys(self.api_key_file)
         return ServeSettings(
             names=tuple(self.name or ()),
             default_max_tokens=self.default_max_tokens,
@@ -121,9 +125,10 @@ def serve(
     parse_shape(tree)  # before anything slow, as below
     if cache_gib <= 0:
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
+    keys = http.keys()
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):
-            settings = http.settings()
+            settings = http.settings(keys)
             from moaspec.generation.shaping import shaping_for
             from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
@@ -161,9 +166,3 @@ def check_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
     """Say which of the model's defaults hold; InputError where some cannot be honoured."""
     defaults.settings(sampled=True)
     print_defaults(target, defaults)
-
-
-def _keys(path: Path | None) -> tuple[str, ...]:
-    """Keys are read from a file or the environment: command lines are seen by every user."""
-    keys = os.environ.get("MOASPEC_API_KEY", "").split()
-    return (*keys, *(options.read_lines("--api-key-file", path) if path is not None else ()))
