@@ -636,6 +636,12 @@ def test_unknown_models_and_drafters(cli: Cli, tmp_path: Path) -> None:
     assert "No drafter" in output.err
 
 
+def test_errors_of_the_system_have_no_number(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    said = cli("info", str(tmp_path)).err
+    assert f"Cannot read {tmp_path / 'config.json'}: Is a directory" in said
+
+
 def test_errors_are_not_wrapped(cli: Cli, tmp_path: Path) -> None:
     """Whoever reads them from a pipe has no terminal of 80 columns."""
     output = cli("generate", PROMPT, "--model", str(tmp_path))

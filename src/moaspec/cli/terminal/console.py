@@ -59,7 +59,8 @@ def is_live(screen: Console) -> bool:
 
 
 def error(message: str) -> None:
-    """Print one line on standard error."""
+    """Print one line on standard error, without the numbers of the system's errors."""
+    message = re.sub(r"\[(Errno|WinError) -?\d+\] ", "", message)
     err.print(Text("Error: ", style="bold red") + Text(message))
 
 
