@@ -87,6 +87,12 @@ def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client, pat
             assert post(http, path, **{name: value}).status_code == 200, (name, value)
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_unknown_fields_of_our_own_object_are_refused(http: httpx.Client, path: str) -> None:
+    answer = post(http, path, moaspec={"speculatoin": False})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "moaspec.speculatoin")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

@@ -1,7 +1,7 @@
 """Request bodies of all endpoints, and bodies that only this server has.
 
 Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadata`, `service_tier`,
-...), are ignored. `unsupported_fields.yaml` lists the refused ones.
+...), are ignored, but not in `moaspec`. `unsupported_fields.yaml` lists the refused ones.
 """
 
 import json
@@ -63,6 +63,8 @@ class RequestModel(BaseModel):
 
 class Extension(RequestModel):
     """The request field `moaspec`, see docs/serve.md."""
+
+    model_config = ConfigDict(extra="forbid")
 
     sources: bool = False
     tree: bool = False
