@@ -29,7 +29,7 @@ from moaspec.remote.protocol.websocket_transport import WebSocketTransport
         (["--host", "0.0.0.0"], "without TLS"),
         (["--tls-key", "key.pem"], "come together"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
-        (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file or directory."),
+        (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file"),
         (["--websocket", "8443"], "--websocket must be HOST:PORT"),
         (["--websocket", "0.0.0.0:8443"], "Listening on 0.0.0.0 without TLS"),
         (["--allow-origin", "example.org"], "--allow-origin must be an origin"),

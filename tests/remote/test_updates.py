@@ -255,7 +255,7 @@ def test_an_edge_says_once_that_there_is_no_link(
     monkeypatch.setattr(edge_source, "UPDATE_EVERY_S", 0.0)
 
     async def run() -> None:
-        transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type, return-value]
+        transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type]
         device = LocalDevice(tiny.target(), moaspec.NgramProposer())
         source = EdgeSource(device, transport, name="tiny", updates=transport)
         await source.start()

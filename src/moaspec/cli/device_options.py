@@ -129,7 +129,8 @@ class DeviceOptions:
             parse_shape(self.draft)
         self.vault().hide("")  # refuses unknown phone regions
         ca = None if self.ca is None or self.ca == "system" else Path(self.ca)
-        for option, path in (("--ca", ca), ("--certificate", self.certificate), ("--key", self.key)):
+        files = {"--ca": ca, "--certificate": self.certificate, "--key": self.key}
+        for option, path in files.items():
             if path is not None:
                 options.read_file(option, path)
 
