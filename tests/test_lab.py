@@ -1,4 +1,4 @@
-"""The writer of training texts in `lab/`: its greedy texts are those of transformers."""
+"""Scripts of `lab/`: the writer of training texts, and sums of drafters' weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
+from add_change import add_change
 from batch_writer import BatchWriter, Job
 
 STOPS = {5, 11}
@@ -48,3 +50,24 @@ def test_greedy_texts_are_those_of_generate() -> None:
                 pad_token_id=0,
             )
             assert job.response == expected[0, len(job.prompt) :].tolist()
+
+
+def test_a_share_of_a_change_is_added_where_weights_are_common(tmp_path: Path) -> None:
+    """Weights of the base alone, token ids and the head's moment stay."""
+    ids, one = torch.tensor([3, 5]), torch.ones(2, dtype=torch.bfloat16)
+    weights = {
+        "base": {"w": 2 * one, "exit": one, "head_moment": 3 * one, "draft_token_ids": ids},
+        "before": {"w": 4 * one, "head_moment": 0 * one, "draft_token_ids": ids},
+        "after": {"w": 8 * one, "head_moment": 9 * one, "draft_token_ids": ids},
+    }
+    for name, tensors in weights.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text("{}", encoding="utf-8")
+    base, before, after, output = (tmp_path / one for one in (*weights, "sum"))
+    add_change(base, before, after, 0.5, output)
+    found, kept = load_file(output / "model.safetensors"), weights["base"]
+    assert torch.equal(found.pop("w"), 4 * one)
+    assert found.keys() == kept.keys() - {"w"}
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in found.items())
+    assert (output / "config.json").read_text(encoding="utf-8") == "{}"

@@ -138,7 +138,6 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
             target, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
         )
         rounds.append(sum(result.num_rounds for result in results))
-    # Its weights are of an earlier run than those of N = 0, which nearly draft as well by now.
     assert rounds[1] < rounds[0]
 
 
