@@ -203,14 +203,6 @@ def _default() -> Path | None:
         return None
 
 
-def _close(root: Path, path: Path) -> None:
-    """Close directories that earlier versions left open to this user's group."""
-    for place in (root, *path.parents) if _HAS_OWNERS else ():
-        if place.is_relative_to(root) and place.is_dir() and place.stat().st_uid == os.geteuid():
-            with contextlib.suppress(OSError):
-                place.chmod(place.stat().st_mode & ~_OTHERS_WRITE)
-
-
 @cache
 def _tell(path: Path, reason: str, other: Path) -> None:
     log.warning("%s is not used (%s); %s is, instead.", path, reason, other)

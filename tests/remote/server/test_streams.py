@@ -214,7 +214,7 @@ def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
                 (len(text) - 1, DraftTree()),
                 (len(text), DraftTree((right,), (-1,))),
             ):
-                at._work.put(session, DraftRequest(session.turn, base, tree))
+                at.work.put(session, DraftRequest(session.turn, base, tree))
             assert (await client.receive()).verdict.tokens == [right, other]
         await at.stop()
 
@@ -231,7 +231,7 @@ def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
             (session,) = at.sessions
             right, other = plain(text, 2)
             for tree in (DraftTree(), DraftTree((right, other), (-1, 0))):
-                at._work.put(session, DraftRequest(session.turn, len(text), tree, MAX_FURTHER))
+                at.work.put(session, DraftRequest(session.turn, len(text), tree, MAX_FURTHER))
                 await asyncio.sleep(0)  # the task takes the first one
             for _ in range(2):  # the second request is answered, too
                 told = (await client.receive()).verdict

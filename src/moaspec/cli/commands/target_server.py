@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -139,7 +138,7 @@ def target_server(
     if origins and beside is None:
         raise InputError("--allow-origin needs --websocket.")
     scripts = _scripts(page, page_scripts, served=beside is not None)
-    _check_engine(engine, asked, tensor_parallel_size)
+    _check_engine(engine, asked, learn, ranks=tensor_parallel_size)
     from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
@@ -178,7 +177,7 @@ def target_server(
         prepare_process()
         load = functools.partial(_in_vllm, ranks=tensor_parallel_size)
         service = (load if engine == "vllm" else _here)(asked, limits)
-    _announce(service, learning)
+    announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     sockets = None
@@ -299,12 +298,14 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
     return TargetService(facts, module, limits, engine=engine)
 
 
-def _check_engine(engine: str, asked: options.LoadOptions, ranks: int) -> None:
+def _check_engine(engine: str, asked: options.LoadOptions, learn: Path | None, ranks: int) -> None:
     """Raise InputError for options that this engine does not have."""
     if engine != "vllm":
         if ranks > 1:
             raise InputError("--tensor-parallel-size is for --engine vllm.")
         return
+    if learn is not None:
+        raise InputError("--learn is for --engine torch.")
     if asked.quantize is not None:
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     if asked.adapter is not None:
