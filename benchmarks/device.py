@@ -118,6 +118,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pass-ms", type=float, default=150.0)
     parser.add_argument("--link-tokens", type=int, default=48, help="Of each prompt, for `links`.")
     parser.add_argument("--link-prompts", type=int, default=2)
+    parser.add_argument(
+        "--auto-only",
+        action="store_true",
+        help="Of `links`: no fixed chains, only devices at a third of their speed.",
+    )
     parser.add_argument("--bundles", type=Path, help="Keep bundles here, or take these.")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -394,7 +399,7 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     brief: list[Sequence[object]] = []
     auto: dict[str, float] = {}
     for (name, (kind, variables)), drafted in itertools.product(
-        LINK_DEVICES.items(), (args.depth, 0)
+        LINK_DEVICES.items(), (0,) if args.auto_only else (args.depth, 0)
     ):
         settings = EdgeSettings(
             model=args.model,
@@ -406,7 +411,7 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
             modes=("plain", "ahead"),
             drafters=("moa",),
             num_target_layers=(num_target_layers(places[kind]),),
-            server_speeds=(1.0, 3.0),
+            server_speeds=(3.0,) if args.auto_only else (1.0, 3.0),
             drafted=drafted,
             pass_s=args.pass_ms / 1e3,
             max_new_tokens=args.link_tokens,
