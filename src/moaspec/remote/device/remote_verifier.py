@@ -267,14 +267,15 @@ class RemoteVerifier(Verifier):
 
     def _verdict(self, verdict: pb.Verdict) -> None:
         pending = self._pending
-        waits = pending is not None and not pending.answer.done()
-        if len(self.text) + waits <= verdict.base < self._streamed:
+        if pending is not None and pending.answer.done():
+            pending = None
+        if len(self.text) + (pending is not None) <= verdict.base < self._streamed:
             self._early[verdict.base] = verdict
-            if pending is not None and waits and not pending.overtaken:
+            if pending is not None and not pending.overtaken:
                 pending.overtaken, pending.due_s = True, 0.0  # its own verdict is lost
                 self.wake()
             return
-        if pending is not None and not pending.answer.done():
+        if pending is not None:
             text = [*self.text, *pending.kept]
             skip = len(text) - verdict.base
             if skip < 0:
