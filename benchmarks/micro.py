@@ -30,7 +30,7 @@ from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
 from moaspec.drafting.moa_proposer import MoAProposer  # noqa: E402
-from moaspec.drafting.ngram_proposer import NgramIndex  # noqa: E402
+from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex  # noqa: E402
 from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402
 from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
 from moaspec.support.paths import cache_dir  # noqa: E402

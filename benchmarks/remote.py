@@ -24,7 +24,7 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

@@ -33,7 +33,7 @@ from block_drafts import block_logits
 from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier

@@ -3,8 +3,8 @@ from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.ngram_proposer import NgramProposer
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult

@@ -13,7 +13,7 @@ import moaspec.generation.local_engine
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.ngram_proposer import NgramIndex
+from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
 from moaspec.drafting.tree_shapes import merged
 from moaspec.engine.request_state import BRANCH_NGRAMS
 

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods

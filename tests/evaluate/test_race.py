@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from commands import text_target
-from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.protocols import Proposer
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality

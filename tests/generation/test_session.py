@@ -11,7 +11,7 @@ from torch import Tensor
 import moaspec
 import tiny
 from costs import table
-from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.errors import InputError, PromptError
 
 pytestmark = pytest.mark.kernels

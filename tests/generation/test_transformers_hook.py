@@ -28,7 +28,7 @@ from transformers.generation import (
 
 import moaspec
 import tiny
-from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.target.decoder_layers import cache_argument
 

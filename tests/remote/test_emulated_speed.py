@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

@@ -12,7 +12,7 @@ import moaspec
 import tiny
 from links import QUICK, Faults, FaultyTransport, Restartable
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

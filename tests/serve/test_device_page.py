@@ -19,7 +19,7 @@ from websockets.exceptions import InvalidStatus
 
 import device_pages
 from device_pages import PageServer
-from moaspec.cli.commands.target_server import _page, _scripts
+from moaspec.cli.commands.serving.target_server import _page, _scripts
 from moaspec.errors import CheckpointError, InputError
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 

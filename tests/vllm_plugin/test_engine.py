@@ -118,7 +118,7 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option of vLLM's says how many; its scheduler would not tell a custom class."""
-    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
+    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
 
     draft, asked = PagedDrafter.draft, set()
 
@@ -153,8 +153,8 @@ def test_tokens_that_were_skipped_are_encoded_later(
 ) -> None:
     """Drafts after steps without any are those of a run that drafts in every step."""
     from moaspec.vllm_plugin.load_aware import Plan
+    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
     from moaspec.vllm_plugin.proposer import VLLMMoAProposer
-    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
 
     plan, draft, steps = VLLMMoAProposer._plan, PagedDrafter.draft, Counter[str]()
     drafts: dict[tuple[int, ...], list[int]] = {}
@@ -200,8 +200,8 @@ def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None
 def test_a_failing_drafter_never_fails_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
     from moaspec.vllm_plugin.proposer import FAILURES
-    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
 
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)

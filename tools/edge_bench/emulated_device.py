@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.remote.device.device_parts import Device
 

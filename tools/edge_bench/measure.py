@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edge_bench.case import Case, Measured
 from edge_bench.emulated_device import HeldDevice
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.result import Event
 from moaspec.remote.device.device_parts import Device

@@ -13,16 +13,16 @@ from moaspec.cli.commands.check import check
 from moaspec.cli.commands.checkpoint import app as checkpoint
 from moaspec.cli.commands.data import app as data
 from moaspec.cli.commands.demo import demo
-from moaspec.cli.commands.edge import edge
 from moaspec.cli.commands.evaluate import app as evaluate
 from moaspec.cli.commands.generate import generate
 from moaspec.cli.commands.info import info
 from moaspec.cli.commands.models import models
-from moaspec.cli.commands.remote import remote
-from moaspec.cli.commands.serve import serve
-from moaspec.cli.commands.target_server import target_server
+from moaspec.cli.commands.serving.edge import edge
+from moaspec.cli.commands.serving.remote import remote
+from moaspec.cli.commands.serving.serve import serve
+from moaspec.cli.commands.serving.target_server import target_server
+from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
-from moaspec.cli.commands.vllm_config import vllm_config
 from moaspec.cli.terminal import console
 from moaspec.errors import (
     HubError,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.ngram_proposer import NgramIndex
+from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import merged, without

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Proposer
 from moaspec.drafting.tree_shapes import parse_shape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Proposer
 from moaspec.drafting.tree_shapes import parse_shape

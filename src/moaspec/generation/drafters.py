@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from moaspec.drafting.baseline_proposers import baseline_drafting
+from moaspec.drafting.other_proposers.baseline_proposers import baseline_drafting
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters

@@ -2,5 +2,6 @@
 
 vLLM keeps batching, chunked prefill, prefix caching, verification and its server. Four options,
 which `moaspec vllm-config` prints, make it load this package. `vllm_settings`, `hooks`, `refusals`,
-`cache_reader`, `load_aware` and `vllm_target_layers` import nothing of vLLM.
+`load_aware`, and `cache_reader`, `encoded_tokens` and `vllm_target_layers` of `paged_drafter`
+import nothing of vLLM.
 """

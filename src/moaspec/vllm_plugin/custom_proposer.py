@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.cache_reader import HeadShare, require_readable
+from moaspec.vllm_plugin.paged_drafter.cache_reader import HeadShare, require_readable
 from moaspec.vllm_plugin.refusals import check_settings
 
 

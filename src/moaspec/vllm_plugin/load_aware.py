@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from moaspec.drafting.policy.cost_model import CostTable, Floats
-from moaspec.vllm_plugin.encoded_tokens import Integers
+from moaspec.vllm_plugin.paged_drafter.encoded_tokens import Integers
 
 PROMISE = 1.04  # least speed-up over a step without drafts that a step with drafts has to promise
 HORIZON = 64

@@ -29,7 +29,6 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import load_tokenizer
 from moaspec.target.spec import TargetSpec
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.load_aware import (
     HORIZON,
@@ -38,11 +37,12 @@ from moaspec.vllm_plugin.load_aware import (
     Plan,
     StepCosts,
 )
+from moaspec.vllm_plugin.paged_drafter.caches import PagedLayer
+from moaspec.vllm_plugin.paged_drafter.vllm_drafting import DrafterParts, PagedDrafter
+from moaspec.vllm_plugin.paged_drafter.vllm_target_layers import DraftHead, embedding_of
 from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.vllm_costs import measure
-from moaspec.vllm_plugin.vllm_drafting import DrafterParts, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
-from moaspec.vllm_plugin.vllm_target_layers import DraftHead, embedding_of
 
 logger = init_logger(__name__)
 

@@ -12,8 +12,8 @@ import torch
 
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.vllm_plugin.load_aware import Share
-from moaspec.vllm_plugin.vllm_drafting import ENCODE_CHUNK, PagedDrafter
-from moaspec.vllm_plugin.vllm_target_layers import base_logits
+from moaspec.vllm_plugin.paged_drafter.vllm_drafting import ENCODE_CHUNK, PagedDrafter
+from moaspec.vllm_plugin.paged_drafter.vllm_target_layers import base_logits
 
 REPEATS = 3  # timed runs of each size after an untimed one; the fastest counts
 ENOUGH_S = 0.5  # time after which a size is not run again

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.ngram_proposer import NgramProposer
-from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
+from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Proposer, TextProposer
 from moaspec.drafting.tree_shapes import Chain, merged

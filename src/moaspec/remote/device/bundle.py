@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
-from moaspec.drafting.baseline_proposers import IndependentProposer
+from moaspec.drafting.other_proposers.baseline_proposers import IndependentProposer
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, RefusedError
 from moaspec.generation.destinations import device_problem

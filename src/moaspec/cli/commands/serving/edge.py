@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import device_options, options
-from moaspec.cli.commands.serve import Active, HttpOptions, Port, Waiting, check_defaults
+from moaspec.cli.commands.serving.serve import Active, HttpOptions, Port, Waiting, check_defaults
 from moaspec.cli.terminal.status import loading
 from moaspec.support.ports import bind
 

@@ -61,7 +61,7 @@ def test_wrong_methods_are_refused_before_a_target_is_loaded(
 def test_results_as_make_has_them(cli: Cli, tmp_path: Path) -> None:
     """The commands of `make results`, on two prompts."""
     pytest.importorskip("matplotlib")
-    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "Makefile").read_text().splitlines()
     (methods,) = [line.partition("= ")[2] for line in lines if line.startswith("METHODS")]
     directory = tmp_path / "two"
     directory.mkdir()

@@ -268,7 +268,7 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
     from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import find_weights, target_facts
-    from moaspec.vllm_plugin.cache_reader import HeadShare
+    from moaspec.vllm_plugin.paged_drafter.cache_reader import HeadShare
     from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
     from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 

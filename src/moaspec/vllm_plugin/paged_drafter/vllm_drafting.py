@@ -19,10 +19,10 @@ from vllm.distributed import tensor_model_parallel_all_gather
 
 from moaspec.model.layers import CosSin
 from moaspec.model.moa import MoADrafter
-from moaspec.vllm_plugin.cache_reader import CacheReader, HeadShare, require_kept
-from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
-from moaspec.vllm_plugin.encoded_tokens import EncodedTokens, Integers
-from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
+from moaspec.vllm_plugin.paged_drafter.cache_reader import CacheReader, HeadShare, require_kept
+from moaspec.vllm_plugin.paged_drafter.caches import CacheGroup, PagedAttend, PagedLayer
+from moaspec.vllm_plugin.paged_drafter.encoded_tokens import EncodedTokens, Integers
+from moaspec.vllm_plugin.paged_drafter.vllm_target_layers import DraftHead, Embed
 
 ENCODE_CHUNK = 1024  # tokens that are encoded at once; bounds memory for long prompts
 

@@ -19,7 +19,7 @@ from bundles import save_bundle
 from commands import Cli
 from moaspec.backends.load import load_target
 from moaspec.cli import device_options
-from moaspec.cli.commands.remote import _Show
+from moaspec.cli.commands.serving.remote import _Show
 from moaspec.cli.device_options import DeviceOptions
 from moaspec.engine.result import Source
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
@@ -103,7 +103,7 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @pytest.fixture(autouse=True)
 def _a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.edge.bind", lambda *_: bind("127.0.0.1", 0))
+    monkeypatch.setattr("moaspec.cli.commands.serving.edge.bind", lambda *_: bind("127.0.0.1", 0))
 
 
 def test_a_planted_bundle_is_not_loaded(
@@ -183,7 +183,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
 def test_a_server_that_is_not_there(
     cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.remote.PATIENCE_S", 0.1)
+    monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
     arguments = ("--server", "127.0.0.1:1", "--bundle", str(bundle), "--give-up-s", "1")
     output = cli("remote", "w1", *arguments)
     assert output.code == 1

@@ -412,7 +412,7 @@ def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"w{10 + i % 50} w{11 + i % 7}"} for i in range(12)]
     prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
     options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
-    program = Path(__file__).parents[1] / "kill_commands.py"
+    program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(
         [sys.executable, str(program), "10", str(out), *command],

@@ -20,12 +20,12 @@ import moaspec.generation.local_engine
 import tiny
 from costs import by_cost, table
 from golden import TOLERANCE, needs_golden
-from moaspec.drafting.baseline_proposers import (
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.other_proposers.baseline_proposers import (
     EagleProposer,
     IndependentProposer,
     baseline_drafting,
 )
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.policies import COPIES
 from moaspec.drafting.protocols import RequestText
 from moaspec.errors import CorruptCheckpointError, MismatchError

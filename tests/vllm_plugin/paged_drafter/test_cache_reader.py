@@ -12,7 +12,7 @@ from torch import Tensor
 
 from block_drafts import layer_features
 from moaspec.errors import ServingError
-from moaspec.vllm_plugin.cache_reader import (
+from moaspec.vllm_plugin.paged_drafter.cache_reader import (
     CacheReader,
     HeadShare,
     require_kept,

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.vllm_plugin.encoded_tokens import Integers
+from moaspec.vllm_plugin.paged_drafter.encoded_tokens import Integers
 
 
 class PagedLayer:

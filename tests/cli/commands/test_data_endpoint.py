@@ -268,7 +268,7 @@ def test_kill_9_at_ten_random_moments(
     """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     out = tmp_path / "r.jsonl"
     options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
-    program = Path(__file__).parents[1] / "kill_commands.py"
+    program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(
         [sys.executable, str(program), "10", str(out), *command, "--endpoint", url],

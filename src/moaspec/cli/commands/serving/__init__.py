@@ -1,0 +1,1 @@
+"""Commands of servers, and of devices that use them."""

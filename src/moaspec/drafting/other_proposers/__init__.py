@@ -1,0 +1,1 @@
+"""Proposers other than that of a Mixture-of-Attentions drafter."""

@@ -1,0 +1,1 @@
+"""The drafter over the blocks of vLLM's cache."""
