@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
 from moaspec.support import limits
-from moaspec.support.refusal_delay import RefusalDelay
+from moaspec.support.tasks import RefusalDelay
 
 PROTECTED_PATHS = ("/v1", "/metrics")  # paths that require a key, with all paths below them
 COMPOUND_VALUES = 4  # values that an object, a list or a member of an object counts for

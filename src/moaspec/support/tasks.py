@@ -1,4 +1,4 @@
-"""Waiting in an event loop: limits of time, and the end of tasks."""
+"""Waiting in an event loop: limits of time, the delay of refusals, and the end of tasks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from moaspec.errors import LinkError
+from moaspec.support import limits
 
 
 @asynccontextmanager
@@ -25,3 +26,20 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> list[Any]:
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RefusalDelay:
+    """Delays refusals, which slows down guessing, at most `MAX_WRONG_TOKENS` at a time."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    async def wait(self) -> None:
+        """Wait before a wrong token or key is refused; return at once if too many wait."""
+        if self._waiting >= limits.MAX_WRONG_TOKENS:
+            return
+        self._waiting += 1
+        try:
+            await asyncio.sleep(limits.WRONG_TOKEN_S)
+        finally:
+            self._waiting -= 1

@@ -22,7 +22,8 @@ from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOption
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import NoRoomError
 from moaspec.remote.server.telemetry import Telemetry
-from moaspec.support import limits, refusal_delay
+from moaspec.support import limits
+from moaspec.support.tasks import RefusalDelay
 
 TOKEN = "good"
 APART = [("grpc.use_local_subchannel_pool", 1)]
@@ -216,7 +217,7 @@ def test_wrong_tokens_are_answered_late_but_do_not_pile_up(
     monkeypatch.setattr(limits, "WRONG_TOKEN_S", 3600.0)
 
     async def run() -> None:
-        down = refusal_delay.RefusalDelay()
+        down = RefusalDelay()
         late = [asyncio.create_task(down.wait()) for _ in range(limits.MAX_WRONG_TOKENS)]
         await asyncio.sleep(0)
         await down.wait()

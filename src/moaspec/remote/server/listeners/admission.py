@@ -10,8 +10,7 @@ from moaspec.remote.server.auth import ANONYMOUS, CallAuth, UnknownClientError
 from moaspec.remote.server.session_store import Quota
 from moaspec.remote.server.telemetry import Telemetry
 from moaspec.support import limits
-from moaspec.support.refusal_delay import RefusalDelay
-from moaspec.support.tasks import time_limit
+from moaspec.support.tasks import RefusalDelay, time_limit
 
 
 class LateRequestError(LinkError):
