@@ -5,8 +5,6 @@
 Legend: K candidates, the most probable first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -8,8 +8,6 @@ agree; its rank in that order and its distance from the best do.
 Legend: B rows, S rows that sample, W beams, V draft vocabulary, C children, K ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What a drafter and a target must have in common, and what a drafter can do beside its target."""
 
-from __future__ import annotations
-
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target

@@ -5,8 +5,6 @@ Token embeddings and LM head are the target's, frozen; the layers between them a
 Legend: B batch, T tokens, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ A published checkpoint records almost none of this, so every size that a tensor 
 from the tensors (see `checkpoint/moa_config.py`); these classes only hold the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ Legend: B batch, T tokens, L target layers, K one layer's key and value (for eac
 then its value), J KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 Legend: E hidden size.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

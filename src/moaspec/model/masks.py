@@ -6,8 +6,6 @@ last verified token, in training the one before the query's block (T-step bound)
 Legend: B batch, T queries, S keys.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

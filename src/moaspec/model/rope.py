@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, D head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Legend: B batch, T tokens, L target layers, H target KV heads, D head dim, E hid
 K = 2 * H * D, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ angle brackets become the usual ones; accents and invisible characters are remov
 the escapes of JSON, HTML, URLs and Markdown are decoded. The time is linear in the text.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator, Sequence

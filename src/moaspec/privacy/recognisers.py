@@ -4,8 +4,6 @@ They find text by its form; cards and IBANs also need correct check digits. They
 names, streets or diagnoses: users mark these.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Private spans of a text, and the marks that set them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Unlike TCP it loses and reorders messages; a session must work even so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine

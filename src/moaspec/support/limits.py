@@ -3,8 +3,6 @@
 `docs/security.md` shows this table; a test compares the two.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 # Characters of a grammar, made from a JSON schema or tools, or sent as it is.

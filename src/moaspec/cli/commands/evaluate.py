@@ -1,7 +1,5 @@
 """`moaspec eval`: measures decoding methods side by side."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

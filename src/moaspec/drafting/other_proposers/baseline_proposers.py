@@ -3,8 +3,6 @@
 Legend: B rows, T new tokens, W beams of a level, U drafted slots, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

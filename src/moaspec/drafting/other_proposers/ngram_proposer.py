@@ -4,8 +4,6 @@
 else; the engine's n-gram branches put the same candidates beside those of any drafter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from moaspec.drafting.draft_tree import DraftTree, Tree

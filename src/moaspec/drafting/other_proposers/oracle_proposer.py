@@ -1,7 +1,5 @@
 """Replay: a drafter whose agreement is set, not learned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The unit is one target pass over a single token. Drafts are counted as dear rath
 that `tree="auto"` drafts only what is sure to pay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from torch import nn

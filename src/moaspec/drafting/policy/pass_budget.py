@@ -4,8 +4,6 @@ A pass has as many verification slots for drafts as pay by its measured cost, do
 to the drafts that most probably survive, whichever row they belong to.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

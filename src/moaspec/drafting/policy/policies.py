@@ -4,8 +4,6 @@ Each request has its own policy, or a fixed shape. `AdaptivePolicy` drafts as ma
 their cost on this machine, and none where plain decoding is faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What baseline drafters share: their config and their checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import partial

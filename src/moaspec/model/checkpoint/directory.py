@@ -1,7 +1,5 @@
 """What can be asked of a checkpoint's directory without its tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ A checkpoint is a directory with `config.json` and `model.safetensors`. Three ki
 Sizes always come from the tensors; `config.json` adds only what tensors cannot tell.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Ours record everything in the `moaspec` section of `config.json`. Of published o
 converted for vLLM, the sizes come from the tensors.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The forms record few sizes: readers assume the target's number of heads for ever
 a drafter that they cannot describe raises an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Names of a drafter's tensors: published ones on disk, module paths in memory."""
 
-from __future__ import annotations
-
 from moaspec.errors import CorruptCheckpointError
 
 DRAFT_TOKENS = "draft_token_ids"

@@ -1,7 +1,5 @@
 """The files of a checkpoint: `config.json` and tensors in safetensors, one file or shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ the drafter reuses them, the drafter's decoder, the tokenizer, and the identitie
 device never opens the target's own files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

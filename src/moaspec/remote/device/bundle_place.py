@@ -1,7 +1,5 @@
 """Where a device bundle is written: in place of an older one, never over other files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import tempfile

@@ -1,7 +1,5 @@
 """What a session needs of a device: facts of the target, and a drafter. Needs no PyTorch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Protocol
 

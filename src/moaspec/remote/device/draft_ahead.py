@@ -1,7 +1,5 @@
 """Drafting ahead of the verified text, while a verdict is awaited or without a link."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Events of a device's session, and statistics of its link."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field

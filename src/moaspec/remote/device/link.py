@@ -4,8 +4,6 @@ A link is up after the first message of a connection. Every message shows that t
 heartbeats cause at least one every half second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

@@ -7,8 +7,6 @@ Synchronous: A / (gamma t_d + R + t_v). Ahead: A / (max(gamma t_d, R + t_v) + (1
 Without drafts, tokens are streamed: 1 / t_v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import ceil
 

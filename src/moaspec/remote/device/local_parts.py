@@ -1,7 +1,5 @@
 """A drafter of PyTorch on a device, and a device with the whole target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ they are sent: private spans are placeholders by then.
 If the disk fails, activations come from the server instead.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

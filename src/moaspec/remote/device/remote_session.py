@@ -1,7 +1,5 @@
 """The device's session: drafts on the device, verifies on a server."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence

@@ -4,8 +4,6 @@ A request is repeated until it is answered, also after cuts of the link. Answers
 alone, so repetitions change nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

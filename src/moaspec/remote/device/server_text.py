@@ -1,7 +1,5 @@
 """Text that a server decodes by itself: the baseline of client-server decoding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Unpack

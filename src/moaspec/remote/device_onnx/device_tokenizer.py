@@ -1,7 +1,5 @@
 """A target's tokenizer and chat template out of a bundle's files, without transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -20,8 +20,6 @@ M memory slots, J KV heads, C CA's, H query heads, G query heads of a KV head, R
 E hidden size, V draft vocabulary, K drafts per run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The manifest of an ONNX bundle: facts that a device checks before it drafts. Needs no PyTorch."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Export of ONNX bundles, from which onnxruntime drafts on any device."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

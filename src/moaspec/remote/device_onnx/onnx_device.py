@@ -1,7 +1,5 @@
 """A device that drafts from an ONNX bundle; needs no PyTorch."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any

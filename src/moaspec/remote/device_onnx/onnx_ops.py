@@ -3,8 +3,6 @@
 Legend: T tokens, R rows of a matrix, I its inputs, Q blocks of a row, B inputs of a block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

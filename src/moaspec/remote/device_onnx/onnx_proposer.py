@@ -1,7 +1,5 @@
 """Drafting by onnxruntime as a `Proposer` of a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from moaspec.drafting.draft_noise import best_draft

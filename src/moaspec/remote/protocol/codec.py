@@ -14,8 +14,6 @@ accepted draft, but never changes the text.
 Legend: T tokens, V vectors of a token, D numbers of a vector, G groups of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Identities of targets as messages, and versions of the protocol."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 
 from moaspec.model.drafter_config import TargetIdentity

@@ -1,7 +1,5 @@
 """Sets of token positions as ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 PositionRange = tuple[int, int]  # positions start .. stop - 1

@@ -1,7 +1,5 @@
 """Connections that carry frames, each one serialised message of target.proto."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from abc import abstractmethod

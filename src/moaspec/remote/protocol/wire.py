@@ -1,7 +1,5 @@
 """Conversion between protobuf messages and our own objects; limits all received values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

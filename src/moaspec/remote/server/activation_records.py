@@ -4,8 +4,6 @@ Legend: T tokens, C CA's KV heads, D head dim, N last target layers, H target KV
 K = 2 * H * D, V vectors of a token.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs the requests of sessions: one at a time for each session, in shared passes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

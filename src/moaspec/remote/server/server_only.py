@@ -3,8 +3,6 @@
 It is the baseline of client-server decoding, and serves devices that have no bundle.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Answers depend on the text alone. `token_ids` holds the committed text: the prom
 that the target chose. The last token has no keys and values yet.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence

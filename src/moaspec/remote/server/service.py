@@ -1,7 +1,5 @@
 """The server's side of the protocol, for any kind of connection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """All sessions of a server: how many each owner may have, and which is evicted first."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

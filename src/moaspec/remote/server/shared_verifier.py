@@ -4,8 +4,6 @@ Each caller asks for one row and waits. Requests that arrive during a pass form 
 take turns, and each has a share of a pass, so no owner waits longer than a pass of such shares.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """Prometheus metrics and OpenTelemetry traces of a server; they never contain text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Admission of calls, for all transports of a server: who calls, how many at once, how long."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 

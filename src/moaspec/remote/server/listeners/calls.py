@@ -1,7 +1,5 @@
 """The calls of target.proto, frame by frame, for any transport."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Awaitable, Callable
 

@@ -1,7 +1,5 @@
 """WebSockets beside gRPC: the same calls, frames, credentials and limits."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii
