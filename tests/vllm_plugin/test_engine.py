@@ -117,16 +117,27 @@ def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
 def test_fewer_tokens_are_drafted_for_more_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An option of vLLM's says how many; its scheduler would not tell a custom class."""
-    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
+    """An option of vLLM's says how many; its scheduler would not tell a custom class.
+
+    The rejection sampler, slower than vLLM's plain sampler, runs only in steps with drafts.
+    """
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
 
     draft, asked = PagedDrafter.draft, set()
+    reject, rejected = RejectionSampler.forward, list[bool]()
+
+    def sampled(self: Any, metadata: Any, *others: Any) -> Any:
+        rejected.append(any(metadata.num_draft_tokens))
+        return reject(self, metadata, *others)
 
     def noted(self: Any, rows: Any, tokens: Any, positions: Any, depth: int) -> Any:
         asked.add((len(rows), depth))
         return draft(self, rows, tokens, positions, depth)
 
     monkeypatch.setattr(PagedDrafter, "draft", noted)
+    monkeypatch.setattr(RejectionSampler, "forward", sampled)
     speculative = serving.arguments(models, models.taught)["speculative_config"]
     schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 2, 1), (3, 3, 0)]}
     prompts, lengths = tiny.PROMPTS[:3], [6, 12, 24]
@@ -135,6 +146,8 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     with serving.engine(models, models.taught, speculative_config=speculative | schedule) as llm:
         assert serving.texts(llm, prompts, lengths, concurrency=3) == expected
     assert asked == {(1, 3), (2, 1)}
+    assert rejected
+    assert all(rejected)
 
 
 def test_texts_stay_where_the_load_decides_what_is_drafted(models: Models) -> None:

@@ -84,6 +84,7 @@ class VLLMMoAProposer(CustomProposer):
         self._parts: DrafterParts | None = None
         self._drafter: PagedDrafter | None = None
         self._vllm_sample: Callable[[Tensor, Any], Any] | None = None
+        self._greedy_only = False  # whether vLLM verifies drafts of greedy requests only
 
     def load_model(self, target: Any) -> None:
         """Load the drafter, connect it to the target and request its caches from vLLM.
@@ -118,8 +119,9 @@ class VLLMMoAProposer(CustomProposer):
         super().start(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
         self._drafter = PagedDrafter(self._parts, runner)
-        if not hooks.verifies_sampled_drafts(runner.positions.device):
-            self._vllm_sample, runner._sample = runner._sample, self._sample
+        self._vllm_sample, runner._sample = runner._sample, self._sample
+        self._greedy_only = not hooks.verifies_sampled_drafts(runner.positions.device)
+        if self._greedy_only:
             logger.warning(
                 "vLLM %s applies no request's temperature to drafted tokens here. Steps are "
                 "drafted while all of their requests are greedy.",
@@ -209,7 +211,7 @@ class VLLMMoAProposer(CustomProposer):
         """The drafts of this step; `newest`: by request, the position of its newest token."""
         assert self._drafter is not None
         batch = self.runner.input_batch
-        if self._vllm_sample is not None and not batch.all_greedy:
+        if self._greedy_only and not batch.all_greedy:
             return Plan()
         if self._chooser is not None and self._chooser.rests(batch.num_reqs):
             return Plan()
@@ -257,17 +259,20 @@ class VLLMMoAProposer(CustomProposer):
         return dict(zip(rows, chains, strict=True))
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
-        """Sample as vLLM does, but verify no drafts in a step with a sampled request.
+        """Sample as vLLM does, without its rejection sampler in a step that verifies no drafts.
 
-        Such a step can still have drafts: of greedy requests that a sampled one joined, and drafts
-        that vLLM adds itself after a prefix cache hit or near a text's limit.
+        A step with a sampled request can have drafts that must not be verified: of greedy requests
+        that it joined, and drafts that vLLM adds itself after a prefix cache hit or near a text's
+        limit.
 
         Args:
             logits_NV: logits of each request's newest token, then of its drafts.
             metadata: vLLM's metadata of the drafts; None if there are none.
         """
         assert self._vllm_sample is not None
-        if metadata is not None and not self.runner.input_batch.all_greedy:
+        if metadata is None or not any(metadata.num_draft_tokens):
+            metadata = None
+        elif self._greedy_only and not self.runner.input_batch.all_greedy:
             newest_R = np.cumsum([0, *metadata.num_draft_tokens[:-1]])
             newest_R += np.arange(len(newest_R))
             logits_NV, metadata = logits_NV[torch.from_numpy(newest_R)], None

@@ -32,7 +32,7 @@ class EncodedTokens:
             stop_R: position after its last one.
         """
         first_R, last_R = -(-start_R // self._size), -(-stop_R // self._size)
-        for row in np.flatnonzero(first_R < last_R):
+        for row in (first_R < last_R).nonzero()[0]:
             self._counts[blocks_RM[row, first_R[row] : last_R[row]]] = 0
 
     def missing(self, blocks_M: Integers, first: int, length: int) -> Integers:

@@ -82,7 +82,8 @@ class PagedDrafter:
         """Note which blocks the target has begun to fill in this step."""
         batch = self._runner.input_batch
         start_R = batch.num_computed_tokens_cpu[: batch.num_reqs]
-        stop_R = start_R + np.diff(self._runner.query_start_loc.np[: batch.num_reqs + 1])
+        query_R = self._runner.query_start_loc.np[: batch.num_reqs + 1]
+        stop_R = start_R + query_R[1:] - query_R[:-1]
         self._self_encoded.forget(self._self_group.blocks, start_R, stop_R)
         self._cross_encoded.forget(self._cross_group.blocks, start_R, stop_R)
 
