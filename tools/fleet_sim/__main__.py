@@ -138,7 +138,7 @@ def figures(found: Found, fleet: Fleet) -> dict[str, float]:
         "tokens_per_server_s": found.tokens_per_s(start_s, stop_s) / fleet.servers,
         "p50_ms": 1e3 * p50,
         "p99_ms": 1e3 * p99,
-        "rows_per_pass": found.rows / max(1, found.passes),
+        "rows_per_pass": found.rows(start_s, stop_s),
     }
 
 
@@ -282,15 +282,13 @@ def check(fleet: Fleet, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def skipping(fleet: Fleet, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """As `check`, in one event loop that skips waiting; in sync mode only."""
+    """As `check`, in one event loop that skips waiting."""
     rows = []
     for told in args.runs:
         mode, devices, servers = told.split(":")
-        if mode != "sync":
-            continue
         one = replace(
             fleet,
-            mode="sync",
+            mode=mode,
             devices=int(devices),
             servers=int(servers),
             token_bytes=0,

@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,22 +84,28 @@ def scaled(costs: CostTable, scale: float) -> CostTable:
 
 
 class HeldPasses:
-    """A verifier whose passes last as long as a cost table says."""
+    """A verifier whose passes last as long as a cost table says; without one, as long as they do.
+
+    Attributes:
+        own_s: CPU time of the passes.
+        passes: see `Found`, by the clock of the machine.
+    """
 
     capabilities = EngineCapabilities()
 
-    def __init__(self, target: Target, costs: CostTable) -> None:
+    def __init__(self, target: Target, costs: CostTable | None) -> None:
         self._inner, self._costs = local_verifier(target, None), costs
-        self.own_s, self.rows = 0.0, 0
+        self.own_s, self.passes = 0.0, list[tuple[float, int]]()
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """See `Verifier`; runs in a thread of its own."""
-        started_s, cpu_s = time.perf_counter(), time.thread_time()
+        started_s, cpu_s = time.monotonic(), time.thread_time()
+        self.passes.append((started_s, len(requests)))
         results = run_now(self._inner.verify(requests))
         self.own_s += time.thread_time() - cpu_s
-        self.rows += len(requests)
-        left_s = pass_s(self._costs, requests) - (time.perf_counter() - started_s)
-        time.sleep(max(0.0, left_s))
+        if self._costs is not None:
+            left_s = pass_s(self._costs, requests) - (time.monotonic() - started_s)
+            time.sleep(max(0.0, left_s))
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -109,12 +116,8 @@ def serve(setting: dict[str, Any]) -> None:
     """A server process: prints its address, runs until its input ends, prints its CPU times."""
     torch.set_num_threads(1)
     costs, model, sessions = table(setting["costs"]), setting["model"], setting["devices"]
-    held: Any = None
-    if model is None:
-        target = tiny_target()
-        held = HeldPasses(target, costs)
-    else:
-        target = moaspec.load_target(model)
+    target = tiny_target() if model is None else moaspec.load_target(model)
+    held: Any = HeldPasses(target, costs if model is None else None)
     stores = StoreOptions(max_sessions=sessions, max_sessions_per_owner=sessions)
     limits = ServiceOptions(sessions=stores, max_tokens=MAX_TOKENS)
     shaping = DraftSettings(costs=costs, prior=[[setting["rate"]]])
@@ -126,10 +129,8 @@ def serve(setting: dict[str, Any]) -> None:
             assert server.websocket is not None
             print(server.websocket.url, flush=True)
             await asyncio.to_thread(sys.stdin.read)
-            counts = service.shared.counts
-            own_s = counts.seconds if held is None else held.own_s
-            row_s = (time.process_time() - start_s - own_s) / max(1, counts.rows)
-            print(json.dumps({"passes": counts.passes, "rows": counts.rows, "row_s": row_s}))
+            spent_s, rows = time.process_time() - start_s - held.own_s, service.shared.counts.rows
+            print(json.dumps({"passes": held.passes, "row_s": spent_s / max(1, rows)}))
 
     start_s = time.process_time()
     asyncio.run(run())
@@ -209,7 +210,7 @@ class Players:
         mode: see `Mode`.
         devices: number of them.
         step_s: of a drafted token.
-        seconds: how long they write; a text that has begun is ended.
+        seconds: how long they write; each ends its first text.
     """
 
     urls: Sequence[str]
@@ -224,7 +225,7 @@ class Players:
 
     def play(self) -> Real:
         """Let them write."""
-        self._start_s, cpu_s = time.monotonic(), time.process_time()
+        self.start_s, cpu_s = time.monotonic(), time.process_time()
         threads = [threading.Thread(target=self._thread, args=(i,)) for i in range(self.devices)]
         for one in threads:
             one.start()
@@ -247,22 +248,24 @@ class Players:
             self.target, Traced(self.texts, lambda drafts: time.sleep(drafts * self.step_s))
         )
         options = RemoteOptions(draft_ahead=self.mode == "ahead")
-        session = RemoteSession(device, transport, options)
+        await self._write(number, RemoteSession(device, transport, options), RemoteText(transport))
+
+    async def _write(self, number: int, session: RemoteSession, alone: RemoteText) -> None:
+        """Write one text after another: by the session, or in plain mode by the server alone."""
+        source: Any = alone if self.mode == "plain" else session
         await asyncio.sleep(number / self.devices * 2.0)
         for turn in itertools.count(number):
             if self.now_s() >= self.seconds:
                 break
             prompt, answer, _ = self.texts[turn % len(self.texts)]
-            settings: Any = {"max_new_tokens": len(answer), "stop_token_ids": ()}
-            stream: Any = session.stream(prompt, **settings)
-            if self.mode == "plain":
-                stream = RemoteText(transport).stream(prompt, **settings)
-            text = await self._read(stream)
-            assert text == answer, "the text is not the target's"
+            stream = source.stream(prompt, max_new_tokens=len(answer), stop_token_ids=())
+            async with aclosing(stream):
+                text = await self._read(stream, whole=turn == number)
+            assert text == answer[: len(text)], "the text is not the target's"
         await session.close()
 
-    async def _read(self, stream: Any) -> list[int]:
-        """A text, whose pieces are noted."""
+    async def _read(self, stream: Any, *, whole: bool) -> list[int]:
+        """A text, whose pieces are noted, or what the time allows of it."""
         text, at_s = list[int](), None
         async for event in stream:
             now_s = self.now_s()
@@ -270,11 +273,13 @@ class Players:
             if at_s is not None:
                 self.pieces.append((now_s, now_s - at_s, len(event.token_ids), False))
             at_s = now_s
+            if now_s >= self.seconds and not whole:
+                break
         return text
 
     def now_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start_s
+        return time.monotonic() - self.start_s
 
 
 def run(
@@ -297,11 +302,11 @@ def run(
     with ExitStack() as stack:
         running = [stack.enter_context(_server(setting)) for _ in range(servers)]
         urls = [str(one.stdout.readline()).strip() for one in running if one.stdout]
-        real = Players(urls, target, texts, mode, devices, step_s, seconds).play()
+        players = Players(urls, target, texts, mode, devices, step_s, seconds)
+        real = players.play()
         told = [json.loads(one.communicate()[0].splitlines()[-1]) for one in running]
-    real.found.passes = sum(one["passes"] for one in told)
-    real.found.rows = sum(one["rows"] for one in told)
-    real.row_s = sum(one["row_s"] * one["rows"] for one in told) / max(1, real.found.rows)
+    real.found.passes = [(at - players.start_s, n) for one in told for at, n in one["passes"]]
+    real.row_s = sum(one["row_s"] for one in told) / servers
     return real
 
 
@@ -323,21 +328,19 @@ def _server(setting: dict[str, Any]) -> Any:
 
 
 class SkippingPlayers(Players):
-    """Devices in an event loop whose clock skips waiting, in sync mode."""
+    """Devices in an event loop whose clock skips waiting, in plain or sync mode."""
 
     link: LinkProfile
     services: list[TargetService]
+    passes: list[tuple[float, int]]
 
     async def run(self) -> Found:
         """Let them write, and stop the services."""
-        self._start_s = time.monotonic()
+        self.start_s = time.monotonic()
         await asyncio.gather(*(self._skipping(i) for i in range(self.devices)))
-        counts = [one.shared.counts for one in self.services]
         for one in self.services:
             await one.stop()
-        found = Found(self.pieces)
-        found.passes, found.rows = sum(c.passes for c in counts), sum(c.rows for c in counts)
-        return found
+        return Found(self.pieces, self.passes)
 
     async def _skipping(self, number: int) -> None:
         drafted_s = [0.0]
@@ -359,18 +362,12 @@ class SkippingPlayers(Players):
             return await verify(requests)
 
         session._verifier.verify = after_drafting  # type: ignore[method-assign]
-        await asyncio.sleep(number / self.devices * 2.0)
-        for turn in itertools.count(number):
-            if self.now_s() >= self.seconds:
-                break
-            prompt, answer, _ = self.texts[turn % len(self.texts)]
-            stream = session.stream(prompt, max_new_tokens=len(answer), stop_token_ids=())
-            assert await self._read(stream) == answer, "the text is not the target's"
-        await session.close()
+        alone: Any = SimpleNamespace(generate=lambda asked: service.generate("local", asked))
+        await self._write(number, session, RemoteText(alone))
 
 
 def run_skipping(fleet: Fleet) -> Found:
-    """Real services and sessions of a fleet in sync mode, without waiting."""
+    """Real services of a fleet, in sync mode with real sessions, without waiting."""
     target = tiny_target()
     texts = known_texts(target, fleet.traces)
     seconds = fleet.warm_s + fleet.seconds
@@ -378,23 +375,28 @@ def run_skipping(fleet: Fleet) -> Found:
     async def run() -> Found:
         with simulated_clock():
             players = SkippingPlayers(
-                [""], target, texts, "sync", fleet.devices, fleet.step_s, seconds
+                [""], target, texts, fleet.mode, fleet.devices, fleet.step_s, seconds
             )
-            players.link = fleet.link
-            players.services = [_skipping_service(target, fleet) for _ in range(fleet.servers)]
+            players.link, players.passes = fleet.link, []
+            players.services = [
+                _skipping_service(target, fleet, players.passes) for _ in range(fleet.servers)
+            ]
             return await players.run()
 
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         return runner.run(run())
 
 
-def _skipping_service(target: Target, fleet: Fleet) -> TargetService:
+def _skipping_service(
+    target: Target, fleet: Fleet, passes: list[tuple[float, int]]
+) -> TargetService:
     stores = StoreOptions(max_sessions=fleet.devices, max_sessions_per_owner=fleet.devices)
     shaping = DraftSettings(costs=fleet.costs, prior=[[fleet.rate]])
     limits = ServiceOptions(sessions=stores, max_tokens=MAX_TOKENS)
     service = TargetService(target, None, limits, shaping=shaping)
 
     async def held(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+        passes.append((time.monotonic(), len(requests)))
         await asyncio.sleep(pass_s(fleet.costs, requests) + len(requests) * fleet.row_s)
         return service.shared._decide(requests)
 

@@ -22,9 +22,9 @@ import random
 import selectors
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -104,17 +104,21 @@ class Found:
     Attributes:
         pieces: of each verdict: when it arrived, how many seconds after the one before, how many
             tokens, and whether its device had lost its server.
-        passes, rows: of all servers.
+        passes: when each pass of any server began, and how many rows it had.
     """
 
     pieces: list[tuple[float, float, int, bool]] = field(default_factory=list)
-    passes: int = 0
-    rows: int = 0
+    passes: list[tuple[float, int]] = field(default_factory=list)
 
     def tokens_per_s(self, start_s: float, stop_s: float) -> float:
         """Tokens that arrived in that time."""
         tokens = sum(count for at, _, count, _ in self.pieces if start_s <= at < stop_s)
         return tokens / (stop_s - start_s)
+
+    def rows(self, start_s: float, stop_s: float) -> float:
+        """Rows of a pass, on average."""
+        rows = [rows for at, rows in self.passes if start_s <= at < stop_s]
+        return sum(rows) / max(1, len(rows))
 
     def token_s(
         self, start_s: float, stop_s: float, percents: Sequence[float] = (50, 99)
@@ -171,19 +175,20 @@ def simulated_clock() -> Iterator[None]:
 class Server(SharedVerifier):
     """A target server whose passes take simulated time."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, found: Found) -> None:
         budget = (
             PassBudget(fleet.costs, fleet.rate) if fleet.budget and fleet.mode != "plain" else None
         )
         verifier: Any = SimpleNamespace(close=lambda _: None)
         super().__init__(verifier, fleet.options, budget=budget)
-        self._fleet = fleet
+        self._fleet, self._found = fleet, found
         self.failed = asyncio.Event()
         self.places: dict[int, int] = {}
         """How many drafts are right, by the row's place in its text."""
 
     async def _pass(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
         results: list[VerifyResult | Exception] = []
+        self._found.passes.append((asyncio.get_running_loop().time(), len(requests)))
         encoded = 0
         for one in requests:
             accepted = min(len(one.tree.tokens), self.places.get(one.cache_row, 0))
@@ -227,7 +232,10 @@ class Device:
 
     async def run(self) -> None:
         """Write for ever."""
-        await asyncio.sleep(self._random.random() * self._fleet.warm_s / 2)
+        after_s = self._random.random() * self._fleet.warm_s / 2
+        if self._fleet.sticky:
+            after_s = 2.0 * self._number / self._fleet.devices  # as in real runs
+        await asyncio.sleep(after_s)
         for turn in itertools.count():
             traces = self._fleet.traces
             trace = traces[(self._number + turn) % len(traces)]
@@ -266,7 +274,8 @@ class Device:
             await self._ask(done, size, DraftTree(), text_length=total)
             done += size
         await self._ask(done, total - done, DraftTree())
-        await asyncio.sleep(self._delay_s(total))
+        if self._fleet.mode != "plain":  # a stream goes on at once
+            await asyncio.sleep(self._delay_s(total))
         self._length += 1
 
     async def _round(self) -> None:
@@ -368,8 +377,8 @@ class World:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.found = fleet, Found()
-        self.servers = [Server(fleet) for _ in range(fleet.servers)]
-        self.processor = asyncio.Lock() if fleet.together else _Free()
+        self.servers = [Server(fleet, self.found) for _ in range(fleet.servers)]
+        self.processor = asyncio.Lock() if fleet.together else nullcontext()
 
     @property
     def now_s(self) -> float:
@@ -395,20 +404,9 @@ class World:
         for one in devices:
             one.cancel()
         await asyncio.gather(*devices, return_exceptions=True)
-        total = Counter[str]()
         for server in self.servers:
-            total.update(passes=server.counts.passes, rows=server.counts.rows)
             await server.stop()
-        self.found.passes, self.found.rows = total["passes"], total["rows"]
         return self.found
-
-
-class _Free:
-    """A processor of one's own: nobody waits for it."""
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
 
 
 def simulate(fleet: Fleet) -> Found:

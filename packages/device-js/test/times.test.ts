@@ -12,7 +12,7 @@ test("heartbeats show that a link has become fast", () => {
   stats.rttMs = 1000;
   expect(stats.waitMs).toBe(1000);
   for (const receivedMs of [1000, 30000, 1100, 1050, 1200]) {
-    const round = { sentMs: 0, receivedMs, passMs: 100, drafted: 3, accepted: 0, ahead: 0 };
+    const round = { sentMs: 0, receivedMs, passMs: 100, drafted: 3, dropped: 0, accepted: 0, ahead: 0 };
     stats.addRound(round);
     stats.addRound({ ...round, receivedMs: 10, drafted: 0 }); // streamed
   }
@@ -21,6 +21,16 @@ test("heartbeats show that a link has become fast", () => {
   expect(stats.waitMs).toBe(1100);
   stats.rttMs = 20;
   expect(stats.waitMs).toBe(120);
+});
+
+test("a wait counts although a busy server dropped its drafts", () => {
+  const stats = new LinkStats();
+  stats.rttMs = 20;
+  const round = { sentMs: 0, receivedMs: 300, passMs: 100, drafted: 0, dropped: 1, accepted: 0, ahead: 0 };
+  stats.addRound(round);
+  expect(stats.waitMs).toBe(300);
+  stats.addRound({ ...round, receivedMs: 10, dropped: 0 }); // streamed
+  expect(stats.waitMs).toBe(300);
 });
 
 test("a slow draft step among others is ignored", () => {

@@ -14,8 +14,8 @@ from moaspec.remote.device.events import LinkStats, RoundTrip
 from moaspec.remote.protocol.wire import chain
 
 
-def waited(stats: LinkStats, seconds: float, drafted: int) -> None:
-    stats.add_round(RoundTrip(0.0, seconds, 0.1, drafted, 0, 0))
+def waited(stats: LinkStats, seconds: float, drafted: int, dropped: int = 0) -> None:
+    stats.add_round(RoundTrip(0.0, seconds, 0.1, drafted, 0, 0, dropped))
 
 
 def test_heartbeats_show_that_a_link_has_become_fast() -> None:
@@ -31,6 +31,14 @@ def test_heartbeats_show_that_a_link_has_become_fast() -> None:
     assert stats.wait_s == pytest.approx(1.1)
     stats.rtt_s = 0.02
     assert stats.wait_s == pytest.approx(0.12)  # 0.1 more than the round trip, as before
+
+
+def test_a_wait_counts_although_a_busy_server_dropped_its_drafts() -> None:
+    stats = LinkStats()
+    stats.rtt_s = 0.02
+    waited(stats, 0.3, 0, dropped=1)
+    waited(stats, 0.01, 0)  # streamed
+    assert stats.wait_s == pytest.approx(0.3)
 
 
 def test_a_slow_step_among_others_is_ignored() -> None:

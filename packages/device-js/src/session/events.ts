@@ -51,7 +51,9 @@ export interface RoundTrip {
   readonly receivedMs: number;
   /** Duration of the server's pass. */
   readonly passMs: number;
+  /** Drafted tokens that the server verified, and those that it did not. */
   readonly drafted: number;
+  readonly dropped: number;
   readonly accepted: number;
   /** Tokens that were drafted meanwhile. */
   readonly ahead: number;
@@ -100,7 +102,7 @@ export class LinkStats {
   addRound(round: RoundTrip): void {
     this.rounds.push(round);
     if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
-    if (round.drafted) this.waits.push([round.receivedMs - round.sentMs, this.rttMs ?? 0]);
+    if (round.drafted || round.dropped) this.waits.push([round.receivedMs - round.sentMs, this.rttMs ?? 0]);
     if (this.waits.length > NUM_LATEST) this.waits.shift();
   }
 

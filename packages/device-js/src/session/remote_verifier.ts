@@ -381,11 +381,13 @@ export class RemoteVerifier {
   }
 
   private note(pending: PendingRequest, passS: number): void {
+    const drafted = pending.opening ? 0 : pending.result!.drafts.length;
     this.link.stats.addRound({
       sentMs: pending.firstMs,
       receivedMs: now(),
       passMs: believed(1000 * passS),
-      drafted: pending.opening ? 0 : pending.result!.drafts.length,
+      drafted,
+      dropped: pending.opening ? 0 : Math.max(0, pending.drafts.length - drafted),
       accepted: pending.result!.tokens.length - 1 - pending.kept.length,
       ahead: this.options.ahead.ready().length,
     });

@@ -49,6 +49,7 @@ class RoundTrip:
         drafted: drafted tokens that the server verified.
         accepted: accepted tokens among them.
         ahead: tokens that were drafted meanwhile.
+        dropped: drafted tokens that the server did not verify.
     """
 
     sent_s: float
@@ -57,6 +58,7 @@ class RoundTrip:
     drafted: int
     accepted: int
     ahead: int
+    dropped: int = 0
 
 
 NUM_LATEST = 9
@@ -106,7 +108,7 @@ class LinkStats:
 
     def add_round(self, one: RoundTrip) -> None:
         self.rounds.append(one)
-        if one.drafted:
+        if one.drafted or one.dropped:
             self._waits.append((one.received_s - one.sent_s, self.rtt_s or 0.0))
 
     @property

@@ -349,10 +349,11 @@ class RemoteVerifier(Verifier):
     def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         found = pending.answer.result()
         drafted = 0 if pending.opening or found.tree is None else len(found.tree.tokens)
+        dropped = 0 if pending.opening else max(0, len(pending.tree.tokens) - drafted)
         accepted = len(found.accepted) - len(pending.kept)
-        ready = len(self._ahead.ready())
+        ready, pass_s = len(self._ahead.ready()), _seconds(verdict.pass_s)
         self.link.stats.add_round(
-            RoundTrip(pending.first_s, now(), _seconds(verdict.pass_s), drafted, accepted, ready)
+            RoundTrip(pending.first_s, now(), pass_s, drafted, accepted, ready, dropped)
         )
 
     def _activations(self, activations: pb.Activations) -> None:
