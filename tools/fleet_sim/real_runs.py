@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.emulation import LinkProfile, ShapedTransport
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.protocol.wire import chain
@@ -362,7 +363,14 @@ class SkippingPlayers(Players):
             return await verify(requests)
 
         session._verifier.verify = after_drafting  # type: ignore[method-assign]
-        alone: Any = SimpleNamespace(generate=lambda asked: service.generate("local", asked))
+
+        async def generate(asked: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
+            await asyncio.sleep(self.link.delay_s)
+            async with aclosing(service.generate("local", asked)) as messages:
+                async for one in messages:
+                    yield one
+
+        alone: Any = SimpleNamespace(generate=generate)
         await self._write(number, session, RemoteText(alone))
 
 
