@@ -101,6 +101,27 @@ def test_texts_are_the_same(
 
 
 @pytest.mark.slow
+def test_a_stream_that_is_closed_late_leaves_the_next_turn_alone() -> None:
+    """Python closes a stream that a loop has left some time later."""
+
+    async def run() -> None:
+        server = Restartable(service)
+        session = session_of(server.transport())
+        first = session.stream(PROMPT, max_new_tokens=NEW)
+        await anext(first)
+        second = session.stream(PROMPT, max_new_tokens=NEW)
+        text = list((await anext(second)).token_ids)
+        await first.aclose()
+        async for event in second:
+            text[event.start :] = event.token_ids
+        assert text == plain(PROMPT)
+        await session.close()
+        await server.service.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("on_cut", ["rollback", "keep"])

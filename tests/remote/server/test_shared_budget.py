@@ -113,4 +113,5 @@ def test_dropped_drafts_are_not_counted_as_wrong(
     own = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS).token_ids
     assert result.token_ids == own
     assert 0 < result.num_drafted == sum(verified) == sum(one.drafted for one in rounds) == counted
+    assert sum(one.dropped for one in rounds) > 0
     assert max(result.drafted_depths) == (2 if shape == moaspec.Tree(2, 2, 4) else 1)

@@ -212,15 +212,16 @@ class RemoteSession:
         """
         await self._end_turn()
         self._begin(prompt_ids, options)
-        self._task = asyncio.create_task(self._decode())
+        task = self._task = asyncio.create_task(self._decode())
         try:
             while (event := await self._events.get()) is not None:
                 yield event
-            await self._task
+            await task
         finally:
-            await self._end_turn()
-            if self._memory is not None:
-                self._memory.save(self._verifier.text, len(self._prompt))
+            if self._task in (task, None):  # else the next turn has ended this one
+                await self._end_turn()
+                if self._memory is not None:
+                    self._memory.save(self._verifier.text, len(self._prompt))
 
     async def close(self) -> None:
         """End the session here and on the server."""
