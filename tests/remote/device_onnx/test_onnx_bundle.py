@@ -244,12 +244,13 @@ def test_rows_and_products_of_a_matrix(weights: Weights, steps: int, num_inputs:
     np.testing.assert_allclose(selected, product[:, ids], rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_of_twelve_bits() -> None:
+@pytest.mark.parametrize("weights", ["int8", "int8-web"])
+def test_a_product_of_twelve_bits(weights: Weights) -> None:
     """What eight bits leave of weights and inputs is stored or computed beside them."""
     random = np.random.default_rng(0)
     matrix_RI = random.normal(size=(24, BLOCK + 16)).astype(np.float32)
     x_TI = random.normal(size=(3, BLOCK + 16)).astype(np.float32)
-    builder = GraphBuilder("int8")
+    builder = GraphBuilder(weights)
     names = (
         builder.product("x", builder.matrix(matrix_RI, fine=True)),
         builder.product("x", builder.matrix(matrix_RI)),

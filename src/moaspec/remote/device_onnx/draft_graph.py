@@ -310,7 +310,9 @@ class _DraftGraph(GraphBuilder):
         total = self.op("ReduceLogSumExp", logits_V, keepdims=1)
         logits, index = self.ops("TopK", logits_V, self.constant([count]), count=2)
         if self.weights != "float32":
-            products = self.op("MatMul", self.rows(index, head), self.op("Reshape", x_1E, whole))
+            column_E1 = self.op("Reshape", x_1E, self.constant([-1, 1]))
+            products = self.op("MatMul", self.rows(index, head), column_E1)
+            products = self.op("Reshape", products, whole)
             bias = bias and self.op("Gather", bias, index)
             logits = self.logits(products, bias)
             logits, order = self.ops("TopK", logits, self.constant([count]), count=2)

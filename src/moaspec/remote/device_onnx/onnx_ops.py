@@ -16,14 +16,16 @@ from moaspec.errors import InputError
 
 Weights = Literal["float32", "int8", "int8-web", "int4", "int4-web"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
-standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel. int4-web:
-the same, made of four bits by operations on constants, which runtimes compute as they load."""
+standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel; but
+layers multiply twelve bits in float32, which takes as long there. int4-web: `MatMulInteger` alone.
+Operations on constants make eight bits of four, and floats: runtimes compute these as they load."""
 CONTRIB = "com.microsoft"
-BLOCK = 32  # inputs that share a scale in `MatMulNBits`
+BLOCK = 32  # inputs that share a scale in `MatMulNBits` and int8-web
 WEB_BLOCK = 16  # inputs that share a factor of int4-web
 MAX_FACTOR = 18  # 7 * 18 fits into eight bits
 WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
+LOW_STEPS = 16  # lower steps in a step of eight bits, in matrices of twelve bits of int8-web
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
 SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16
@@ -40,6 +42,7 @@ class Matrix:
     num_inputs: int
     num_rows: int
     rest: str = ""  # what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty
+    is_float: bool = False  # its numbers, (I, R)
 
 
 class GraphBuilder:
@@ -57,10 +60,10 @@ class GraphBuilder:
         self.nodes.append(helper.make_node(kind, inputs, [name], **attributes))
         return name
 
-    def ops(self, kind: str, *inputs: str, count: int) -> list[str]:
+    def ops(self, kind: str, *inputs: str, count: int, **attributes: Any) -> list[str]:
         """Add a node with several outputs."""
         names = [f"{kind}_{len(self.nodes)}_{i}" for i in range(count)]
-        self.nodes.append(helper.make_node(kind, inputs, names))
+        self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
         return names
 
     def constant(self, value: ArrayLike) -> str:
@@ -72,25 +75,34 @@ class GraphBuilder:
         return name
 
     def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
-        """Store a matrix in this graph's bits, or four more of int8, see `Matrix.rest`."""
+        """Store a matrix in this graph's bits, or `fine` in four more of int8 and int8-web."""
         num_rows, num_inputs = weight_RI.shape
         if self.weights == "float32":
             return Matrix(self.constant(weight_RI.T), "", num_inputs, num_rows)
-        if self.weights == "int8-web":
-            quantised, scale = _quantised(weight_RI, 127)
-            stored, scale = quantised.T.astype(np.int8), scale[:, 0]
-            return Matrix(self.constant(stored), self.constant(scale), num_inputs, num_rows)
         if self.weights == "int4-web":
             return self._expanded(weight_RI)
+        if fine and self.weights == "int8-web":
+            return self._twelve_bits(weight_RI)
         blocks_RQB = _blocks(weight_RI)
         values, scale = _quantised(blocks_RQB, 2 ** (self.bits - 1) - 1, np.float16)
-        names = self.constant(_packed(values, self.bits)), self.constant(scale[..., 0])
+        stored = values.astype(np.int8) if self.is_web else _packed(values, self.bits)
+        names = self.constant(stored), self.constant(scale[..., 0])
         rest = ""
         if fine and self.weights == "int8":
             step = scale.astype(np.float32)
             steps = np.rint((blocks_RQB / step - values) * REST_STEPS)
             rest = self.constant(_packed(steps.clip(-7, 7), 4))
         return Matrix(*names, num_inputs, num_rows, rest)
+
+    def _twelve_bits(self, weight_RI: Array) -> Matrix:
+        """Store eight and four bits, and a scale of each row; whole numbers in float32, (I, R)."""
+        steps, scale = _quantised(weight_RI, 127 * LOW_STEPS + LOW_STEPS // 2 - 1)
+        steps_IR = steps.T.astype(np.int16)
+        high_IR = (steps_IR + LOW_STEPS // 2) // LOW_STEPS
+        low = self.op("Cast", self._int4(steps_IR - LOW_STEPS * high_IR), to=TensorProto.FLOAT)
+        high = self.op("Cast", self.constant(high_IR.astype(np.int8)), to=TensorProto.FLOAT)
+        name = self.op("Add", self.op("Mul", high, self.constant(float(LOW_STEPS))), low)
+        return Matrix(name, self.constant(scale[:, 0]), *weight_RI.shape[::-1], is_float=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
         """Store four bits, a factor of each block and a scale of each row."""
@@ -133,7 +145,7 @@ class GraphBuilder:
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
         index = self.constant(rows)
-        by_column = self.weights == "float32" or self.is_web
+        by_column = self.weights in ("float32", "int4-web")
         name = self.op("Gather", matrix.name, index, axis=int(by_column))
         scale = matrix.scale
         if self.weights != "float32":
@@ -152,11 +164,13 @@ class GraphBuilder:
         """(T, I) -> (T, R)."""
         if self.weights == "float32":
             return self.op("MatMul", x, matrix.name)
-        if self.is_web:
-            quantised, scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
-            sums = self.op("MatMulInteger", quantised, matrix.name, zero)
-            factor = self.op("Mul", scale, matrix.scale)
-            return self.op("Mul", self.op("Cast", sums, to=TensorProto.FLOAT), factor)
+        if matrix.is_float:
+            return self.op("Mul", self.op("MatMul", x, matrix.name), matrix.scale)
+        if self.weights == "int4-web":
+            quantised, *scale_and_zero = self.ops("DynamicQuantizeLinear", x, count=3)
+            return self._integer_product(quantised, *scale_and_zero, matrix.name, matrix.scale)
+        if self.weights == "int8-web":
+            return self._web_product(self._padded(x, matrix.num_inputs), matrix)
         scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
         x = self._padded(x, matrix.num_inputs)
         if not matrix.rest:
@@ -166,6 +180,26 @@ class GraphBuilder:
         found = self.op("ReduceSum", found, self.constant([0]), keepdims=0)
         scale = self.op("Div", scale, self.constant(float(REST_STEPS)))
         return self.op("Add", found, self._block_product(high, matrix, matrix.rest, scale, 4))
+
+    def _integer_product(self, x: str, x_scale: str, zero: str, name: str, scale: str) -> str:
+        """Inputs in eight bits, and a scale of each row."""
+        sums = self.op("Cast", self.op("MatMulInteger", x, name, zero), to=TensorProto.FLOAT)
+        return self.op("Mul", sums, self.op("Mul", x_scale, scale))
+
+    def _web_product(self, x: str, matrix: Matrix) -> str:
+        """Add the products of all blocks."""
+        quantised, *scale_and_zero = self.ops("DynamicQuantizeLinear", x, count=3)
+        count = -(-matrix.num_inputs // BLOCK)
+        sizes = self.constant([BLOCK] * count)
+        inputs = self.ops("Split", quantised, sizes, count=count, axis=1)
+        name_QBR = self.op("Transpose", matrix.name, perm=[1, 2, 0])
+        scale_RQ = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
+        products = []
+        for number, part in enumerate(inputs):
+            block = self.constant(number)
+            stored = self.op("Gather", name_QBR, block), self.op("Gather", scale_RQ, block, axis=1)
+            products.append(self._integer_product(part, *scale_and_zero, *stored))
+        return self.op("Sum", *products)
 
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
         """`MatMulNBits` with inputs of whole blocks."""
@@ -210,7 +244,7 @@ class GraphBuilder:
         if self.weights == "float32":
             return self.op("Transpose", self.op("Gather", matrix.name, ids, axis=1), perm=[1, 0])
         scale = self.op("Gather", matrix.scale, ids, axis=0)
-        if self.is_web:
+        if self.weights == "int4-web":
             columns = self.op("Gather", matrix.name, ids, axis=1)
             found = self.op("Cast", columns, to=TensorProto.FLOAT)
             scale = self.op("Unsqueeze", scale, self.constant([1]))
@@ -219,7 +253,8 @@ class GraphBuilder:
         if self.weights == "int4":
             packed_TQB = self._unpacked(packed_TQB)
         found = self.op("Cast", packed_TQB, to=TensorProto.FLOAT)
-        found = self.op("Sub", found, self.constant(np.float32(2 ** (self.bits - 1))))
+        if not self.is_web:
+            found = self.op("Sub", found, self.constant(np.float32(2 ** (self.bits - 1))))
         scale = self.op("Cast", scale, to=TensorProto.FLOAT)
         found = self.op("Mul", found, self.op("Unsqueeze", scale, self.constant([2])))
         padded = self.op("Reshape", found, self.constant([0, -1]))
