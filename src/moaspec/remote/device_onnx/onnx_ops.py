@@ -102,7 +102,8 @@ class GraphBuilder:
         low = self.op("Cast", self._int4(steps_IR - LOW_STEPS * high_IR), to=TensorProto.FLOAT)
         high = self.op("Cast", self.constant(high_IR.astype(np.int8)), to=TensorProto.FLOAT)
         name = self.op("Add", self.op("Mul", high, self.constant(float(LOW_STEPS))), low)
-        return Matrix(name, self.constant(scale[:, 0]), *weight_RI.shape[::-1], is_float=True)
+        num_rows, num_inputs = weight_RI.shape
+        return Matrix(name, self.constant(scale[:, 0]), num_inputs, num_rows, is_float=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
         """Store four bits, a factor of each block and a scale of each row."""
@@ -167,8 +168,8 @@ class GraphBuilder:
         if matrix.is_float:
             return self.op("Mul", self.op("MatMul", x, matrix.name), matrix.scale)
         if self.weights == "int4-web":
-            quantised, *scale_and_zero = self.ops("DynamicQuantizeLinear", x, count=3)
-            return self._integer_product(quantised, *scale_and_zero, matrix.name, matrix.scale)
+            quantised = self.ops("DynamicQuantizeLinear", x, count=3)
+            return self._integer_product(*quantised, name=matrix.name, scale=matrix.scale)
         if self.weights == "int8-web":
             return self._web_product(self._padded(x, matrix.num_inputs), matrix)
         scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
@@ -181,14 +182,14 @@ class GraphBuilder:
         scale = self.op("Div", scale, self.constant(float(REST_STEPS)))
         return self.op("Add", found, self._block_product(high, matrix, matrix.rest, scale, 4))
 
-    def _integer_product(self, x: str, x_scale: str, zero: str, name: str, scale: str) -> str:
+    def _integer_product(self, x: str, x_scale: str, zero: str, *, name: str, scale: str) -> str:
         """Inputs in eight bits, and a scale of each row."""
         sums = self.op("Cast", self.op("MatMulInteger", x, name, zero), to=TensorProto.FLOAT)
         return self.op("Mul", sums, self.op("Mul", x_scale, scale))
 
     def _web_product(self, x: str, matrix: Matrix) -> str:
         """Add the products of all blocks."""
-        quantised, *scale_and_zero = self.ops("DynamicQuantizeLinear", x, count=3)
+        quantised, x_scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
         count = -(-matrix.num_inputs // BLOCK)
         sizes = self.constant([BLOCK] * count)
         inputs = self.ops("Split", quantised, sizes, count=count, axis=1)
@@ -197,8 +198,10 @@ class GraphBuilder:
         products = []
         for number, part in enumerate(inputs):
             block = self.constant(number)
-            stored = self.op("Gather", name_QBR, block), self.op("Gather", scale_RQ, block, axis=1)
-            products.append(self._integer_product(part, *scale_and_zero, *stored))
+            name = self.op("Gather", name_QBR, block)
+            scale = self.op("Gather", scale_RQ, block, axis=1)
+            found = self._integer_product(part, x_scale, zero, name=name, scale=scale)
+            products.append(found)
         return self.op("Sum", *products)
 
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
