@@ -13,10 +13,12 @@ import pytest
 import moaspec
 import tiny
 from links import QUICK, Faults, FaultyTransport, Restartable
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import WireError
-from moaspec.remote.device import link_policy
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
@@ -52,10 +54,19 @@ def plain(prompt: Any, number: int = NEW, **options: Any) -> list[int]:
 
 
 def mixed(monkeypatch: pytest.MonkeyPatch, longest: int = 5) -> None:
-    """Plain decoding is the fastest for every session, and pauses are short."""
-    monkeypatch.setattr(link_policy, "MIN_PAUSE", 3)
-    monkeypatch.setattr(link_policy, "MAX_PAUSE", longest)
-    monkeypatch.setattr(RemoteSession, "_plain_s", lambda _: 1e-4)
+    """Two drafts after each `longest` rounds without any, whatever pays."""
+
+    left = longest
+
+    def shape(of: LinkPolicy, _length: int, _num_rows: int) -> Tree | None:
+        nonlocal left
+        if not left:
+            left = longest
+            return Chain(2)
+        of.pause = left = left - 1
+        return None
+
+    monkeypatch.setattr(LinkPolicy, "shape", shape)
 
 
 def session_of(transport: Any, link: LinkOptions = PATIENT, **options: Any) -> RemoteSession:

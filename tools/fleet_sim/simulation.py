@@ -317,6 +317,8 @@ class Device:
         shape = self.policy.shape(0, 1)
         if shape is None and not fleet.fixed:
             self._ready = 0
+            if self.policy.observes:
+                self.policy.observe(self._trace.right[self._length - 1] > 0)
             return None
         depth = fleet.fixed or (shape.depth if shape else 0)
         wanted = max(0, min(depth, left))

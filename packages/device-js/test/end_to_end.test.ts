@@ -29,7 +29,7 @@ import type { WebSocketOptions } from "../src/protocol/websocket.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { RemoteText } from "../src/session/server_text.js";
-import { FaultyTransport, preferPlain } from "./fake_target.js";
+import { draftInTurn, FaultyTransport } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
 const repository = new URL("../../..", import.meta.url).pathname;
@@ -234,7 +234,7 @@ describe.skipIf(!hasPython)("a real server", () => {
   test("streamed tokens and drafts in turn, over such a link and a clean one", async () => {
     for (const faults of [{}, { loss: 0.1, twice: 0.2, delayMs: 20 }]) {
       const found = await made({ link: { ...PATIENT, retryMs: 100 } }, faults);
-      preferPlain(found.session);
+      draftInTurn(found.session);
       for (const { prompt, settings, tokenIds } of expected.shaped.slice(0, 12)) {
         const options = { ...turnOptions(settings), maxNewTokens: tokenIds.length };
         expect((await found.session.generate(prompt, options)).tokenIds).toEqual(tokenIds);

@@ -93,8 +93,9 @@ test("expected speeds of chains", () => {
 test("numbers of drafts, round by round", () => {
   for (const { ahead, stepMs, plainMs, drafts } of golden.lengths) {
     const policy = new LinkPolicy(() => 80, () => stepMs ?? undefined, ahead, () => plainMs ?? undefined);
-    const chosen = drafts.map((expected: number) => {
+    const chosen = drafts.map((expected: number, turn: number) => {
       const found = policy.numDrafts();
+      policy.observe(Math.floor(turn / 50) % 2 === 0);
       policy.record(expected, expected >> 1);
       return found;
     });

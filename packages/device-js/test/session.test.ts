@@ -6,7 +6,7 @@ import { Problem_Kind } from "../src/protocol/target_pb.js";
 import type { RemoteEvent } from "../src/session/events.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
-import { FakeServer, FaultyTransport, device, nextToken, ownText, preferPlain, problem, PROMPT } from "./fake_target.js";
+import { FakeServer, FaultyTransport, device, draftInTurn, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
 /** Cuts are noticed quickly. */
@@ -339,7 +339,7 @@ test.each(Object.keys(FAULTS).flatMap((name) => [0n, 5n].map((seed) => [name, se
   "rounds with drafts and streamed tokens in turn, link %s, seed %s",
   async (name, seed) => {
     const { session } = made({}, { faults: FAULTS[name]!, noise: seed });
-    preferPlain(session);
+    draftInTurn(session);
     const sampling = seed ? { temperature: 1, seed } : {};
     for (const prompt of [PROMPT, [1, 2, 3], [8, 8]]) {
       for await (const event of session.stream(prompt, { maxNewTokens: 40, ...sampling })) {
@@ -354,7 +354,7 @@ test.each(Object.keys(FAULTS).flatMap((name) => [0n, 5n].map((seed) => [name, se
 test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with %s", async (onCut) => {
   const { server, transport, session } = made({ onCut, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
   server.passMs = 5;
-  preferPlain(session, 64);
+  draftInTurn(session, 64);
   let kept = 0;
   const { text, events } = await read(session, PROMPT, { maxNewTokens: 60 }, (event, shown) => {
     if (!session.stats.cuts && shown.length > 10) transport.hole = true;
@@ -375,7 +375,7 @@ test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with 
 test.each(["auto", 0] as const)("an older server streams nothing, with draft %s", async (draft) => {
   const { server, session } = made({ draft });
   server.maxFurther = 0;
-  preferPlain(session);
+  draftInTurn(session);
   const { text } = await read(session, PROMPT, { maxNewTokens: 40 });
   expect(text).toEqual(ownText(PROMPT, 40));
   const asked = server.received.flatMap(({ kind }) => (kind.case === "draft" ? [kind.value.further] : []));

@@ -183,9 +183,10 @@ def lengths() -> list[dict[str, Any]]:
             ahead=ahead,
         )
         drafts = []
-        for _ in range(400):
+        for turn in range(400):
             shape = policy.shape(1, 1)
             drafts.append(0 if shape is None else shape.depth)
+            policy.observe(turn // 50 % 2 == 0)
             tree = wire.chain(range(drafts[-1]))
             policy.record_round(tree, tuple(range(len(tree.tokens) // 2)))
         times = {"stepMs": step_s and 1e3 * step_s, "plainMs": plain_s and 1e3 * plain_s}

@@ -61,6 +61,8 @@ export interface RoundTrip {
 
 /** Rounds whose times count as current. */
 const NUM_LATEST = 9;
+/** Rounds after which a round with drafts tells nothing: its server may have been busy then. */
+const MAX_AGE = 256;
 /** Rounds that are kept. */
 const MAX_ROUNDS = 4096;
 
@@ -97,13 +99,14 @@ export class LinkStats {
   upMs: number | undefined;
   /** One per verdict, the latest last. */
   readonly rounds: RoundTrip[] = [];
-  private readonly waits: [number, number][] = [];
+  private readonly waits: ([number, number] | undefined)[] = [];
 
   addRound(round: RoundTrip): void {
     this.rounds.push(round);
     if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
-    if (round.drafted || round.dropped) this.waits.push([round.receivedMs - round.sentMs, this.rttMs ?? 0]);
-    if (this.waits.length > NUM_LATEST) this.waits.shift();
+    const wait: [number, number] = [round.receivedMs - round.sentMs, this.rttMs ?? 0];
+    this.waits.push(round.drafted ? wait : undefined);
+    if (this.waits.length > MAX_AGE) this.waits.shift();
   }
 
   /** Time of the server's latest passes, the lower quartile; undefined before the first. */
@@ -116,12 +119,13 @@ export class LinkStats {
   /**
    * Time of a verdict on drafts: the median of the latest ones, which ignores outliers. These may be
    * old, as few rounds draft on a slow link: each is shorter by what the round trip of heartbeats has
-   * lost since. A verdict takes longer than that and the pass, because it is read after the draft step
-   * that is under way.
+   * lost since. Without any it is that round trip and a pass. A verdict may take longer: it is read
+   * after the draft step that is under way.
    */
   get waitMs(): number | undefined {
     const rttMs = this.rttMs ?? 0;
-    const latest = this.waits.map(([waitMs, thenMs]) => waitMs - Math.max(0, thenMs - rttMs));
+    const waits = this.waits.filter((wait) => wait !== undefined).slice(-NUM_LATEST);
+    const latest = waits.map(([waitMs, thenMs]) => waitMs - Math.max(0, thenMs - rttMs));
     latest.sort((a, b) => a - b);
     if (latest.length) return latest[latest.length >> 1];
     return this.rttMs === undefined ? undefined : rttMs + (this.passMs ?? 0);

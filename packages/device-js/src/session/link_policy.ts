@@ -22,16 +22,16 @@ const MEMORY = 0.98;
 /** Assumed before the first round trip and the first draft. */
 const ASSUMED_WAIT_MS = 50;
 const ASSUMED_STEP_MS = 10;
-/** Rounds without drafts before drafts are tried again. */
-const MIN_PAUSE = 4;
-const MAX_PAUSE = 4096;
-/** Most pauses of `2 * MIN_PAUSE` rounds for further measurements, once a draft step is known. */
-const MAX_MEASURING = 2;
 /**
- * Share of plain decoding's time that these trials may cost; the length of pauses follows. Trials that
- * take more than 20 rounds' time cost more, because of `MAX_PAUSE`.
+ * Time, beyond a round trip, that the server streams on without a request: one packet sent again, or
+ * the first draft step, does not stop it.
  */
-const MAX_LOSS = 0.005;
+const STREAM_SLACK_MS = 250;
+/** Streamed tokens that are drafted too: the first ones, then every so many, which saves energy. */
+const NUM_OBSERVED = 16;
+const OBSERVED_EVERY = 4;
+/** Speed over plain decoding from which a device goes over to drafts, which costs a round trip. */
+const MIN_GAIN = 1.02;
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
 
@@ -59,22 +59,15 @@ export class AcceptanceRates {
   }
 }
 
-/** Expected tokens of a round with some number of drafts, and per second. */
-interface Expected {
-  readonly tokens: number;
-  readonly speed: number;
-}
-
 /**
- * Chooses the number of drafts of each round. After each pause without drafts one round drafts, because
- * acceptance and times change; a pause ends early where drafts would pay by now. A device begins with a
- * pause, in which it measures its draft steps while tokens are streamed.
+ * Chooses the number of drafts of each round. A device begins without drafts. While tokens are streamed,
+ * it drafts the next one and compares: this takes no round trip, and shows the time of a draft step and
+ * the acceptance.
  */
 export class LinkPolicy {
   /** Rounds without drafts that follow the current one. */
   pause = 0;
-  private paused = false;
-  private mayMeasure = MAX_MEASURING;
+  private numPlain = 0;
   private readonly acceptance = new AcceptanceRates();
 
   /**
@@ -92,55 +85,39 @@ export class LinkPolicy {
     private readonly measuring: () => boolean = () => false,
   ) {}
 
+  /** Whether to draft the token that is streamed; a step must fit between two of them. */
+  get observes(): boolean {
+    const [stepMs, plainMs] = [this.stepMs(), this.plainMs()];
+    if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
+    const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;
+    return isDue && stepMs < plainMs;
+  }
+
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
   numDrafts(): number {
     const plainMs = this.plainMs();
-    if (this.pause) {
-      this.pause -= 1;
-      const isDue = this.pause >= MAX_FURTHER && this.pause % MAX_FURTHER === 0;
-      if (isDue && Math.max(...this.speeds()) * (plainMs ?? 0) >= 1000) {
-        this.pause = MAX_FURTHER - 1; // tokens that are already asked for come first
-      }
-      return 0;
+    const speeds = this.speeds();
+    const most = Math.max(...speeds);
+    const best = speeds.indexOf(most) + 1;
+    if (plainMs === undefined) return best;
+    const known = this.stepMs() !== undefined && !this.measuring();
+    const pays = known && most * plainMs >= 1000 * (this.pause ? MIN_GAIN : 1);
+    if (pays && !this.pause) {
+      this.numPlain = 0;
+      return best;
     }
-    if (plainMs !== undefined && this.mustMeasure()) {
-      this.pause = 2 * MIN_PAUSE - 1; // each pause ends with a round trip
-      return 0;
+    this.numPlain += 1;
+    if (pays) {
+      this.pause -= 1; // tokens that are already asked for come first
+    } else {
+      const rounds = Math.ceil((this.knownWaitMs + STREAM_SLACK_MS) / Math.max(plainMs, MIN_MS));
+      this.pause = Math.min(rounds, MAX_FURTHER);
     }
-    const expected = this.expected();
-    const speeds = expected.map(({ speed }) => speed);
-    const best = speeds.indexOf(Math.max(...speeds));
-    const { tokens, speed } = expected[best]!;
-    if (plainMs === undefined || this.paused || speed * plainMs >= 1000) {
-      this.paused = false;
-      return best + 1;
-    }
-    // The round after a trial waits for a round trip, as tokens are not streamed yet.
-    const trialMs = (1000 * tokens) / speed + this.knownWaitMs;
-    const rounds = Math.ceil((trialMs / plainMs - tokens - 1) / MAX_LOSS);
-    this.pause = Math.min(Math.max(rounds, MIN_PAUSE), MAX_PAUSE) - 1;
-    this.paused = true;
     return 0;
-  }
-
-  /** Whether the device should measure draft steps before it decides. */
-  private mustMeasure(): boolean {
-    if (this.stepMs() === undefined) return true;
-    if (!this.measuring() || !this.mayMeasure) return false;
-    this.mayMeasure -= 1;
-    return true;
   }
 
   /** Expected tokens per second of chains of 1, 2, ... drafts. */
   speeds(): number[] {
-    return this.expected().map(({ speed }) => speed);
-  }
-
-  private get knownWaitMs(): number {
-    return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
-  }
-
-  private expected(): Expected[] {
     const { rates } = this.acceptance;
     const waitMs = this.knownWaitMs;
     const stepMs = Math.max(this.stepMs() ?? ASSUMED_STEP_MS, MIN_MS);
@@ -151,16 +128,23 @@ export class LinkPolicy {
       tokens += reached;
       const draftMs = (i + 1) * stepMs;
       const missed = 1 - reached * rates[0]!;
-      const roundMs = this.ahead
-        ? Math.max(draftMs, waitMs) + missed * draftMs
-        : draftMs + waitMs;
-      return { tokens, speed: (1000 * tokens) / roundMs };
+      const roundMs = this.ahead ? Math.max(draftMs, waitMs) + missed * draftMs : draftMs + waitMs;
+      return (1000 * tokens) / roundMs;
     });
+  }
+
+  private get knownWaitMs(): number {
+    return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
   }
 
   /** Update acceptance rates, if there were drafts; see `AcceptanceRates.count`. */
   record(drafted: number, accepted: number): void {
     if (drafted) this.acceptance.count(drafted, accepted);
+  }
+
+  /** Count a draft of a token that the server streamed. */
+  observe(isRight: boolean): void {
+    this.acceptance.count(1, isRight ? 1 : 0);
   }
 }
 

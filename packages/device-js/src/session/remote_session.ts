@@ -76,6 +76,7 @@ export class RemoteSession {
       keep: this.options.onCut === "keep",
       meanwhile: (pending) => this.meanwhile(pending),
       further: () => this.further,
+      observe: (isRight) => this.auto.observe(isRight),
     });
     this.auto = new LinkPolicy(
       () => this.stats.waitMs,
@@ -312,10 +313,11 @@ export class RemoteSession {
   private async draftAhead(pending: PendingRequest): Promise<boolean> {
     const own = pending.drafts.length;
     const ready = this.ahead.ready().length;
-    if (this.further) { // once steps are measured, drafts would only hold up verdicts
-      return this.policy !== 0 && this.ahead.isMeasuring && !ready && this.ahead.extend();
+    if (this.policy instanceof LinkPolicy && !own) {
+      return this.policy.observes && !ready && this.ahead.extend();
     }
-    return this.options.draftAhead && own <= ready && ready <= 2 * own && this.ahead.extend();
+    const never = this.policy === 0 || !this.options.draftAhead;
+    return !never && own <= ready && ready <= 2 * own && this.ahead.extend();
   }
 
   /** Show one provisional token; drafts that were sent to the server come first. */

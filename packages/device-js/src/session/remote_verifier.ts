@@ -82,6 +82,8 @@ export interface VerifierOptions {
   readonly meanwhile: (pending: PendingRequest) => Promise<boolean>;
   /** Number of rounds without drafts that will follow one without drafts. */
   readonly further: () => number;
+  /** Told of each draft of a streamed token whether it is right. */
+  readonly observe: (isRight: boolean) => void;
 }
 
 /** Verifies one text; see above. */
@@ -374,8 +376,11 @@ export class RemoteVerifier {
     this.wake();
     this.text = [...this.text, ...all];
     const { ahead } = this.options;
+    const [expected] = ahead.ready();
     const ready = ahead.follow(this.text) && ahead.ready().length > 0;
-    if (pending.opening || !(chain.length || pending.drafts.length)) return;
+    const drafted = chain.length || pending.drafts.length;
+    if (expected !== undefined && all.length === 1 && !drafted) this.options.observe(expected === all[0]);
+    if (pending.opening || !drafted) return;
     if (ready) this.link.stats.aheadHits += 1;
     else this.link.stats.aheadMisses += 1;
   }

@@ -64,6 +64,9 @@ class RoundTrip:
 NUM_LATEST = 9
 """Rounds whose times count as current."""
 
+MAX_AGE = 256
+"""Rounds after which a round with drafts tells nothing: its server may have been busy then."""
+
 
 @dataclass
 class LinkStats:
@@ -104,12 +107,14 @@ class LinkStats:
     down_s: float | None = None
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
-    _waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_LATEST))
+    _waits: deque[tuple[float, float] | None] = field(
+        default_factory=lambda: deque(maxlen=MAX_AGE)
+    )
 
     def add_round(self, one: RoundTrip) -> None:
         self.rounds.append(one)
-        if one.drafted or one.dropped:
-            self._waits.append((one.received_s - one.sent_s, self.rtt_s or 0.0))
+        wait = one.received_s - one.sent_s, self.rtt_s or 0.0
+        self._waits.append(wait if one.drafted else None)
 
     @property
     def pass_s(self) -> float | None:
@@ -122,12 +127,12 @@ class LinkStats:
         """Time of a verdict on drafts: the median of the latest ones, which ignores outliers.
 
         These may be old, as few rounds draft on a slow link: each is shorter by what the round trip
-        of heartbeats has lost since. A verdict takes longer than that and the pass, because it is
-        read after the draft step that is under way.
+        of heartbeats has lost since. Without any it is that round trip and a pass. A verdict may
+        take longer: it is read after the draft step that is under way.
         """
         rtt_s = self.rtt_s or 0.0
-        if self._waits:
-            latest = sorted(wait_s - max(0.0, then_s - rtt_s) for wait_s, then_s in self._waits)
+        waits = islice(filter(None, reversed(self._waits)), NUM_LATEST)
+        if latest := sorted(wait_s - max(0.0, then_s - rtt_s) for wait_s, then_s in waits):
             return latest[len(latest) // 2]
         return None if self.rtt_s is None else rtt_s + (self.pass_s or 0.0)
 

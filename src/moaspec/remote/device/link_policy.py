@@ -25,28 +25,27 @@ PRIOR = ((0.5,),)
 """Acceptance rate to start from: of the bundled drafters' chains. A lower one would keep devices on
 links with long round trips from the drafts that show how good they are."""
 
+ONE_DRAFT = DraftTree((0,), (-1,))
+
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
 """Assumed before the first round trip and the first draft."""
 
-MIN_PAUSE, MAX_PAUSE = 4, 4096
-"""Rounds without drafts before drafts are tried again."""
+STREAM_SLACK_S = 0.25
+"""Time, beyond a round trip, that the server streams on without a request: one packet sent again,
+or the first draft step, does not stop it."""
 
-MAX_MEASURING = 2
-"""Most pauses of `2 * MIN_PAUSE` rounds for further measurements, once a draft step is known."""
+NUM_OBSERVED, OBSERVED_EVERY = 16, 4
+"""Streamed tokens that are drafted too: the first ones, then every so many, which saves energy."""
 
-MAX_LOSS = 0.005
-"""Share of plain decoding's time that these trials may cost; the length of pauses follows.
-
-Trials that take more than 20 rounds' time cost more, because of `MAX_PAUSE`.
-"""
+MIN_GAIN = 1.02
+"""Speed over plain decoding from which a device goes over to drafts, which costs a round trip."""
 
 
 class LinkPolicy(DraftPolicy):
     """Drafts the chain with the most expected tokens per second, or none where none has more.
 
-    After each pause one round drafts, because acceptance and times change; a pause ends early where
-    drafts would pay by now. A device begins with a pause: tokens are streamed while it measures its
-    draft steps.
+    A device begins without drafts. While tokens are streamed, it drafts the next one and compares:
+    this takes no round trip, and shows the time of a draft step and the acceptance.
 
     Args:
         wait_s: current time of a round trip with its pass; None before the first.
@@ -73,64 +72,60 @@ class LinkPolicy(DraftPolicy):
         prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
         self._wait_s, self._step_s, self._plain_s = wait_s, step_s, plain_s
-        self._measuring, self._may_measure = measuring, MAX_MEASURING
+        self._measuring = measuring
         self._ahead, self._acceptance = ahead, AcceptanceRates(prior)
-        self.pause, self._paused = 0, False
+        self.pause = self._num_plain = 0
+
+    @property
+    def observes(self) -> bool:
+        """Whether to draft the token that is streamed; a step must fit between two of them."""
+        step_s, plain_s = self._step_s(), self._plain_s()
+        if self._measuring() or step_s is None or plain_s is None:
+            return True
+        due = self._num_plain <= NUM_OBSERVED or self._num_plain % OBSERVED_EVERY == 0
+        return due and step_s < plain_s
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The best chain; None for a round without drafts."""
         plain_s = self._plain_s()
-        if self.pause:
-            self.pause -= 1
-            is_due = self.pause >= MAX_FURTHER and self.pause % MAX_FURTHER == 0
-            if is_due and self.speeds().max() * (plain_s or 0.0) >= 1.0:
-                self.pause = MAX_FURTHER - 1  # tokens that are already asked for come first
-            return None
-        if plain_s is not None and self._must_measure():
-            self.pause = 2 * MIN_PAUSE - 1  # each pause ends with a round trip
-            return None
-        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
-        tokens, round_s = self._rounds(wait_s)
-        best = int(np.argmax(tokens / round_s))
-        if plain_s is None or self._paused or tokens[best] * plain_s >= round_s[best]:
-            self._paused = False
+        speeds = self.speeds()
+        best = int(np.argmax(speeds))
+        if plain_s is None:
             return Chain(best + 1)
-        # The round after a trial waits for a round trip, as tokens are not streamed yet.
-        trial_s = round_s[best] + wait_s
-        rounds = (trial_s / plain_s - tokens[best] - 1.0) / MAX_LOSS
-        self.pause = min(max(ceil(rounds), MIN_PAUSE), MAX_PAUSE) - 1
-        self._paused = True
+        known = self._step_s() is not None and not self._measuring()
+        pays = known and speeds[best] * plain_s >= (MIN_GAIN if self.pause else 1.0)
+        if pays and not self.pause:
+            self._num_plain = 0
+            return Chain(best + 1)
+        self._num_plain += 1
+        if pays:
+            self.pause -= 1  # tokens that are already asked for come first
+        else:
+            wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
+            rounds = ceil((wait_s + STREAM_SLACK_S) / max(plain_s, 1e-4))
+            self.pause = min(rounds, MAX_FURTHER)
         return None
-
-    def _must_measure(self) -> bool:
-        """Whether the device should measure draft steps before it decides."""
-        if self._step_s() is None:
-            return True
-        if not self._measuring() or not self._may_measure:
-            return False
-        self._may_measure -= 1
-        return True
-
-    def _rounds(self, wait_s: float) -> tuple[np.ndarray, np.ndarray]:
-        """Expected tokens, and seconds, of rounds with 1, 2, ... drafts."""
-        rates = self._acceptance.rates
-        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
-        reached = rates.cumprod()  # probability that so many drafts are accepted
-        tokens = np.asarray(1.0 + reached.cumsum())
-        draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
-        if not self._ahead:
-            return tokens, draft_s + wait_s
-        hit = reached * rates[0]
-        return tokens, np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s
 
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
-        tokens, round_s = self._rounds(_known_or(self._wait_s(), ASSUMED_WAIT_S))
-        return np.asarray(tokens / round_s)
+        rates = self._acceptance.rates
+        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
+        reached = rates.cumprod()  # probability that so many drafts are accepted
+        tokens = 1.0 + reached.cumsum()
+        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
+        if not self._ahead:
+            return np.asarray(tokens / (draft_s + wait_s))
+        hit = reached * rates[0]
+        return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if tree.tokens:
             self._acceptance.count(tree, accepted)
+
+    def observe(self, is_right: bool) -> None:
+        """Count a draft of a token that the server streamed."""
+        self._acceptance.count(ONE_DRAFT, (0,) if is_right else ())
 
 
 def _known_or(value: float | None, otherwise: float) -> float:

@@ -118,6 +118,7 @@ class RemoteSession:
             memory=self._memory,
             meanwhile=self._meanwhile,
             further=self._further,
+            observe=lambda is_right: self._auto.observe(is_right),
             keep=self.options.on_cut == "keep",
         )
         self._route = Fleet.of(transport).route()
@@ -338,10 +339,10 @@ class RemoteSession:
     def _draft_ahead(self, pending: PendingRequest) -> bool:
         """Draft ahead, at most to the end of the next round's drafts."""
         own = max(pending.tree.depths, default=0)
-        if self._further():  # once steps are measured, drafts would only hold up verdicts
-            measures = self._auto_drafts and self._ahead.is_measuring
-            return measures and not self._ahead.ready() and self._ahead.extend()
-        if not self.options.draft_ahead or len(self._ahead.ready()) < own:
+        if self._auto_drafts and not own:
+            return self._auto.observes and not self._ahead.ready() and self._ahead.extend()
+        never = self._verifier.never_drafts or not self.options.draft_ahead
+        if never or len(self._ahead.ready()) < own:
             return False
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
 

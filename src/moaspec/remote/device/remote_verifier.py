@@ -76,6 +76,7 @@ class RemoteVerifier(Verifier):
         memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
         further: number of rounds without drafts that will follow one without drafts.
+        observe: told of each draft of a streamed token whether it is right.
         keep: whether provisional tokens stay; otherwise they are drafts.
 
     Attributes:
@@ -93,12 +94,13 @@ class RemoteVerifier(Verifier):
         memory: DeviceActivations | None,
         meanwhile: Callable[[PendingRequest], bool],
         further: Callable[[], int],
+        observe: Callable[[bool], None],
         keep: bool,
     ) -> None:
         self.link: ServerLink  # the session sets it
         self._ahead, self._target, self._opening = ahead, target, opening
         self._memory, self._meanwhile, self._keep = memory, meanwhile, keep
-        self._further = further
+        self._further, self._observe = further, observe
         self.text: list[int] = []
         self.provisional: list[int] = []
         self.turn = 0
@@ -340,8 +342,12 @@ class RemoteVerifier(Verifier):
         pending.answer.set_result(VerifyResult(tuple(nodes), last, logprobs=told, tree=tree))
         self.wake()
         self.text = [*self.text, *path, last]
+        expected = self._ahead.ready()
         hit = self._ahead.follow(self.text)
-        if not pending.opening and (tree.tokens or pending.tree.tokens):
+        drafted = tree.tokens or pending.tree.tokens
+        if expected and not path and not drafted:
+            self._observe(expected[0] == last)
+        if not pending.opening and drafted:
             ready = hit and bool(self._ahead.ready())
             self.link.stats.ahead_hits += ready
             self.link.stats.ahead_misses += not ready
