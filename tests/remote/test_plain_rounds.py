@@ -55,7 +55,6 @@ def plain(prompt: Any, number: int = NEW, **options: Any) -> list[int]:
 
 def mixed(monkeypatch: pytest.MonkeyPatch, longest: int = 5) -> None:
     """Two drafts after each `longest` rounds without any, whatever pays."""
-
     left = longest
 
     def shape(of: LinkPolicy, _length: int, _num_rows: int) -> Tree | None:

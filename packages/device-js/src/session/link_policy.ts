@@ -31,7 +31,10 @@ const STREAM_SLACK_MS = 250;
 const NUM_OBSERVED = 16;
 const OBSERVED_EVERY = 4;
 /** Speed over plain decoding from which a device goes over to drafts, which costs a round trip. */
-const MIN_GAIN = 1.02;
+const MIN_GAIN = 1.1;
+/** Tokens that drafts may cost: at first, and for each streamed token. What they gain is added. */
+const FIRST_LOSS = 1.5;
+const MAX_LOSS = 0.005;
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
 
@@ -59,6 +62,12 @@ export class AcceptanceRates {
   }
 }
 
+/** Expected tokens of a round with some number of drafts, and its time. */
+interface Round {
+  readonly tokens: number;
+  readonly roundMs: number;
+}
+
 /**
  * Chooses the number of drafts of each round. A device begins without drafts. While tokens are streamed,
  * it drafts the next one and compares: this takes no round trip, and shows the time of a draft step and
@@ -68,6 +77,9 @@ export class LinkPolicy {
   /** Rounds without drafts that follow the current one. */
   pause = 0;
   private numPlain = 0;
+  private budget = FIRST_LOSS;
+  /** Of the newest round with drafts, in tokens. */
+  private cost = 1;
   private readonly acceptance = new AcceptanceRates();
 
   /**
@@ -95,29 +107,42 @@ export class LinkPolicy {
 
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
   numDrafts(): number {
-    const plainMs = this.plainMs();
-    const speeds = this.speeds();
-    const most = Math.max(...speeds);
-    const best = speeds.indexOf(most) + 1;
-    if (plainMs === undefined) return best;
-    const known = this.stepMs() !== undefined && !this.measuring();
-    const pays = known && most * plainMs >= 1000 * (this.pause ? MIN_GAIN : 1);
+    const knownMs = this.plainMs();
+    const rounds = this.rounds();
+    const speeds = rounds.map(({ tokens, roundMs }) => tokens / roundMs);
+    const best = speeds.indexOf(Math.max(...speeds));
+    if (knownMs === undefined) return best + 1;
+    const plainMs = Math.max(knownMs, MIN_MS);
+    const isKnown = this.stepMs() !== undefined && !this.measuring();
+    const gain = speeds[best]! * plainMs;
+    const pays = isKnown && this.budget > 0 && gain >= (this.pause ? MIN_GAIN : 1);
     if (pays && !this.pause) {
+      // Before the first drafts the server waits for a round trip.
+      const beginsMs = this.numPlain ? this.knownWaitMs - plainMs : 0;
+      this.cost = (rounds[best]!.roundMs + beginsMs) / plainMs;
       this.numPlain = 0;
-      return best;
+      return best + 1;
     }
     this.numPlain += 1;
+    this.budget += MAX_LOSS;
     if (pays) {
       this.pause -= 1; // tokens that are already asked for come first
     } else {
-      const rounds = Math.ceil((this.knownWaitMs + STREAM_SLACK_MS) / Math.max(plainMs, MIN_MS));
-      this.pause = Math.min(rounds, MAX_FURTHER);
+      this.pause = Math.min(Math.ceil((this.knownWaitMs + STREAM_SLACK_MS) / plainMs), MAX_FURTHER);
     }
     return 0;
   }
 
   /** Expected tokens per second of chains of 1, 2, ... drafts. */
   speeds(): number[] {
+    return this.rounds().map(({ tokens, roundMs }) => (1000 * tokens) / roundMs);
+  }
+
+  private get knownWaitMs(): number {
+    return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
+  }
+
+  private rounds(): Round[] {
     const { rates } = this.acceptance;
     const waitMs = this.knownWaitMs;
     const stepMs = Math.max(this.stepMs() ?? ASSUMED_STEP_MS, MIN_MS);
@@ -129,17 +154,16 @@ export class LinkPolicy {
       const draftMs = (i + 1) * stepMs;
       const missed = 1 - reached * rates[0]!;
       const roundMs = this.ahead ? Math.max(draftMs, waitMs) + missed * draftMs : draftMs + waitMs;
-      return (1000 * tokens) / roundMs;
+      return { tokens, roundMs };
     });
-  }
-
-  private get knownWaitMs(): number {
-    return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
   }
 
   /** Update acceptance rates, if there were drafts; see `AcceptanceRates.count`. */
   record(drafted: number, accepted: number): void {
-    if (drafted) this.acceptance.count(drafted, accepted);
+    if (!drafted) return;
+    this.acceptance.count(drafted, accepted);
+    const budget = this.budget + accepted + 1 - this.cost;
+    this.budget = Math.max(budget, -FIRST_LOSS); // outliers do not forbid drafts for long
   }
 
   /** Count a draft of a token that the server streamed. */

@@ -107,9 +107,7 @@ class LinkStats:
     down_s: float | None = None
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
-    _waits: deque[tuple[float, float] | None] = field(
-        default_factory=lambda: deque(maxlen=MAX_AGE)
-    )
+    _waits: deque[tuple[float, float] | None] = field(default_factory=lambda: deque(maxlen=MAX_AGE))
 
     def add_round(self, one: RoundTrip) -> None:
         self.rounds.append(one)

@@ -37,8 +37,11 @@ or the first draft step, does not stop it."""
 NUM_OBSERVED, OBSERVED_EVERY = 16, 4
 """Streamed tokens that are drafted too: the first ones, then every so many, which saves energy."""
 
-MIN_GAIN = 1.02
+MIN_GAIN = 1.1
 """Speed over plain decoding from which a device goes over to drafts, which costs a round trip."""
+
+FIRST_LOSS, MAX_LOSS = 1.5, 0.005
+"""Tokens that drafts may cost: at first, and for each streamed token. What they gain is added."""
 
 
 class LinkPolicy(DraftPolicy):
@@ -75,6 +78,7 @@ class LinkPolicy(DraftPolicy):
         self._measuring = measuring
         self._ahead, self._acceptance = ahead, AcceptanceRates(prior)
         self.pause = self._num_plain = 0
+        self._budget, self._cost = FIRST_LOSS, 1.0
 
     @property
     def observes(self) -> bool:
@@ -87,41 +91,51 @@ class LinkPolicy(DraftPolicy):
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The best chain; None for a round without drafts."""
-        plain_s = self._plain_s()
-        speeds = self.speeds()
-        best = int(np.argmax(speeds))
+        plain_s, wait_s = self._plain_s(), _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        tokens, round_s = self._rounds(wait_s)
+        best = int(np.argmax(tokens / round_s))
         if plain_s is None:
             return Chain(best + 1)
+        plain_s = max(plain_s, 1e-4)
         known = self._step_s() is not None and not self._measuring()
-        pays = known and speeds[best] * plain_s >= (MIN_GAIN if self.pause else 1.0)
+        gain = tokens[best] * plain_s / round_s[best]
+        pays = known and self._budget > 0 and gain >= (MIN_GAIN if self.pause else 1.0)
         if pays and not self.pause:
+            # Before the first drafts the server waits for a round trip.
+            begins_s = wait_s - plain_s if self._num_plain else 0.0
+            self._cost = float(round_s[best] + begins_s) / plain_s
             self._num_plain = 0
             return Chain(best + 1)
         self._num_plain += 1
+        self._budget += MAX_LOSS
         if pays:
             self.pause -= 1  # tokens that are already asked for come first
         else:
-            wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
-            rounds = ceil((wait_s + STREAM_SLACK_S) / max(plain_s, 1e-4))
-            self.pause = min(rounds, MAX_FURTHER)
+            self.pause = min(ceil((wait_s + STREAM_SLACK_S) / plain_s), MAX_FURTHER)
         return None
 
-    def speeds(self) -> np.ndarray:
-        """Expected tokens per second of chains of 1, 2, ... drafts."""
+    def _rounds(self, wait_s: float) -> tuple[np.ndarray, np.ndarray]:
+        """Expected tokens, and seconds, of rounds with 1, 2, ... drafts."""
         rates = self._acceptance.rates
         rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
         reached = rates.cumprod()  # probability that so many drafts are accepted
-        tokens = 1.0 + reached.cumsum()
-        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        tokens = np.asarray(1.0 + reached.cumsum())
         draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:
-            return np.asarray(tokens / (draft_s + wait_s))
+            return tokens, draft_s + wait_s
         hit = reached * rates[0]
-        return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
+        return tokens, np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s
+
+    def speeds(self) -> np.ndarray:
+        """Expected tokens per second of chains of 1, 2, ... drafts."""
+        tokens, round_s = self._rounds(_known_or(self._wait_s(), ASSUMED_WAIT_S))
+        return np.asarray(tokens / round_s)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if tree.tokens:
             self._acceptance.count(tree, accepted)
+            self._budget += len(accepted) + 1 - self._cost
+            self._budget = max(self._budget, -FIRST_LOSS)  # outliers do not forbid drafts for long
 
     def observe(self, is_right: bool) -> None:
         """Count a draft of a token that the server streamed."""
