@@ -37,6 +37,7 @@ def verdict_on(sent: DraftTree, longer: Sequence[int] | None) -> VerifyResult:
             memory=None,
             meanwhile=lambda _: False,
             further=lambda: 0,
+            observe=lambda _: None,
             keep=False,
         )
         messages: list[pb.ClientMessage] = []

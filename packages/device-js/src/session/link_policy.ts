@@ -97,12 +97,12 @@ export class LinkPolicy {
     private readonly measuring: () => boolean = () => false,
   ) {}
 
-  /** Whether to draft the token that is streamed; a step must fit between two of them. */
+  /** Whether to draft the token that is streamed; a step must fit well between two of them. */
   get observes(): boolean {
     const [stepMs, plainMs] = [this.stepMs(), this.plainMs()];
     if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
     const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;
-    return isDue && stepMs < plainMs;
+    return isDue && stepMs < 0.8 * plainMs;
   }
 
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */

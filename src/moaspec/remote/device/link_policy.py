@@ -82,12 +82,12 @@ class LinkPolicy(DraftPolicy):
 
     @property
     def observes(self) -> bool:
-        """Whether to draft the token that is streamed; a step must fit between two of them."""
+        """Whether to draft the token that is streamed; a step must fit well between two of them."""
         step_s, plain_s = self._step_s(), self._plain_s()
         if self._measuring() or step_s is None or plain_s is None:
             return True
         due = self._num_plain <= NUM_OBSERVED or self._num_plain % OBSERVED_EVERY == 0
-        return due and step_s < plain_s
+        return due and step_s < 0.8 * plain_s
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The best chain; None for a round without drafts."""
