@@ -7,7 +7,6 @@ import pytest
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.remote.device.link_policy import (
     NUM_OBSERVED,
-    OBSERVED_EVERY,
     STREAM_SLACK_S,
     LinkPolicy,
 )
@@ -55,12 +54,11 @@ def test_observed_drafts_decide() -> None:
     of = policy(0.192, 0.01, 0.15)
     for _ in range(12):
         of.observe(False)
-    observed = list[bool]()
-    for _ in range(96):
-        observed.append(of.observes)
+    observed = list[int]()
+    for number in range(1, 25):
         assert max(depths(of, 1)) == 0
-    assert all(observed[:NUM_OBSERVED])
-    assert sum(observed[NUM_OBSERVED + 1 :]) == (96 - NUM_OBSERVED) // OBSERVED_EVERY - 1
+        observed += [number] if of.observes else []
+    assert observed == [*range(2, NUM_OBSERVED + 1), 20, 24]
     asked, found = of.pause, list[int]()
     for _ in range(40):
         of.observe(True)

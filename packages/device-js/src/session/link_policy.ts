@@ -31,7 +31,7 @@ const STREAM_SLACK_MS = 250;
 const NUM_OBSERVED = 16;
 const OBSERVED_EVERY = 4;
 /** Speed over plain decoding from which a device goes over to drafts, which costs a round trip. */
-const MIN_GAIN = 1.1;
+const MIN_GAIN = 1.05;
 /** Tokens that drafts may cost: at first, and for each streamed token. What they gain is added. */
 const FIRST_LOSS = 1.5;
 const MAX_LOSS = 0.005;
@@ -97,8 +97,9 @@ export class LinkPolicy {
     private readonly measuring: () => boolean = () => false,
   ) {}
 
-  /** Whether to draft the token that is streamed; a step must fit well between two of them. */
+  /** Whether to draft the token that is streamed; a step must fit well between two. */
   get observes(): boolean {
+    if (this.numPlain === 1) return false; // the request that begins the stream goes out first
     const [stepMs, plainMs] = [this.stepMs(), this.plainMs()];
     if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
     const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;

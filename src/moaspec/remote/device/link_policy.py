@@ -37,7 +37,7 @@ or the first draft step, does not stop it."""
 NUM_OBSERVED, OBSERVED_EVERY = 16, 4
 """Streamed tokens that are drafted too: the first ones, then every so many, which saves energy."""
 
-MIN_GAIN = 1.1
+MIN_GAIN = 1.05
 """Speed over plain decoding from which a device goes over to drafts, which costs a round trip."""
 
 FIRST_LOSS, MAX_LOSS = 1.5, 0.005
@@ -82,7 +82,9 @@ class LinkPolicy(DraftPolicy):
 
     @property
     def observes(self) -> bool:
-        """Whether to draft the token that is streamed; a step must fit well between two of them."""
+        """Whether to draft the token that is streamed; a step must fit well between two."""
+        if self._num_plain == 1:
+            return False  # the request that begins the stream goes out first
         step_s, plain_s = self._step_s(), self._plain_s()
         if self._measuring() or step_s is None or plain_s is None:
             return True
