@@ -22,8 +22,7 @@ MAX_DRAFTS = 24
 """Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
 
 PRIOR = ((0.5,),)
-"""Acceptance rate to start from: of the bundled drafters' chains. A lower one would keep devices on
-links with long round trips from the drafts that show how good they are."""
+"""Acceptance rate to start from: of the bundled drafters' chains."""
 
 ONE_DRAFT = DraftTree((0,), (-1,))
 
