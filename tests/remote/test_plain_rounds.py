@@ -111,20 +111,51 @@ def test_texts_are_the_same(
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_closed_late_leaves_the_next_turn_alone() -> None:
-    """Python closes a stream that a loop has left some time later."""
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_stream_that_is_closed_late_leaves_the_next_turn_alone(when: str) -> None:
+    """Python closes a stream that a loop has left some time later; another task may still read it."""
 
     async def run() -> None:
         server = Restartable(service)
         session = session_of(server.transport())
         first = session.stream(PROMPT, max_new_tokens=NEW)
         await anext(first)
+        closing = asyncio.create_task(first.aclose()) if when != "after" else None
+        if when == "during":
+            await asyncio.sleep(0)
         second = session.stream(PROMPT, max_new_tokens=NEW)
         text = list((await anext(second)).token_ids)
-        await first.aclose()
+        await (closing or first.aclose())
         async for event in second:
             text[event.start :] = event.token_ids
         assert text == plain(PROMPT)
+        await session.close()
+        await server.service.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_the_reader_of_an_ended_turn_gets_nothing_of_the_next_one() -> None:
+    async def run() -> None:
+        server = Restartable(service)
+        session = session_of(server.transport())
+        first = session.stream(PROMPT, max_new_tokens=NEW)
+        read = list((await anext(first)).token_ids)
+        second = session.stream(PROMPT, max_new_tokens=NEW)
+        text = list((await anext(second)).token_ids)
+
+        async def read_on() -> None:
+            async for event in first:
+                read[event.start :] = event.token_ids
+
+        reader = asyncio.create_task(read_on())
+        async for event in second:
+            text[event.start :] = event.token_ids
+        await reader
+        assert text == plain(PROMPT)
+        assert read == text[: len(read)]
+        assert len(read) < len(text)
         await session.close()
         await server.service.stop()
 

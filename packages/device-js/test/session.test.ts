@@ -351,6 +351,20 @@ test.each(Object.keys(FAULTS).flatMap((name) => [0n, 5n].map((seed) => [name, se
   },
 );
 
+test("a stream that is closed late leaves the next turn alone", async () => {
+  const { session } = made({});
+  const first = session.stream(PROMPT, { maxNewTokens: 40 });
+  await first.next();
+  const second = session.stream(PROMPT, { maxNewTokens: 40 });
+  const { start, tokenIds } = (await second.next()).value as RemoteEvent;
+  const text: number[] = [];
+  text.splice(start, text.length, ...tokenIds);
+  await first.return(undefined);
+  for await (const event of second) text.splice(event.start, text.length, ...event.tokenIds);
+  expect(text).toEqual(ownText(PROMPT, 40));
+  await session.close();
+});
+
 test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with %s", async (onCut) => {
   const { server, transport, session } = made({ onCut, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
   server.passMs = 5;

@@ -138,12 +138,13 @@ export class RemoteSession {
   async *stream(promptIds: readonly number[], options: TurnOptions = {}): AsyncGenerator<RemoteEvent> {
     await this.endTurn();
     const turn = this.begin(promptIds, options);
-    this.running = this.decode(turn, this.stopTurn.signal, this.events);
+    const running = (this.running = this.decode(turn, this.stopTurn.signal, this.events));
     try {
       yield* this.events;
-      if (this.failure) throw this.failure;
+      if (this.turn === turn && this.failure) throw this.failure;
     } finally {
-      await this.endTurn();
+      if (this.turn === turn) this.stop(); // else the next turn has ended this one
+      await running;
     }
   }
 
@@ -183,8 +184,12 @@ export class RemoteSession {
   }
 
   private async endTurn(): Promise<void> {
-    this.stop();
-    await this.running;
+    let ended;
+    do { // another turn may begin meanwhile
+      ended = this.running;
+      this.stop();
+      await ended;
+    } while (ended !== this.running);
   }
 
   private begin(promptIds: readonly number[], options: TurnOptions): Turn {

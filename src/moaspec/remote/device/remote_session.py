@@ -213,16 +213,17 @@ class RemoteSession:
         """
         await self._end_turn()
         self._begin(prompt_ids, options)
+        events = self._events
         task = self._task = asyncio.create_task(self._decode())
         try:
-            while (event := await self._events.get()) is not None:
+            while (event := await events.get()) is not None:
                 yield event
-            await task
+            if not task.cancelled():  # by the next turn
+                await task
         finally:
-            if self._task in (task, None):  # else the next turn has ended this one
-                await self._end_turn()
-                if self._memory is not None:
-                    self._memory.save(self._verifier.text, len(self._prompt))
+            await self._end(task)
+            if self._task is None and self._memory is not None:
+                self._memory.save(self._verifier.text, len(self._prompt))
 
     async def close(self) -> None:
         """End the session here and on the server."""
@@ -290,9 +291,16 @@ class RemoteSession:
             self._events.put_nowait(None)
 
     async def _end_turn(self) -> None:
-        task, self._task = self._task, None
-        if task is not None and not task.done():
+        """End the current turn, if there is one."""
+        while self._task is not None:
+            await self._end(self._task)
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
+        """End one turn; the next one may have begun."""
+        if not task.done():
             await end_tasks(task)
+        if self._task is task:
+            self._task = None
 
     def _verified(self, event: Event) -> RemoteEvent:
         """Make the event of a round: its tokens, and the provisional tokens that remain."""
