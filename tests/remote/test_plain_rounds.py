@@ -113,7 +113,7 @@ def test_texts_are_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_stream_that_is_closed_late_leaves_the_next_turn_alone(when: str) -> None:
-    """Python closes a stream that a loop has left some time later; another task may still read it."""
+    """Python closes a stream that a loop has left some time later."""
 
     async def run() -> None:
         server = Restartable(service)

@@ -245,7 +245,7 @@ def test_fewer_bits_draft_nearly_the_same(tmp_path: Path, weights: Weights) -> N
         got = device.run(context.token_ids, 0)
         assert np.all(np.diff(got.log_q) <= 0)
         errors.append(np.abs(got.log_q - expected[got.token_ids]).mean())
-    assert np.mean(errors) < (1.0 if "int4" in weights else 0.02)
+    assert np.mean(errors) < (1.0 if "int4" in weights else 0.05)
 
 
 GEMMA_TOKENS = 2**18
@@ -403,7 +403,7 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
     [
         (SMOLLM2, "float32", 1.0, None),
         (SMOLLM2, "int8", 0.99, 45),
-        (SMOLLM2, "int8-web", 0.99, 45),
+        (SMOLLM2, "int8-web", 0.98, 45),
         (f"{SMOLLM2}-n3", "float32", 1.0, None),
         (f"{SMOLLM2}-n3", "int8", 0.99, 62),
         (f"{SMOLLM2}-n3", "int8-web", 0.97, 62),

@@ -60,6 +60,8 @@ class OnnxDrafter:
         self._layers = [(f"layer_key_{n}", f"layer_value_{n}") for n in numbers]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 3
+        # On x86 without VNNI, sums of two products of 8 bits would saturate at 16 bits.
+        options.add_session_config_entry("session.x64quantprecision", "1")
         self._session = onnxruntime.InferenceSession(
             str(Path(directory) / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
         )
