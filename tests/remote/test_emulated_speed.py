@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -93,14 +94,26 @@ class SlowTransport:
 
 
 async def over_plain(
-    rtt_s: float, step_s: float, agreement: float, *, ahead: bool, seed: int = 0
+    rtt_s: float,
+    step_s: float,
+    agreement: float,
+    *,
+    ahead: bool,
+    seed: int = 0,
+    dropping: bool = False,
 ) -> dict[int, float]:
-    """Speed over that of plain streaming, from the request to the last token of each length."""
+    """Speed over that of plain streaming, from the request to the last token of each length.
+
+    With `dropping`, the server verifies no drafts, as under load.
+    """
     target, prompt = tiny.target(), tiny.PROMPTS[1]
     text = tiny.own_text(target, prompt, LENGTHS[-1])
     drafter = Held([[*prompt, *text]], agreement=agreement, seed=seed)
     drafter.step_s = step_s
     service = TargetService(target)
+    if dropping:
+        budget: Any = service.shared._budget
+        budget.applied = lambda requests: [replace(one, tree=DraftTree()) for one in requests]
     transport = SlowTransport(service, rtt_s / 2)
     options = RemoteOptions(draft_ahead=ahead)
     session = RemoteSession(LocalDevice(target, drafter), transport, options)
@@ -133,6 +146,13 @@ def test_no_device_is_slower_than_plain_streaming(name: str, ahead: bool) -> Non
             most = FIRST_LOSS + MAX_LOSS * length + 1  # of the last round with drafts
             assert min(speeds) > length / (length + most), (step_s, length, speeds)
     assert measured(STEPS[0], EASY)[LENGTHS[-1]] > 1.8
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_server_that_drops_all_drafts_is_sent_few(name: str) -> None:
+    work = over_plain(LINKS[name], STEPS[0], EASY, ahead=True, dropping=True)
+    for length, speed in run_simulated(work, PASS_S).items():
+        assert speed > length / (length + FIRST_LOSS + MAX_LOSS * length + 1)
 
 
 def test_other_threads_keep_their_clock() -> None:

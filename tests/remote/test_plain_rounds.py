@@ -18,7 +18,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import WireError
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.link_policy import LinkPolicy
+from moaspec.remote.device.link_policy import FIRST_LOSS, MAX_LOSS, LinkPolicy
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
@@ -270,6 +270,51 @@ def test_a_device_that_never_drafts_sends_no_drafts_after_a_cut() -> None:
         await server.service.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("on_cut", ["rollback", "keep"])
+def test_tokens_of_a_cut_are_no_gain(on_cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has verified those that are kept, and a cut lasts longer than a round."""
+
+    async def run() -> None:
+        server = Restartable(service)
+        transport = FaultyTransport(server.transport)
+        session = session_of(transport, QUICK, on_cut=on_cut, max_provisional=8)
+        most = FIRST_LOSS + MAX_LOSS * NEW
+        async for event in session.stream(PROMPT, max_new_tokens=NEW):
+            transport.hole = not session.stats.cuts and event.start > 5
+        assert session.stats.provisional > 4
+        assert any(one.repeated for one in list(session.stats.rounds)[1:])
+        assert not any(session.stats._waits)
+        assert session._auto._budget <= most
+        await session.close()
+        await server.service.stop()
+
+    mixed(monkeypatch, 64)
+    run_simulated(run(), pass_s=0.05)
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain:2"])
+def test_only_streamed_tokens_are_observed(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of a new prompt have not come, and fixed drafts tell `LinkPolicy` nothing."""
+
+    async def run() -> None:
+        server = Restartable(service)
+        session = session_of(server.transport())
+        observed = list[bool]()
+
+        def observe(_of: LinkPolicy, _is_right: bool) -> None:
+            assert session._verifier._pending is not None
+            observed.append(session._verifier._pending.opening)
+
+        monkeypatch.setattr(LinkPolicy, "observe", observe)
+        for prompt in tiny.PROMPTS:
+            await read(session, prompt, max_new_tokens=NEW, tree=tree)
+        assert set(observed) == ({False} if tree == "auto" else set())
+        await session.close()
+        await server.service.stop()
+
+    run_simulated(run(), pass_s=0.05)
 
 
 class OneLost:

@@ -296,7 +296,8 @@ class Device:
         if tree is not None:
             await asyncio.sleep(self._delay_s(count))
             self._waits_s.append(self._world.now_s - asked_s)
-            self.policy.record_round(result.tree, result.accepted)
+            if tree.tokens:
+                self.policy.record_round(result.tree, result.accepted)
             self._prepare(len(tree.tokens), count)
         self._length += count
         now_s = self._world.now_s + self._under_way_s * self._streams

@@ -96,7 +96,8 @@ test("numbers of drafts, round by round", () => {
     const chosen = drafts.map((expected: number, turn: number) => {
       const found = policy.numDrafts();
       policy.observe(Math.floor(turn / 50) % 2 === 0);
-      policy.record(expected, expected >> 1);
+      const drafted = turn % 3 ? expected : 0; // the server drops some
+      if (expected) policy.record(drafted, drafted >> 1);
       return found;
     });
     expect(chosen).toEqual(drafts);

@@ -4,7 +4,9 @@ import { LinkError, RefusedError, InputError, WireError } from "../src/errors.js
 import { MAX_FURTHER } from "../src/protocol/limits.js";
 import { Problem_Kind } from "../src/protocol/target_pb.js";
 import type { RemoteEvent } from "../src/session/events.js";
+import type { LinkPolicy } from "../src/session/link_policy.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
+import type { PendingRequest } from "../src/session/remote_verifier.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, FaultyTransport, device, draftInTurn, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
@@ -424,6 +426,35 @@ test("a device that never drafts sends no drafts after a cut", async () => {
   expect(text).toEqual(ownText(PROMPT, 60));
   expect(session.stats.provisional).toBeGreaterThan(0);
   expect(session.result!.acceptLengths).toEqual(new Array(59).fill(1));
+});
+
+test.each(["rollback", "keep"] as const)("tokens of a cut are no gain, with %s", async (onCut) => {
+  const link = { ...LINK, deadAfterMs: 200, connectMs: 1000 };
+  const { server, transport, session } = made({ onCut, link, maxProvisional: 8 }, { share: 1 });
+  server.passMs = 5;
+  draftInTurn(session, 3);
+  const { auto } = session as unknown as { auto: LinkPolicy };
+  let recorded = 0;
+  auto.record = () => void (recorded += 1);
+  await read(session, PROMPT, { maxNewTokens: 60 }, (_, shown) => {
+    if (!session.stats.cuts && shown.length > 10) transport.hole = true;
+    if (session.provisional.length >= 4) transport.hole = false;
+  });
+  const { rounds } = session.stats;
+  expect(session.stats.provisional).toBeGreaterThanOrEqual(4);
+  expect(rounds.slice(1).some(({ repeated }) => repeated)).toBe(true);
+  expect(recorded).toBe(rounds.filter(({ drafted, repeated }) => drafted && !repeated).length);
+  expect(recorded).toBeGreaterThan(0);
+});
+
+test.each(["auto", 3] as const)("only streamed tokens are observed, with draft %s", async (draft) => {
+  const { server, session } = made({ draft });
+  server.passMs = 5;
+  const inside = session as unknown as { auto: LinkPolicy; verifier: { pending: PendingRequest } };
+  const observed = new Set<boolean>();
+  inside.auto.observe = () => void observed.add(inside.verifier.pending.opening);
+  for (const prompt of [PROMPT, [1, 2, 3], [8, 8]]) await read(session, prompt, { maxNewTokens: 40 });
+  expect([...observed]).toEqual(draft === "auto" ? [false] : []);
 });
 
 test("a stop token ends the stream", async () => {

@@ -33,6 +33,14 @@ test("a wait counts although a busy server dropped its drafts", () => {
   expect(stats.waitMs).toBe(300);
 });
 
+test("a cut is no wait", () => {
+  const stats = new LinkStats();
+  stats.rttMs = 20;
+  const round = { sentMs: 0, receivedMs: 8000, passMs: 100, drafted: 12, dropped: 0, accepted: 12, ahead: 0 };
+  stats.addRound({ ...round, repeated: true });
+  expect(stats.waitMs).toBe(120);
+});
+
 test("a slow draft step among others is ignored", () => {
   const ahead = new AheadDrafter(new FakeDrafter(1), 100);
   const measure = (tookMs: number, numNew = 1) =>
@@ -85,4 +93,30 @@ test("drafts of streamed tokens decide, if steps fit between these", () => {
   for (let i = 0; i < 40; i++) policy.observe(true);
   expect(Math.max(...drafts(policy, 10))).toBeGreaterThan(0);
   expect(new LinkPolicy(() => 192, () => 200, true, () => 150).observes).toBe(false);
+});
+
+test.each([0, 500])("drafts that the server drops end, after %s rounds of right ones", (numRight) => {
+  const policy = new LinkPolicy(() => 200, () => 5, true, () => 150);
+  for (let i = 0; i < 40; i++) policy.observe(true);
+  for (let i = 0; i < numRight; i++) {
+    const drafted = policy.numDrafts();
+    policy.record(drafted, drafted);
+  }
+  const before = policy.speeds();
+  let lost = 0;
+  for (let i = 0; i < 1000; i++) {
+    if (!policy.numDrafts()) continue;
+    policy.record(0, 0);
+    lost += 200 / 150 - 1;
+  }
+  expect(lost).toBeGreaterThan(0);
+  expect(lost).toBeLessThan((numRight ? 16 : 1.5) + 0.005 * 1000 + 1);
+  expect(policy.speeds()).toEqual(before);
+});
+
+test.each([[500, false], [200, true]] as const)("drafts on a link of %s ms are observed: %s", (waitMs, observes) => {
+  // 25 tokens take a round trip, or 250 ms without drafts.
+  const policy = new LinkPolicy(() => waitMs, () => 3, true, () => 10);
+  const found = Array.from({ length: 100 }, () => policy.numDrafts() === 0 && policy.observes);
+  expect(found.includes(true)).toBe(observes);
 });

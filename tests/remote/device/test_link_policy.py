@@ -6,10 +6,14 @@ import pytest
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.remote.device.link_policy import (
+    FIRST_LOSS,
+    MAX_BUDGET,
+    MAX_LOSS,
     NUM_OBSERVED,
     STREAM_SLACK_S,
     LinkPolicy,
 )
+from moaspec.remote.protocol.wire import chain
 from moaspec.support.limits import MAX_FURTHER
 
 
@@ -89,6 +93,52 @@ def test_drafts_that_are_rejected_end() -> None:
         found += depths(of, 1)
     assert 1 < len(found) < 10
     assert max(depths(of, 100)) == 0
+
+
+@pytest.mark.parametrize("num_right", [0, 500])
+def test_drafts_that_the_server_drops_end(num_right: int) -> None:
+    """They are neither right nor wrong, but cost time, whatever others have gained before."""
+    wait_s, plain_s, rounds = 0.2, 0.15, 1000
+    of = policy(wait_s, 0.005, plain_s)
+    for _ in range(40):
+        of.observe(True)
+    assert min(depths(of, 1)) > 0
+    for (depth,) in (depths(of, 1) for _ in range(num_right)):
+        of.record_round(chain(range(depth)), range(depth))
+    before, lost = of.speeds(), 0.0
+    for (depth,) in (depths(of, 1) for _ in range(rounds)):
+        if depth:
+            of.record_round(DraftTree(), ())
+            lost += wait_s / plain_s - 1
+    assert 0 < lost < (MAX_BUDGET if num_right else FIRST_LOSS) + MAX_LOSS * rounds + 1
+    assert (of.speeds() == before).all()
+
+
+def test_some_rounds_do_not_count() -> None:
+    of = LinkPolicy(
+        wait_s=lambda: 0.16,
+        step_s=lambda: 0.005,
+        plain_s=lambda: 0.15,
+        counts=lambda: False,
+        ahead=True,
+    )
+    before = of.speeds()
+    for (depth,) in (depths(of, 1) for _ in range(100)):
+        assert depth
+        of.record_round(chain(range(depth)), ())
+    assert (of.speeds() == before).all()
+
+
+@pytest.mark.parametrize(("wait_s", "observes"), [(0.5, False), (0.2, True)])
+def test_nothing_is_observed_where_the_best_drafts_would_not_pay(
+    wait_s: float, observes: bool
+) -> None:
+    """25 tokens take a round trip, or 0.25 s without drafts."""
+    of, found = policy(wait_s, 0.003, 0.01), list[bool]()
+    for _ in range(100):
+        assert depths(of, 1) == [0]
+        found.append(of.observes)
+    assert any(found) is observes
 
 
 def test_a_step_is_measured_before_it_is_needed() -> None:

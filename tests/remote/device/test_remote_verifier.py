@@ -20,13 +20,16 @@ from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 
 
-def verdict_on(sent: DraftTree, longer: Sequence[int] | None) -> VerifyResult:
+def verdict_on(
+    sent: DraftTree, longer: Sequence[int] | None, *, lost: bool = False
+) -> tuple[VerifyResult, RemoteVerifier]:
     """The result of a verdict that accepts 5 and 6 and drops node 2 of the first tree.
 
-    With `longer`, the link is lost before, and the device sends these drafts on the next one.
+    With `longer`, the link is lost before, and the device sends these drafts on the next one. With
+    `lost`, the server has forgotten the session.
     """
 
-    async def run() -> VerifyResult:
+    async def run() -> tuple[VerifyResult, RemoteVerifier]:
         proposer: Any = moaspec.NgramProposer()
         ahead = AheadDrafter(proposer, needs_memory=False, clock=now)
         target: Any = tiny.target()
@@ -53,11 +56,12 @@ def verdict_on(sent: DraftTree, longer: Sequence[int] | None) -> VerifyResult:
             ahead.expected = [1, 2, 3, *longer]
             verifier.connected()
             assert list(messages[-1].draft.tokens) == list(longer)
-        verifier.receive(
-            pb.ServerMessage(turn=0, verdict=pb.Verdict(base=3, tokens=[5, 6, 9], dropped=[2]))
-        )
+        if lost:
+            verifier.receive(pb.ServerMessage(problem=pb.Problem(kind=pb.Problem.LOST)))
+        verdict = pb.Verdict(base=3, tokens=[5, 6, 9], dropped=[2])
+        verifier.receive(pb.ServerMessage(turn=verifier.turn, verdict=verdict))
         (result,) = await waiting
-        return result
+        return result, verifier
 
     return asyncio.run(run())
 
@@ -75,7 +79,7 @@ SENT = DraftTree((5, 6, 7), (-1, 0, 0))
 def test_dropped_nodes_belong_to_the_tree_of_one_sending(
     longer: list[int] | None, tree: DraftTree
 ) -> None:
-    result = verdict_on(SENT, longer)
+    result, _ = verdict_on(SENT, longer)
     assert result.tree is not None
     assert (result.tree.tokens, result.tree.parents) == (tree.tokens, tree.parents)
     assert (result.accepted, result.next_token) == ((0, 1), 9)
@@ -83,6 +87,26 @@ def test_dropped_nodes_belong_to_the_tree_of_one_sending(
 
 def test_drafts_after_a_cut_keep_what_the_server_accepted() -> None:
     """The server drops a node of the first tree; the second one has an accepted token there."""
-    result = verdict_on(chain([5]), [5, 6, 9, 8])
+    result, _ = verdict_on(chain([5]), [5, 6, 9, 8])
     assert result.tree is not None
     assert result.tree.tokens == (5, 6, 9, 8)
+
+
+@pytest.mark.parametrize(
+    ("sent", "longer", "lost", "counts"),
+    [
+        (SENT, None, False, True),
+        (SENT, [5, 6, 9, 8], False, False),
+        (SENT, None, True, False),
+        (chain([]), None, False, False),
+        (chain([]), [5, 6, 9, 8], False, False),
+    ],
+)
+def test_rounds_that_tell_what_drafts_gain(
+    sent: DraftTree, longer: list[int] | None, lost: bool, counts: bool
+) -> None:
+    """Requests with drafts that no cut, and no server, had sent again."""
+    _, verifier = verdict_on(sent, longer, lost=lost)
+    assert verifier.counts is counts
+    assert verifier.link.stats.rounds[-1].repeated is (lost or longer is not None)
+    assert bool(verifier.link.stats.wait_s) is counts

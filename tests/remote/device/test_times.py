@@ -41,6 +41,13 @@ def test_a_wait_counts_although_a_busy_server_dropped_its_drafts() -> None:
     assert stats.wait_s == pytest.approx(0.3)
 
 
+def test_a_cut_is_no_wait() -> None:
+    stats = LinkStats()
+    stats.rtt_s = 0.02
+    stats.add_round(RoundTrip(0.0, 8.0, 0.1, 12, 12, 0, repeated=True))
+    assert stats.wait_s == pytest.approx(0.12)
+
+
 def test_a_slow_step_among_others_is_ignored() -> None:
     seconds = iter([9.0, 0.3, 0.01, 0.02, 0.01, *[0.05] * 9])
     clock_s = 0.0

@@ -57,6 +57,8 @@ export interface RoundTrip {
   readonly accepted: number;
   /** Tokens that were drafted meanwhile. */
   readonly ahead: number;
+  /** Whether a cut, or the server, had the request sent again. */
+  readonly repeated?: boolean;
 }
 
 /** Rounds whose times count as current. */
@@ -105,7 +107,8 @@ export class LinkStats {
     this.rounds.push(round);
     if (this.rounds.length > MAX_ROUNDS) this.rounds.shift();
     const wait: [number, number] = [round.receivedMs - round.sentMs, this.rttMs ?? 0];
-    this.waits.push(round.drafted ? wait : undefined);
+    const counts = (round.drafted || round.dropped) && !round.repeated;
+    this.waits.push(counts ? wait : undefined);
     if (this.waits.length > MAX_AGE) this.waits.shift();
   }
 

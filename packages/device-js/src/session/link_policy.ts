@@ -35,6 +35,10 @@ const MIN_GAIN = 1.05;
 /** Tokens that drafts may cost: at first, and for each streamed token. What they gain is added. */
 const FIRST_LOSS = 1.5;
 const MAX_LOSS = 0.005;
+/** Largest number of tokens that drafts may cost, whatever they gained before. */
+const MAX_BUDGET = 16;
+/** Rates of drafts that are never wrong. */
+const ALL_RIGHT = new Array<number>(MAX_DEPTH).fill(1);
 /** Shorter times are not believed. */
 const MIN_MS = 0.1;
 
@@ -74,7 +78,10 @@ interface Round {
  * the acceptance.
  */
 export class LinkPolicy {
-  /** Rounds without drafts that follow the current one. */
+  /**
+   * Rounds without drafts that the server is to stream after the current one, renewed with each; once
+   * drafts pay, those that are left before drafts begin.
+   */
   pause = 0;
   private numPlain = 0;
   private budget = FIRST_LOSS;
@@ -97,13 +104,18 @@ export class LinkPolicy {
     private readonly measuring: () => boolean = () => false,
   ) {}
 
-  /** Whether to draft the token that is streamed; a step must fit well between two. */
+  /**
+   * Whether to draft the token that is streamed. A step must fit well between two tokens, and drafts
+   * must pay if all of them are right.
+   */
   get observes(): boolean {
     if (this.numPlain === 1) return false; // the request that begins the stream goes out first
     const [stepMs, plainMs] = [this.stepMs(), this.plainMs()];
     if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
     const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;
-    return isDue && stepMs < 0.8 * plainMs;
+    if (!isDue || stepMs >= 0.8 * plainMs) return false;
+    const speeds = this.rounds(ALL_RIGHT).map(({ tokens, roundMs }) => tokens / roundMs);
+    return Math.max(...speeds) * plainMs >= MIN_GAIN;
   }
 
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
@@ -125,7 +137,7 @@ export class LinkPolicy {
       return best + 1;
     }
     this.numPlain += 1;
-    this.budget += MAX_LOSS;
+    this.add(MAX_LOSS);
     if (pays) {
       this.pause -= 1; // tokens that are already asked for come first
     } else {
@@ -143,8 +155,7 @@ export class LinkPolicy {
     return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
   }
 
-  private rounds(): Round[] {
-    const { rates } = this.acceptance;
+  private rounds(rates: readonly number[] = this.acceptance.rates): Round[] {
     const waitMs = this.knownWaitMs;
     const stepMs = Math.max(this.stepMs() ?? ASSUMED_STEP_MS, MIN_MS);
     let reached = 1;
@@ -159,12 +170,15 @@ export class LinkPolicy {
     });
   }
 
-  /** Update acceptance rates, if there were drafts; see `AcceptanceRates.count`. */
+  /** Count a round that sent drafts; `drafted` are those that the server did not drop. */
   record(drafted: number, accepted: number): void {
-    if (!drafted) return;
-    this.acceptance.count(drafted, accepted);
-    const budget = this.budget + accepted + 1 - this.cost;
-    this.budget = Math.max(budget, -FIRST_LOSS); // outliers do not forbid drafts for long
+    if (drafted) this.acceptance.count(drafted, accepted);
+    this.add(accepted + 1 - this.cost);
+  }
+
+  /** Add to the budget; outliers do not forbid drafts for long. */
+  private add(tokens: number): void {
+    this.budget = Math.min(Math.max(this.budget + tokens, -FIRST_LOSS), MAX_BUDGET);
   }
 
   /** Count a draft of a token that the server streamed. */

@@ -76,7 +76,9 @@ export class RemoteSession {
       keep: this.options.onCut === "keep",
       meanwhile: (pending) => this.meanwhile(pending),
       further: () => this.further,
-      observe: (isRight) => this.auto.observe(isRight),
+      observe: (isRight) => {
+        if (this.policy instanceof LinkPolicy) this.policy.observe(isRight);
+      },
     });
     this.auto = new LinkPolicy(
       () => this.stats.waitMs,
@@ -236,7 +238,7 @@ export class RemoteSession {
       for (let isFirst = true; !ended; isFirst = false) {
         const drafts = isFirst ? [] : await this.ahead.propose(turn.text, this.numDrafts(turn));
         const found = await this.verifier.verify(turn.request(drafts), signal);
-        if (!isFirst && this.policy instanceof LinkPolicy) {
+        if (found.counts && this.policy instanceof LinkPolicy) {
           this.policy.record(found.drafts.length, found.tokens.length - 1);
         }
         const emitted = turn.append(found);
@@ -319,7 +321,8 @@ export class RemoteSession {
     const own = pending.drafts.length;
     const ready = this.ahead.ready().length;
     if (this.policy instanceof LinkPolicy && !own) {
-      return this.policy.observes && !ready && this.ahead.extend();
+      // Of a prompt that is being opened the activations are missing.
+      return this.policy.observes && !pending.opening && !ready && this.ahead.extend();
     }
     const never = this.policy === 0 || !this.options.draftAhead;
     return !never && own <= ready && ready <= 2 * own && this.ahead.extend();

@@ -45,6 +45,8 @@ export interface VerifyResult {
   /** The drafts that were verified. */
   readonly drafts: readonly number[];
   readonly logprobs: readonly number[];
+  /** Whether the request sent drafts, and only once. */
+  readonly counts: boolean;
 }
 
 /** A request that waits for its verdict. */
@@ -205,6 +207,7 @@ export class RemoteVerifier {
     const { pending, provisional } = this;
     if (!pending || pending.result) return;
     this.committed = undefined; // the server does not have these tokens
+    pending.resent = true;
     pending.kept = provisional.slice(0, -1);
     this.resolve(pending, provisional.slice(-1), []);
   }
@@ -372,6 +375,7 @@ export class RemoteVerifier {
       tokens: all,
       drafts: chain,
       logprobs: logprobs.length ? [...unknown, ...logprobs] : [],
+      counts: pending.drafts.length > 0 && !pending.opening && !isRepeated(pending),
     };
     this.wake();
     this.text = [...this.text, ...all];
@@ -379,8 +383,9 @@ export class RemoteVerifier {
     const [expected] = ahead.ready();
     const ready = ahead.follow(this.text) && ahead.ready().length > 0;
     const drafted = chain.length || pending.drafts.length;
+    if (pending.opening) return;
     if (expected !== undefined && all.length === 1 && !drafted) this.options.observe(expected === all[0]);
-    if (pending.opening || !drafted) return;
+    if (!drafted) return;
     if (ready) this.link.stats.aheadHits += 1;
     else this.link.stats.aheadMisses += 1;
   }
@@ -395,6 +400,7 @@ export class RemoteVerifier {
       dropped: pending.opening ? 0 : Math.max(0, pending.drafts.length - drafted),
       accepted: pending.result!.tokens.length - 1 - pending.kept.length,
       ahead: this.options.ahead.ready().length,
+      repeated: isRepeated(pending),
     });
   }
 
@@ -432,6 +438,11 @@ export class RemoteVerifier {
     }
     this.wake();
   }
+}
+
+/** Whether a cut, or a server that did not verify it, had a request sent again. */
+function isRepeated({ resent, putOff }: PendingRequest): boolean {
+  return resent || putOff > 0;
 }
 
 /** Pause before a request that the server did not verify is repeated; it doubles each time. */

@@ -50,6 +50,7 @@ class RoundTrip:
         accepted: accepted tokens among them.
         ahead: tokens that were drafted meanwhile.
         dropped: drafted tokens that the server did not verify.
+        repeated: whether a cut, or the server, had the request sent again.
     """
 
     sent_s: float
@@ -59,6 +60,7 @@ class RoundTrip:
     accepted: int
     ahead: int
     dropped: int = 0
+    repeated: bool = False
 
 
 NUM_LATEST = 9
@@ -112,7 +114,8 @@ class LinkStats:
     def add_round(self, one: RoundTrip) -> None:
         self.rounds.append(one)
         wait = one.received_s - one.sent_s, self.rtt_s or 0.0
-        self._waits.append(wait if one.drafted else None)
+        counts = (one.drafted or one.dropped) and not one.repeated
+        self._waits.append(wait if counts else None)
 
     @property
     def pass_s(self) -> float | None:

@@ -42,6 +42,9 @@ MIN_GAIN = 1.05
 FIRST_LOSS, MAX_LOSS = 1.5, 0.005
 """Tokens that drafts may cost: at first, and for each streamed token. What they gain is added."""
 
+MAX_BUDGET = 16.0
+"""Largest number of tokens that drafts may cost, whatever they gained before."""
+
 
 class LinkPolicy(DraftPolicy):
     """Drafts the chain with the most expected tokens per second, or none where none has more.
@@ -54,11 +57,13 @@ class LinkPolicy(DraftPolicy):
         step_s: current time of one drafted token; None before the first.
         plain_s: current time of a token without drafts; None, if unknown, has every round draft.
         measuring: whether `step_s` rests on too few steps to decide by it.
+        counts: whether the latest round sent drafts, and only once.
         ahead: whether the device drafts while it waits for a verdict.
         prior: acceptance rates to start from.
 
     Attributes:
-        pause: rounds without drafts that follow the current one.
+        pause: rounds without drafts that the server is to stream after the current one, renewed
+            with each; once drafts pay, those that are left before drafts begin.
     """
 
     wants_features = True
@@ -70,30 +75,36 @@ class LinkPolicy(DraftPolicy):
         step_s: Callable[[], float | None],
         plain_s: Callable[[], float | None] = lambda: None,
         measuring: Callable[[], bool] = lambda: False,
+        counts: Callable[[], bool] = lambda: True,
         ahead: bool,
         prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
         self._wait_s, self._step_s, self._plain_s = wait_s, step_s, plain_s
-        self._measuring = measuring
+        self._measuring, self._counts = measuring, counts
         self._ahead, self._acceptance = ahead, AcceptanceRates(prior)
         self.pause = self._num_plain = 0
         self._budget, self._cost = FIRST_LOSS, 1.0
 
     @property
     def observes(self) -> bool:
-        """Whether to draft the token that is streamed; a step must fit well between two."""
+        """Whether to draft the token that is streamed.
+
+        A step must fit well between two tokens, and drafts must pay if all of them are right.
+        """
         if self._num_plain == 1:
             return False  # the request that begins the stream goes out first
         step_s, plain_s = self._step_s(), self._plain_s()
         if self._measuring() or step_s is None or plain_s is None:
             return True
         due = self._num_plain <= NUM_OBSERVED or self._num_plain % OBSERVED_EVERY == 0
-        return due and step_s < 0.8 * plain_s
+        if not due or step_s >= 0.8 * plain_s:
+            return False
+        return float(self._speeds(np.ones(MAX_DEPTH)).max()) * plain_s >= MIN_GAIN
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The best chain; None for a round without drafts."""
         plain_s, wait_s = self._plain_s(), _known_or(self._wait_s(), ASSUMED_WAIT_S)
-        tokens, round_s = self._rounds(wait_s)
+        tokens, round_s = self._rounds(self._acceptance.rates)
         best = int(np.argmax(tokens / round_s))
         if plain_s is None:
             return Chain(best + 1)
@@ -108,16 +119,16 @@ class LinkPolicy(DraftPolicy):
             self._num_plain = 0
             return Chain(best + 1)
         self._num_plain += 1
-        self._budget += MAX_LOSS
+        self._add(MAX_LOSS)
         if pays:
             self.pause -= 1  # tokens that are already asked for come first
         else:
             self.pause = min(ceil((wait_s + STREAM_SLACK_S) / plain_s), MAX_FURTHER)
         return None
 
-    def _rounds(self, wait_s: float) -> tuple[np.ndarray, np.ndarray]:
+    def _rounds(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Expected tokens, and seconds, of rounds with 1, 2, ... drafts."""
-        rates = self._acceptance.rates
+        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
         rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
         reached = rates.cumprod()  # probability that so many drafts are accepted
         tokens = np.asarray(1.0 + reached.cumsum())
@@ -129,14 +140,22 @@ class LinkPolicy(DraftPolicy):
 
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
-        tokens, round_s = self._rounds(_known_or(self._wait_s(), ASSUMED_WAIT_S))
+        return self._speeds(self._acceptance.rates)
+
+    def _speeds(self, rates: np.ndarray) -> np.ndarray:
+        tokens, round_s = self._rounds(rates)
         return np.asarray(tokens / round_s)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        if tree.tokens:
-            self._acceptance.count(tree, accepted)
-            self._budget += len(accepted) + 1 - self._cost
-            self._budget = max(self._budget, -FIRST_LOSS)  # outliers do not forbid drafts for long
+        """Count a round that sent drafts; of drafts that the server dropped the tree is empty."""
+        if self._counts():
+            if tree.tokens:
+                self._acceptance.count(tree, accepted)
+            self._add(len(accepted) + 1 - self._cost)
+
+    def _add(self, tokens: float) -> None:
+        """Add to the budget; outliers do not forbid drafts for long."""
+        self._budget = min(max(self._budget + tokens, -FIRST_LOSS), MAX_BUDGET)
 
     def observe(self, is_right: bool) -> None:
         """Count a draft of a token that the server streamed."""

@@ -118,7 +118,7 @@ class RemoteSession:
             memory=self._memory,
             meanwhile=self._meanwhile,
             further=self._further,
-            observe=lambda is_right: self._auto.observe(is_right),
+            observe=self._observe,
             keep=self.options.on_cut == "keep",
         )
         self._route = Fleet.of(transport).route()
@@ -137,6 +137,7 @@ class RemoteSession:
             step_s=lambda: self._ahead.step_s,
             plain_s=self._plain_s,
             measuring=lambda: self._ahead.is_measuring,
+            counts=lambda: self._verifier.counts,
             ahead=self.options.draft_ahead,
         )
         self._engine = Engine(self._verifier, self._ahead, target=device.target)
@@ -276,6 +277,10 @@ class RemoteSession:
             return self._auto.pause
         return limits.MAX_FURTHER if self._verifier.never_drafts else 0
 
+    def _observe(self, is_right: bool) -> None:
+        if self._auto_drafts:
+            self._auto.observe(is_right)
+
     def _plain_s(self) -> float | None:
         """Current time of a token without drafts, which most servers stream."""
         return self.stats.pass_s if self._verifier.max_further else self.stats.wait_s
@@ -348,7 +353,9 @@ class RemoteSession:
         """Draft ahead, at most to the end of the next round's drafts."""
         own = max(pending.tree.depths, default=0)
         if self._auto_drafts and not own:
-            return self._auto.observes and not self._ahead.ready() and self._ahead.extend()
+            # Of a prompt that is being opened the activations are missing.
+            observes = self._auto.observes and not pending.opening
+            return observes and not self._ahead.ready() and self._ahead.extend()
         never = self._verifier.never_drafts or not self.options.draft_ahead
         if never or len(self._ahead.ready()) < own:
             return False

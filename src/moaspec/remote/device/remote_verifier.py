@@ -65,6 +65,11 @@ class PendingRequest:
     first_s: float = field(default_factory=now)
     due_s: float = 0.0
 
+    @property
+    def repeated(self) -> bool:
+        """Whether a cut, or a server that did not verify it, had it sent again."""
+        return self.resent or self.put_off > 0
+
 
 class RemoteVerifier(Verifier):
     """A `Verifier` of one text that asks a server.
@@ -83,6 +88,7 @@ class RemoteVerifier(Verifier):
         provisional: tokens that were shown without verification.
         max_further: most tokens that the server streams after a request, in this turn.
         never_drafts: whether this turn sends no drafts, even after a cut.
+        counts: whether the latest request sent drafts, and only once.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class RemoteVerifier(Verifier):
         self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
         self.max_further = 0
-        self.never_drafts = False
+        self.never_drafts = self.counts = False
         self._streamed = 0  # length up to which the server streams tokens in this turn
         self._early: dict[int, pb.Verdict] = {}  # not asked for yet, by base
         self._placed_s = 0.0
@@ -195,6 +201,7 @@ class RemoteVerifier(Verifier):
         pending, tokens = self._pending, self.provisional
         if pending is not None and not pending.answer.done():
             self._committed = None  # the server does not have these tokens
+            pending.resent = True
             pending.kept = tokens[:-1]
             self._resolve(pending, tokens[-1:], [], ())
 
@@ -345,7 +352,8 @@ class RemoteVerifier(Verifier):
         expected = self._ahead.ready()
         hit = self._ahead.follow(self.text)
         drafted = tree.tokens or pending.tree.tokens
-        if expected and not path and not drafted:
+        self.counts = bool(pending.tree.tokens) and not (pending.opening or pending.repeated)
+        if expected and not path and not drafted and not pending.opening:
             self._observe(expected[0] == last)
         if not pending.opening and drafted:
             ready = hit and bool(self._ahead.ready())
@@ -358,8 +366,9 @@ class RemoteVerifier(Verifier):
         dropped = 0 if pending.opening else max(0, len(pending.tree.tokens) - drafted)
         accepted = len(found.accepted) - len(pending.kept)
         ready, pass_s = len(self._ahead.ready()), _seconds(verdict.pass_s)
+        times = (pending.first_s, now(), pass_s)
         self.link.stats.add_round(
-            RoundTrip(pending.first_s, now(), pass_s, drafted, accepted, ready, dropped)
+            RoundTrip(*times, drafted, accepted, ready, dropped, pending.repeated)
         )
 
     def _activations(self, activations: pb.Activations) -> None:
