@@ -20,7 +20,7 @@ import tiny
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RequestText
-from moaspec.remote.device.link_policy import FIRST_LOSS, MAX_LOSS
+from moaspec.remote.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
@@ -143,7 +143,7 @@ def test_no_device_is_slower_than_plain_streaming(name: str, ahead: bool) -> Non
         for length in LENGTHS:
             speeds = [one[length] for one in hard]
             assert fmean(speeds) >= MIN_OVER_PLAIN, (step_s, length, speeds)
-            most = FIRST_LOSS + MAX_LOSS * length + 1  # of the last round with drafts
+            most = FIRST_LOSS + LOSS_PER_TOKEN * length + 1  # of the last round with drafts
             assert min(speeds) > length / (length + most), (step_s, length, speeds)
     assert measured(STEPS[0], EASY)[LENGTHS[-1]] > 1.8
 
@@ -152,7 +152,7 @@ def test_no_device_is_slower_than_plain_streaming(name: str, ahead: bool) -> Non
 def test_a_server_that_drops_all_drafts_is_sent_few(name: str) -> None:
     work = over_plain(LINKS[name], STEPS[0], EASY, ahead=True, dropping=True)
     for length, speed in run_simulated(work, PASS_S).items():
-        assert speed > length / (length + FIRST_LOSS + MAX_LOSS * length + 1)
+        assert speed > length / (length + FIRST_LOSS + LOSS_PER_TOKEN * length + 1)
 
 
 def test_other_threads_keep_their_clock() -> None:

@@ -18,7 +18,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import WireError
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.link_policy import FIRST_LOSS, MAX_LOSS, LinkPolicy
+from moaspec.remote.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
@@ -280,7 +280,7 @@ def test_tokens_of_a_cut_are_no_gain(on_cut: Any, monkeypatch: pytest.MonkeyPatc
         server = Restartable(service)
         transport = FaultyTransport(server.transport)
         session = session_of(transport, QUICK, on_cut=on_cut, max_provisional=8)
-        most = FIRST_LOSS + MAX_LOSS * NEW
+        most = FIRST_LOSS + LOSS_PER_TOKEN * NEW
         async for event in session.stream(PROMPT, max_new_tokens=NEW):
             transport.hole = not session.stats.cuts and event.start > 5
         assert session.stats.provisional > 4

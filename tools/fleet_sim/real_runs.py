@@ -85,7 +85,7 @@ def scaled(costs: CostTable, scale: float) -> CostTable:
 
 
 class HeldPasses:
-    """A verifier whose passes last as long as a cost table says; without one, as long as they do.
+    """A verifier whose passes last as long as a cost table says; without one, as long as they take.
 
     Attributes:
         own_s: CPU time of the passes.

@@ -7,8 +7,8 @@ import pytest
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.remote.device.link_policy import (
     FIRST_LOSS,
+    LOSS_PER_TOKEN,
     MAX_BUDGET,
-    MAX_LOSS,
     NUM_OBSERVED,
     STREAM_SLACK_S,
     LinkPolicy,
@@ -110,7 +110,7 @@ def test_drafts_that_the_server_drops_end(num_right: int) -> None:
         if depth:
             of.record_round(DraftTree(), ())
             lost += wait_s / plain_s - 1
-    assert 0 < lost < (MAX_BUDGET if num_right else FIRST_LOSS) + MAX_LOSS * rounds + 1
+    assert 0 < lost < (MAX_BUDGET if num_right else FIRST_LOSS) + LOSS_PER_TOKEN * rounds + 1
     assert (of.speeds() == before).all()
 
 

@@ -63,8 +63,8 @@ export interface RoundTrip {
 
 /** Rounds whose times count as current. */
 const NUM_LATEST = 9;
-/** Rounds after which a round with drafts tells nothing: its server may have been busy then. */
-const MAX_AGE = 256;
+/** Rounds after which the wait of a round with drafts is too old: its server may have been busy. */
+const MAX_WAIT_AGE = 256;
 /** Rounds that are kept. */
 const MAX_ROUNDS = 4096;
 
@@ -109,7 +109,7 @@ export class LinkStats {
     const wait: [number, number] = [round.receivedMs - round.sentMs, this.rttMs ?? 0];
     const counts = (round.drafted || round.dropped) && !round.repeated;
     this.waits.push(counts ? wait : undefined);
-    if (this.waits.length > MAX_AGE) this.waits.shift();
+    if (this.waits.length > MAX_WAIT_AGE) this.waits.shift();
   }
 
   /** Time of the server's latest passes, the lower quartile; undefined before the first. */

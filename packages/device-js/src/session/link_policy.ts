@@ -32,9 +32,11 @@ const NUM_OBSERVED = 16;
 const OBSERVED_EVERY = 4;
 /** Speed over plain decoding from which a device goes over to drafts, which costs a round trip. */
 const MIN_GAIN = 1.05;
-/** Tokens that drafts may cost: at first, and for each streamed token. What they gain is added. */
+/** Tokens that drafts may cost at first, and further ones for each streamed token. What drafts gain is added. */
 const FIRST_LOSS = 1.5;
-const MAX_LOSS = 0.005;
+const LOSS_PER_TOKEN = 0.005;
+/** Largest part of the time of a streamed token that a draft step may take to be observed. */
+const MAX_STEP_SHARE = 0.8;
 /** Largest number of tokens that drafts may cost, whatever they gained before. */
 const MAX_BUDGET = 16;
 /** Rates of drafts that are never wrong. */
@@ -79,8 +81,8 @@ interface Round {
  */
 export class LinkPolicy {
   /**
-   * Rounds without drafts that the server is to stream after the current one, renewed with each; once
-   * drafts pay, those that are left before drafts begin.
+   * Rounds without drafts that the server streams after the current one. Each such round sets it anew;
+   * once drafts pay, it counts down to their start.
    */
   pause = 0;
   private numPlain = 0;
@@ -113,7 +115,7 @@ export class LinkPolicy {
     const [stepMs, plainMs] = [this.stepMs(), this.plainMs()];
     if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
     const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;
-    if (!isDue || stepMs >= 0.8 * plainMs) return false;
+    if (!isDue || stepMs >= MAX_STEP_SHARE * plainMs) return false;
     const speeds = this.rounds(ALL_RIGHT).map(({ tokens, roundMs }) => tokens / roundMs);
     return Math.max(...speeds) * plainMs >= MIN_GAIN;
   }
@@ -137,7 +139,7 @@ export class LinkPolicy {
       return best + 1;
     }
     this.numPlain += 1;
-    this.add(MAX_LOSS);
+    this.add(LOSS_PER_TOKEN);
     if (pays) {
       this.pause -= 1; // tokens that are already asked for come first
     } else {

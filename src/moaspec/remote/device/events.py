@@ -66,8 +66,8 @@ class RoundTrip:
 NUM_LATEST = 9
 """Rounds whose times count as current."""
 
-MAX_AGE = 256
-"""Rounds after which a round with drafts tells nothing: its server may have been busy then."""
+MAX_WAIT_AGE = 256
+"""Rounds after which the wait of a round with drafts is too old: its server may have been busy."""
 
 
 @dataclass
@@ -109,7 +109,9 @@ class LinkStats:
     down_s: float | None = None
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
-    _waits: deque[tuple[float, float] | None] = field(default_factory=lambda: deque(maxlen=MAX_AGE))
+    _waits: deque[tuple[float, float] | None] = field(
+        default_factory=lambda: deque(maxlen=MAX_WAIT_AGE)
+    )
 
     def add_round(self, one: RoundTrip) -> None:
         self.rounds.append(one)

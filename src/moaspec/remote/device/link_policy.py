@@ -39,15 +39,19 @@ NUM_OBSERVED, OBSERVED_EVERY = 16, 4
 MIN_GAIN = 1.05
 """Speed over plain decoding from which a device goes over to drafts, which costs a round trip."""
 
-FIRST_LOSS, MAX_LOSS = 1.5, 0.005
-"""Tokens that drafts may cost: at first, and for each streamed token. What they gain is added."""
+FIRST_LOSS, LOSS_PER_TOKEN = 1.5, 0.005
+"""Tokens that drafts may cost at first, and further ones for each streamed token. What drafts gain
+is added."""
+
+MAX_STEP_SHARE = 0.8
+"""Largest part of the time of a streamed token that a draft step may take to be observed."""
 
 MAX_BUDGET = 16.0
 """Largest number of tokens that drafts may cost, whatever they gained before."""
 
 
 class LinkPolicy(DraftPolicy):
-    """Drafts the chain with the most expected tokens per second, or none where none has more.
+    """Drafts the chain with most expected tokens per second, or none where plain decoding has more.
 
     A device begins without drafts. While tokens are streamed, it drafts the next one and compares:
     this takes no round trip, and shows the time of a draft step and the acceptance.
@@ -55,15 +59,15 @@ class LinkPolicy(DraftPolicy):
     Args:
         wait_s: current time of a round trip with its pass; None before the first.
         step_s: current time of one drafted token; None before the first.
-        plain_s: current time of a token without drafts; None, if unknown, has every round draft.
+        plain_s: current time of a token without drafts; None if unknown: every round drafts.
         measuring: whether `step_s` rests on too few steps to decide by it.
-        counts: whether the latest round sent drafts, and only once.
+        counts: whether the latest request sent drafts and was sent once.
         ahead: whether the device drafts while it waits for a verdict.
         prior: acceptance rates to start from.
 
     Attributes:
-        pause: rounds without drafts that the server is to stream after the current one, renewed
-            with each; once drafts pay, those that are left before drafts begin.
+        pause: rounds without drafts that the server streams after the current one. Each such round
+            sets it anew; once drafts pay, it counts down to their start.
     """
 
     wants_features = True
@@ -97,7 +101,7 @@ class LinkPolicy(DraftPolicy):
         if self._measuring() or step_s is None or plain_s is None:
             return True
         due = self._num_plain <= NUM_OBSERVED or self._num_plain % OBSERVED_EVERY == 0
-        if not due or step_s >= 0.8 * plain_s:
+        if not due or step_s >= MAX_STEP_SHARE * plain_s:
             return False
         return float(self._speeds(np.ones(MAX_DEPTH)).max()) * plain_s >= MIN_GAIN
 
@@ -119,7 +123,7 @@ class LinkPolicy(DraftPolicy):
             self._num_plain = 0
             return Chain(best + 1)
         self._num_plain += 1
-        self._add(MAX_LOSS)
+        self._add(LOSS_PER_TOKEN)
         if pays:
             self.pause -= 1  # tokens that are already asked for come first
         else:

@@ -81,14 +81,14 @@ class RemoteVerifier(Verifier):
         memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
         further: number of rounds without drafts that will follow one without drafts.
-        observe: told of each draft of a streamed token whether it is right.
+        observe: called with each draft of a streamed token: whether it was right.
         keep: whether provisional tokens stay; otherwise they are drafts.
 
     Attributes:
         provisional: tokens that were shown without verification.
         max_further: most tokens that the server streams after a request, in this turn.
         never_drafts: whether this turn sends no drafts, even after a cut.
-        counts: whether the latest request sent drafts, and only once.
+        counts: whether the latest request sent drafts and was sent once.
     """
 
     def __init__(

@@ -16,16 +16,17 @@ from moaspec.errors import InputError
 
 Weights = Literal["float32", "int8", "int8-web", "int4", "int4-web"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
-standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel; but
-layers multiply twelve bits in float32, which takes as long there. int4-web: `MatMulInteger` alone.
-Operations on constants make eight bits of four, and floats: runtimes compute these as they load."""
+standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel; layers
+are stored in twelve bits and multiplied in float32, which takes as long there. int4-web:
+`MatMulInteger` alone. The eight bits of int4-web and the floats of int8-web are results of
+operations on constants, which runtimes compute as they load."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits` and int8-web
 WEB_BLOCK = 16  # inputs that share a factor of int4-web
 MAX_FACTOR = 18  # 7 * 18 fits into eight bits
 WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
-LOW_STEPS = 16  # lower steps in a step of eight bits, in matrices of twelve bits of int8-web
+LOW_STEPS = 16  # steps of twelve bits in one of eight, int8-web
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
 SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16
@@ -42,7 +43,7 @@ class Matrix:
     num_inputs: int
     num_rows: int
     rest: str = ""  # what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty
-    is_float: bool = False  # its numbers, (I, R)
+    is_float: bool = False  # whether `name` is float32, (I, R)
 
 
 class GraphBuilder:
@@ -75,7 +76,7 @@ class GraphBuilder:
         return name
 
     def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
-        """Store a matrix in this graph's bits, or `fine` in four more of int8 and int8-web."""
+        """Store a matrix in this graph's bits; `fine`: in four more, with int8 and int8-web."""
         num_rows, num_inputs = weight_RI.shape
         if self.weights == "float32":
             return Matrix(self.constant(weight_RI.T), "", num_inputs, num_rows)

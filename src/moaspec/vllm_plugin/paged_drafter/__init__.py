@@ -1,1 +1,1 @@
-"""The drafter over the blocks of vLLM's cache."""
+"""The drafter, which reads vLLM's paged cache."""
