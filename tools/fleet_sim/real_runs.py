@@ -267,16 +267,16 @@ class Players:
 
     async def _read(self, stream: Any, *, whole: bool) -> list[int]:
         """A text, whose pieces are noted, or what the time allows of it."""
-        text, at_s, num_provisional = list[int](), None, 0
+        text, at_s = list[int](), None
         async for event in stream:
             now_s = self.now_s()
-            text[event.start :], num_provisional = event.token_ids, event.num_provisional
+            text += event.token_ids
             if at_s is not None:
                 self.pieces.append((now_s, now_s - at_s, len(event.token_ids), False))
             at_s = now_s
             if now_s >= self.seconds and not whole:
                 break
-        return text[: len(text) - num_provisional]
+        return text
 
     def now_s(self) -> float:
         """Seconds since the start."""
