@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,8 +113,12 @@ async def over_plain(
     drafter.step_s = step_s
     service = TargetService(target)
     if dropping:
-        budget: Any = service.shared._budget
-        budget.applied = lambda requests: [replace(one, tree=DraftTree()) for one in requests]
+        budget: Any = SimpleNamespace(
+            applied=lambda requests: [replace(one, tree=DraftTree()) for one in requests],
+            count=lambda *_: None,
+            forget=lambda *_: None,
+        )
+        service.shared._budget = budget
     transport = SlowTransport(service, rtt_s / 2)
     options = RemoteOptions(draft_ahead=ahead)
     session = RemoteSession(LocalDevice(target, drafter), transport, options)

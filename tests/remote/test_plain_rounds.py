@@ -308,8 +308,10 @@ def test_only_streamed_tokens_are_observed(tree: str, monkeypatch: pytest.Monkey
             observed.append(session._verifier._pending.opening)
 
         monkeypatch.setattr(LinkPolicy, "observe", observe)
-        for prompt in tiny.PROMPTS:
-            await read(session, prompt, max_new_tokens=NEW, tree=tree)
+        text = list(PROMPT)
+        for turn in range(6):
+            text += await read(session, text, max_new_tokens=8, tree=tree)
+            text += [(7 * turn + 3 * place) % tiny.VOCAB for place in range(12)]
         assert set(observed) == ({False} if tree == "auto" else set())
         await session.close()
         await server.service.stop()

@@ -453,7 +453,11 @@ test.each(["auto", 3] as const)("only streamed tokens are observed, with draft %
   const inside = session as unknown as { auto: LinkPolicy; verifier: { pending: PendingRequest } };
   const observed = new Set<boolean>();
   inside.auto.observe = () => void observed.add(inside.verifier.pending.opening);
-  for (const prompt of [PROMPT, [1, 2, 3], [8, 8]]) await read(session, prompt, { maxNewTokens: 40 });
+  let prompt = PROMPT;
+  for (let turn = 0; turn < 5; turn++) {
+    const { text } = await read(session, prompt, { maxNewTokens: 20 });
+    prompt = [...prompt, ...text, 3, turn, 8];
+  }
   expect([...observed]).toEqual(draft === "auto" ? [false] : []);
 });
 
