@@ -38,7 +38,7 @@ STEPS = (0.003, 0.01, 0.03, 0.15)
 """Seconds of a draft step: a fast device, phones, and one that should not draft."""
 HARD, EASY = 0.17, 0.71
 """Probability that a draft is right: chains of five have 1.2 and 3.0 tokens a round."""
-NUM_TEXTS = 4
+NUM_TEXTS = 6
 """Draws of which drafts are right: a few lucky ones begin drafts that do not pay."""
 
 
