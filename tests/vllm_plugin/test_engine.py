@@ -123,7 +123,7 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     """
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
+    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
 
     draft, asked = PagedDrafter.draft, set()
     reject, rejected = RejectionSampler.forward, list[bool]()
