@@ -313,7 +313,7 @@ class AdaptivePolicy:
     def _earned_s(self, costs: RoundCosts) -> float:
         """Seconds by which one plain round raises the loss limit, less the encoding of its token.
 
-        The encoding counts if it has to be caught up later.
+        The encoding counts if the drafter has to do it later.
         """
         encoding_s = 0.0 if self._lags else costs.accept_s(LATE_TOKENS) / LATE_TOKENS
         return MAX_LOSS * costs.plain_s - encoding_s
@@ -342,8 +342,7 @@ class AdaptivePolicy:
 class NgramBranchPolicy(DraftPolicy):
     """N-gram branches, as long as their accepted tokens pay for the wider pass.
 
-    They cost nothing in rounds in which the text does not repeat itself: then there is no branch to
-    verify. Counts fade with every round, so a shape that was dropped is tried again later.
+    A round costs nothing if the text does not repeat itself: then there is no branch to verify. Counts fade with every round, so a shape that was dropped is tried again later.
 
     Args:
         costs: of this machine, shared with other rows.

@@ -2,7 +2,7 @@
 
 One run stores keys and values of T tokens in slots start ... start + T - 1, and drafts the token
 after the last of them. So one graph processes a prompt (T tokens) and drafts (T = 1). SA is one
-layer: with N = 0, of all tokens but the last only keys and values are needed. With N > 0 the
+layer: with N = 0 it computes only keys and values of all tokens but the last. With N > 0 the
 tokens without activations (`memory_mask`) pass CA and the target's last layers, too.
 
 Caches have as many slots as the caller gives them. Text and layer caches are inputs and outputs;
