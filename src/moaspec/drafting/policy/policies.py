@@ -342,7 +342,8 @@ class AdaptivePolicy:
 class NgramBranchPolicy(DraftPolicy):
     """N-gram branches, as long as their accepted tokens pay for the wider pass.
 
-    A round costs nothing if the text does not repeat itself: then there is no branch to verify. Counts fade with every round, so a shape that was dropped is tried again later.
+    A round costs nothing if the text does not repeat itself: then there is no branch to verify.
+    Counts fade with every round, so a shape that was dropped is tried again later.
 
     Args:
         costs: of this machine, shared with other rows.
