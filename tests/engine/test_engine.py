@@ -308,6 +308,46 @@ def test_rows_join_and_leave_midway() -> None:
     assert [len(results[i].token_ids) for i in range(4)] == [24, 6, 24, 20]
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("size", [1, 5, 30])
+def test_prompts_that_join_leave_time_for_running_rows(
+    size: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step processes a chunk of prompts and gives the running row a round."""
+    monkeypatch.setattr(moaspec.engine.engine, "MAX_PROMPT_TOKENS", size)
+    engine, texts = local_engine(tiny.target(family)), tiny.own_texts(family)
+    first = engine.add(PROMPT, max_new_tokens=tiny.NEW_TOKENS, keep=True)
+    engine.step()
+    later = [engine.add(tiny.PROMPTS[i], max_new_tokens=2, keep=True) for i in (1, 2)]
+    steps = 0
+    while not all(engine.result(handle).token_ids for handle in later):
+        assert first in {event.handle for event in engine.step()}
+        steps += 1
+    # Chunks of 7 and 12 tokens; the ends of both fit into one step of 30.
+    assert steps == {1: 19, 5: 5, 30: 1}[size]
+    finish(engine)
+    for i, handle in enumerate([first, *later]):
+        result = engine.result(handle)
+        assert result.token_ids == list(texts[i][: len(result.token_ids)])
+
+
+def test_a_prompt_of_which_a_chunk_was_processed_can_be_left_and_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moaspec.engine.engine, "MAX_PROMPT_TOKENS", 4)
+    engine = local_engine(tiny.target())
+    engine.add(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS)
+    engine.step()
+    left = engine.add(tiny.PROMPTS[2], max_new_tokens=2, keep=True)
+    engine.step()
+    engine.abort(left)
+    next_turn = engine.add(tiny.PROMPTS[2], max_new_tokens=5, after=left)
+    result = engine.result(next_turn)
+    finish(engine)
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[2][:5]
+    assert result.num_reused_tokens == 4
+
+
 def test_rows_are_verified_in_the_order_of_their_places() -> None:
     """The latest request takes the first place; its caches lie before those of the others."""
     engine, seen = replay(), []

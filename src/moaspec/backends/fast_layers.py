@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
+from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
@@ -59,7 +59,7 @@ class AttentionInputs:
         """
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
         mask = mask_B1TS
-        if mask_B1TS is not None and not (fused and mask_B1TS.shape[2] <= MAX_QUERIES):
+        if mask_B1TS is not None and not (fused and mask_B1TS.shape[2] <= MAX_ATTENDED):
             added = cos_BTR.new_zeros(mask_B1TS.shape, dtype=dtype)
             added.masked_fill_(~mask_B1TS, -torch.inf)
             mask = fold_mask(added, cos_BTR.shape[1], groups)

@@ -91,7 +91,13 @@ class VerifyResult:
 
 
 class Verifier(Protocol):
-    """Holds the target. Awaitable, because it may be across a network."""
+    """Holds the target. Awaitable, because it may be across a network.
+
+    Attributes:
+        splits_prompts: whether a prompt may be processed in several requests.
+    """
+
+    splits_prompts: bool = True
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify all requests and keep the accepted tokens; results are in the same order."""

@@ -18,6 +18,9 @@ from moaspec.engine.result import Event
 
 T = TypeVar("T")
 
+MAX_PROMPT_TOKENS = 256
+"""Most prompt tokens of a step if other requests wait for it; all are late by their pass."""
+
 
 class Engine(RequestTable):
     """Decodes many requests with one verifier and at most one proposer; see `RequestTable`."""
@@ -37,6 +40,9 @@ class Engine(RequestTable):
     async def astep(self, only: Collection[int] | None = None) -> list[Event]:
         """Process new prompts and advance every other request by one round.
 
+        If other requests wait for them, at most `MAX_PROMPT_TOKENS` of prompts are processed,
+        and the rest in later steps.
+
         Args:
             only: handles of the requests that take part; the others wait. None: all.
         """
@@ -47,8 +53,31 @@ class Engine(RequestTable):
             requests = [request for request in requests if request.handle in only]
         new = [request for request in requests if not request.prefilled]
         running = [request for request in requests if request.prefilled]
+        if new and running:
+            new = await self._next_prompts(new)
         prefilled = await self._prefill(new) if new else []
         return ended + prefilled + (await self._round(running) if running else [])
+
+    async def _next_prompts(self, requests: Sequence[RequestState]) -> list[RequestState]:
+        """The oldest requests whose prompts end in this step; of a long prompt, process a chunk."""
+        taken: list[RequestState] = []
+        left = MAX_PROMPT_TOKENS
+        for request in sorted(requests, key=lambda one: one.handle):
+            left -= len(request.token_ids) - request.num_verified
+            if left < 0 and self._verifier.splits_prompts and not taken:
+                await self._prefill_chunk(request)
+                return []
+            if left < 0 and taken:
+                break
+            taken.append(request)
+        return sorted(taken, key=lambda one: one.cache_row)
+
+    async def _prefill_chunk(self, request: RequestState) -> None:
+        started_s = time.perf_counter()
+        (found,) = await self._verifier.verify([request.prompt_chunk(MAX_PROMPT_TOKENS)])
+        request.num_verified += MAX_PROMPT_TOKENS
+        request.result.num_reused_tokens -= found.num_read_again
+        request.result.timing.prefill_s += time.perf_counter() - started_s
 
     async def _prefill(self, requests: Sequence[RequestState]) -> list[Event]:
         """Process prompts: one target pass for all of them."""

@@ -122,6 +122,7 @@ class RecurrentVerifier(LocalVerifier):
         super().__init__(target, proposer)
         assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
         self._layers = target.layers
+        self.splits_prompts = not self._layers.reads_whole
         self.cache = RecurrentCache(target)
         self._num_read_again: dict[int, int] = {}
 

@@ -52,6 +52,18 @@ class RequestState:
     def num_remaining(self) -> int:
         return self.max_new_tokens - len(self.result.token_ids)
 
+    def prompt_chunk(self, size: int) -> VerifyRequest:
+        """The request to process the next tokens of a prompt that goes on after them."""
+        stop = self.num_verified + size
+        return VerifyRequest(
+            self.cache_row,
+            self.num_verified,
+            tuple(self.token_ids[self.num_verified : stop]),
+            prompt_length=self.prompt_length,
+            encode=False,
+            text_length=self.prompt_length,
+        )
+
     def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:
         """The request to the verifier for the next pass."""
         return VerifyRequest(

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from bits import BF16_STEP, assert_one_rounding, needs_kernels, normal, same_bits, threads
 from moaspec.backends.cpu.cpu_attention import (
+    MAX_ATTENDED,
     MAX_HEAD_DIM,
     MAX_QUERIES,
     attend,
@@ -79,6 +80,16 @@ def test_attention_is_exact_but_for_its_rounding(groups: int, slots: int, dim: i
             mask = None if shape is None else random_mask(*shape)
             assert can_attend(*heads, mask)
             assert_reads(attend(*heads, mask, scale), *heads, mask, scale)
+
+
+def test_a_chunk_of_a_prompt_is_exact_and_has_the_bits_of_fewer_tokens() -> None:
+    heads = some_heads(4, 2, MAX_ATTENDED, MAX_ATTENDED + 9, 32)
+    mask = torch.ones(1, 1, MAX_ATTENDED, MAX_ATTENDED + 9, dtype=torch.bool).tril(9)
+    assert can_attend(*heads, mask)
+    got = attend(*heads, mask, 0.2)
+    assert_reads(got, *heads, mask, 0.2)
+    few = attend(heads[0][:, :, 500:507], *heads[1:], mask[:, :, 500:507], 0.2)
+    assert same_bits(few, got[:, :, 500:507])
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
@@ -171,7 +182,7 @@ def test_what_attention_refuses() -> None:
         "place": tuple(part.to("meta") for part in (query, key, value, mask)),
         "order": (query_BHDT.transpose(2, 3), key, value, mask),
         "order of keys": (query, key_BJDS.transpose(2, 3), value, mask),
-        "many": (*some_heads(4, 2, MAX_QUERIES + 1, 20, 32), None),
+        "many": (*some_heads(4, 2, MAX_ATTENDED + 1, 20, 32), None),
         "dim": (*some_heads(4, 2, 3, 20, 48), None),
         "large dim": (*some_heads(4, 2, 3, 20, MAX_HEAD_DIM + 32), None),
     }

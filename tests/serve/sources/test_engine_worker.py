@@ -123,6 +123,22 @@ def test_keys_take_turns() -> None:
     worker.stop()
 
 
+def test_a_long_prompt_joins_while_others_are_decoded() -> None:
+    source = serving.source(active=2)
+    worker = source._worker
+    (short, news), (long, later) = queued(), queued()
+    long.job = replace(long.job, prompt_ids=tuple(range(60)) * 10, max_new_tokens=1)
+    for one in (short, long):
+        worker._waiting.append(one)
+        worker._places.take(one.job.client, 1)
+        worker._advance()
+    assert {short.handle, long.handle} == set(worker._active)
+    worker.start()
+    assert isinstance(last(news), Update)
+    assert isinstance(last(later), Update)
+    worker.stop()
+
+
 def test_a_full_share_does_not_slow_each_step_of_the_others() -> None:
     """The jobs of a client with many take turns, and all of them end with the same text."""
     source = serving.source(active=16, waiting=16)

@@ -1,4 +1,4 @@
-"""Attention of a few tokens: bf16, on the CPU, without gradients.
+"""Attention of up to a chunk of a prompt: bf16, on the CPU, without gradients.
 
 Legend: B rows, T tokens, S slots, H query heads, J KV heads, D head dim.
 """
@@ -12,7 +12,8 @@ from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
-MAX_QUERIES = 64  # tokens of a row up to which `attend` is faster than PyTorch's attention
+MAX_QUERIES = 64  # tokens of a row in a pass that kernels compute in one call
+MAX_ATTENDED = 1024  # tokens of a row up to which `attend` is faster than PyTorch's attention
 MAX_HEAD_DIM = 256
 PAIR_LANES = 32  # elements of a head per instruction; D is a multiple of it
 
@@ -42,7 +43,7 @@ def can_attend(
     return (
         query_BHTD.dtype == key_BJSD.dtype == torch.bfloat16
         and query_BHTD.device.type == "cpu"
-        and query_BHTD.shape[2] <= MAX_QUERIES
+        and query_BHTD.shape[2] <= MAX_ATTENDED
         and query_BHTD.numel() > 0
         and key_BJSD.shape[2] > 0
         and dim % PAIR_LANES == 0
@@ -60,7 +61,7 @@ def can_attend(
 def attend(
     query_BHTD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Grouped-query attention of few tokens, as a (B, H, T, D) view of (B, T, H, D).
+    """Grouped-query attention, as a (B, H, T, D) view of (B, T, H, D).
 
     A token's output has the same bits in any slots, if keys are in the order of their tokens.
 

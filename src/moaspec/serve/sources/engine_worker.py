@@ -28,9 +28,6 @@ from moaspec.serve.sources.source import (
     entry_to_evict,
 )
 
-MAX_NEW_PROMPT_TOKENS = 2048
-"""Maximum prompt tokens that join in one step. All other rows wait while they are encoded."""
-
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
 
@@ -202,12 +199,8 @@ class EngineWorker:
 
     def _admit(self) -> None:
         """Let waiting jobs join the batch while there is room."""
-        prompt_tokens = 0
         while len(self._active) < self._limits.active and (queued := self._first()) is not None:
-            prompt_tokens += len(queued.job.prompt_ids)
-            if not self._make_room(queued) or (
-                self._active and prompt_tokens > MAX_NEW_PROMPT_TOKENS
-            ):
+            if not self._make_room(queued):
                 return
             self._waiting.remove(queued)
             self._join(queued)
