@@ -353,7 +353,8 @@ def test_generate_without_a_prompt(
 
 def test_generate_refuses_a_pipe_that_is_no_text(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the C locale Python reads such bytes as halves of surrogate pairs."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\udcff"))
+    piped = io.TextIOWrapper(io.BytesIO(b"w5\xff"), "utf-8", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", piped)
     output = cli("generate")
     assert output.code == 2
     assert "UTF-8" in output.err

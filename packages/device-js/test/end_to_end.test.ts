@@ -12,6 +12,7 @@ import type { AddressInfo } from "node:net";
 import { tmpdir } from "node:os";
 import { delimiter, join } from "node:path";
 import { createInterface } from "node:readline";
+import { fileURLToPath } from "node:url";
 import { fromBinary } from "@bufbuild/protobuf";
 import * as ort from "onnxruntime-web";
 import { afterAll, afterEach, beforeAll, describe, expect, test } from "vitest";
@@ -32,7 +33,7 @@ import { RemoteText } from "../src/session/server_text.js";
 import { draftInTurn, FaultyTransport } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
-const repository = new URL("../../..", import.meta.url).pathname;
+const repository = fileURLToPath(new URL("../../..", import.meta.url));
 const python = process.env["MOASPEC_PYTHON"] ?? join(repository, ".venv/bin/python");
 const paths = ["src", "tests"].map((name) => join(repository, name));
 const PYTHONPATH = [...paths, process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);

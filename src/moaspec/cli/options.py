@@ -213,7 +213,7 @@ def read_lines(option: str, path: Path) -> list[str]:
         InputError: it cannot be read, or has none; names the option.
     """
     try:
-        text = read_file(option, path).decode()
+        text = read_file(option, path).decode("utf-8-sig")  # with a mark, as of Windows
     except UnicodeDecodeError as error:
         raise InputError(f"{option} {path} cannot be read: {error}.") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]

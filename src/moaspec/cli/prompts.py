@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,10 +26,11 @@ def read_prompt(prompt: str | None) -> str:
 
 def _standard_input(stdin: TextIO | None) -> str:
     """All of standard input, which is None where it was closed."""
+    if isinstance(stdin, io.TextIOWrapper):
+        # On Windows pipes have another encoding, in the C locale every byte is taken.
+        stdin.reconfigure(encoding="utf-8-sig", errors="strict")
     try:
-        text = "" if stdin is None else stdin.read().rstrip("\n")
-        text.encode()  # in the C locale, bytes that are no UTF-8 are read as half characters
-        return text
+        return "" if stdin is None else stdin.read().rstrip("\n")
     except UnicodeError as error:
         raise InputError("Standard input is not valid UTF-8 text.") from error
 

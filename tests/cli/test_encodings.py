@@ -1,0 +1,27 @@
+"""Text from pipes and files, as it comes on Windows."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from moaspec.cli.options import read_lines
+from moaspec.cli.prompts import read_prompt
+
+TEXT = "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{CJK UNIFIED IDEOGRAPH-65E5}"
+
+
+@pytest.mark.parametrize("written", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("system", ["cp1252", "cp932", "utf-8"])
+def test_a_pipe_is_utf8_whatever_the_systems_encoding_is(
+    written: str, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.BytesIO(f"{TEXT}\r\n".encode(written))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding=system))
+    assert read_prompt(None) == TEXT
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(f"{TEXT}\r\n".encode("utf-8-sig"))
+    assert read_lines("--token-file", tmp_path / "token") == [TEXT]
