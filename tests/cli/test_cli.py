@@ -37,7 +37,7 @@ from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
-from moaspec.errors import ShapeError, TrainingError
+from moaspec.errors import InputError, ShapeError, TrainingError
 from moaspec.evaluate.correctness.check_target import Check, CheckedText
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
@@ -466,6 +466,23 @@ def test_hasty_ctrl_c_tears_no_output(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert len(output.words.split()) > 5
     assert "aborted" in output.err
     assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_line_of_a_text_ends_before_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = Engine.step, []
+
+    def failing(self: Engine) -> list[Event]:
+        calls.append(self)
+        if len(calls) == 3:
+            raise InputError("It fails.")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    output = cli("generate", PROMPT, "--tree", "chain:3")
+    assert output.code == 2
+    assert output.words
+    assert output.out.endswith("\n")
 
 
 def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

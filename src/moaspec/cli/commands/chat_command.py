@@ -93,7 +93,6 @@ class LocalChat(ChatLoop):
         events = self.session.stream(self.prompt_ids(question), **self.settings)
         with deferred_interrupts() as interrupts:
             show_events(events, printer, interrupts)
-            printer.close()
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
             decode: Any = getattr(tokenizer, "decode", None)

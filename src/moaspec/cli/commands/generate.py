@@ -72,7 +72,7 @@ def generate(
             facts = [summary(target, prompt_ids, result, raw=raw) for result in results]
             console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
         else:
-            _show(target, results, printer, before)
+            _show(target, results, before, streamed=printer is not None)
     if interrupted:
         raise typer.Exit(130)
 
@@ -80,16 +80,15 @@ def generate(
 def _show(
     target: Target,
     results: list[GenerationResult],
-    printer: TokenPrinter | None,
     before: Sequence[int],
+    *,
+    streamed: bool,
 ) -> None:
     """Print statistics, and whole choices if they were not streamed."""
     from moaspec.sampling.incremental_text import continuation
 
     for number, result in enumerate(results):
-        if printer is not None:
-            printer.close()
-        else:
+        if not streamed:
             console.err.print(f"choice {number}", style="bold")
             console.out.print(continuation(target.tokenizer, before, result.token_ids))
         console.err.print(describe(result), style="dim")

@@ -35,7 +35,8 @@ class TokenPrinter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        console.out.print()
+        if self.token_ids:
+            console.out.print()
 
 
 def show_events(
@@ -52,4 +53,6 @@ def show_events(
         return True
     finally:
         events.close()
+        if printer is not None:
+            printer.close()
     return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moaspec.cli import device_options
 from moaspec.cli.commands.serving.remote import _Show
 from moaspec.cli.device_options import DeviceOptions
 from moaspec.engine.result import Source
+from moaspec.errors import RefusedError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
@@ -177,6 +179,34 @@ def test_links_are_emulated_only_where_one_is_asked_for(
         made.clear()
         assert cli(*arguments, "--max-new-tokens", "2", *asked).code == 0
         assert bool(made) is bool(asked)
+
+
+def fail() -> None:
+    raise RefusedError("The server refuses.")
+
+
+@pytest.mark.parametrize(
+    ("happens", "code"), [(lambda: signal.raise_signal(signal.SIGINT), 130), (fail, 1)]
+)
+def test_the_line_of_a_text_ends_however_the_stream_does(
+    cli: Cli,
+    bundle: Path,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[], None],
+    code: int,
+) -> None:
+    def shown(self: _Show, event: RemoteEvent) -> None:
+        show(self, event)
+        if len(self.text) > 2:
+            happens()
+
+    show = _Show.event
+    monkeypatch.setattr(_Show, "event", shown)
+    output = cli("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
+    assert output.code == code
+    assert output.out.rstrip()
+    assert output.out == output.out.rstrip() + "\n"
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ async def _run(
     finally:
         timer.cancel()
         cut.end()
+        show.close()
         await session.close()
 
 
@@ -166,6 +167,11 @@ class _Show:
             console.out.print()
             console.out.print(Text(words, style=NOTE))
 
+    def close(self) -> None:
+        """End the line of the text."""
+        if self._shown and not self._quiet:
+            console.out.print()
+
     def _print(self, words: str, style: str) -> None:
         if not self._quiet and words.startswith(self._shown):
             console.out.print(Text(words[len(self._shown) :], style=style), end="")
@@ -196,7 +202,6 @@ def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) 
     if as_json:
         console.out.print(json.dumps(facts))
         return
-    console.out.print()
     line = f"{len(result.token_ids)} tokens in {result.num_rounds} rounds"
     line += f"; {stats.bytes_up} bytes up, {stats.bytes_down} down"
     if stats.cuts:
