@@ -260,8 +260,8 @@ def read_bundle_info(directory: str | Path) -> BundleInfo:
     """
     if is_onnx_bundle(directory):
         raise CheckpointError(
-            f"{directory} is an ONNX bundle, for devices without PyTorch. Export it again without "
-            "--format."
+            f"{directory} is an ONNX bundle: load it by moaspec.remote.device_onnx.onnx_device."
+            "OnnxDevice, or export it again without --format."
         )
     if not is_bundle(directory):
         raise CheckpointError(
