@@ -91,42 +91,44 @@ async def connected(
         await asyncio.gather(serving, return_exceptions=True)
 
 
+@asynccontextmanager
+async def streaming(
+    sampling: SamplingParams = GREEDY, **options: Any
+) -> AsyncIterator[tuple[TargetService, Client, list[int]]]:
+    """A service with one device, whose turn is open: both, and the text so far."""
+    at = service(**options)
+    async with connected(at) as client:
+        yield at, client, await client.open(sampling)
+    await at.stop()
+
+
 @pytest.mark.parametrize(
     ("further", "number"), [(0, 1), (3, 4), (MAX_FURTHER + 1, 1 + MAX_FURTHER), (2**32 - 1, 33)]
 )
 def test_how_many_are_streamed(further: int, number: int) -> None:
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (_, client, text):
             assert client.verdict.max_further == MAX_FURTHER
             assert await client.ask(text, further) == plain(text, number)
-        await at.stop()
 
     asyncio.run(run())
 
 
 def test_drafts_are_verified_and_nothing_is_streamed() -> None:
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (_, client, text):
             right, other = plain(text, 2)
             assert await client.ask(text, 9, (right,)) == [right, other]
-        await at.stop()
 
     asyncio.run(run())
 
 
 def test_a_text_that_the_server_does_not_have_is_not_streamed() -> None:
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (_, client, text):
             await client.send(draft=pb.Draft(base=len(text) + 1000, further=MAX_FURTHER))
             assert (await client.receive()).problem.kind == pb.Problem.LOST
             assert await client.ask(text, 0) == plain(text, 1)
-        await at.stop()
 
     asyncio.run(run())
 
@@ -135,12 +137,10 @@ def test_rules_forbid_streaming() -> None:
     """Behind the text's end, which only the device knows, they may allow no token."""
 
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open(SamplingParams(rules=TokenRules(min_length=500)))
+        rules = SamplingParams(rules=TokenRules(min_length=500))
+        async with streaming(rules) as (_, client, text):
             assert client.verdict.max_further == 0
             assert len(await client.ask(text, MAX_FURTHER)) == 1
-        await at.stop()
 
     asyncio.run(run())
 
@@ -165,9 +165,7 @@ def test_a_request_replaces_the_number_at_once() -> None:
     """It is not answered by itself where the pass under way chooses its token."""
 
     async def run() -> None:
-        at = service(passes=PassOptions(min_pass_s=0.05))
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming(passes=PassOptions(min_pass_s=0.05)) as (at, client, text):
             (session,) = at.sessions
             await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
             while not at.shared._running:
@@ -178,7 +176,6 @@ def test_a_request_replaces_the_number_at_once() -> None:
             assert session.token_ids[len(text) :] == plain(text, 3)
             told = [(await client.receive()).verdict.base for _ in range(3)]
             assert told == [len(text) + i for i in range(3)]
-        await at.stop()
 
     asyncio.run(run())
 
@@ -187,16 +184,13 @@ def test_streamed_tokens_are_sent_again_only_where_a_request_is_repeated() -> No
     """A device may ask for each token long after it was streamed."""
 
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (_, client, text):
             found = await client.ask(text, 5)
             for number in (1, 2, 3, 4, 5):
                 await client.send(draft=pb.Draft(base=len(text) + number))
             await client.send(heartbeat=pb.Heartbeat(number=1))
             assert (await client.receive()).HasField("heartbeat")
             assert await client.ask([*text, *found[:2]], 0) == found[2:]
-        await at.stop()
 
     asyncio.run(run())
 
@@ -205,9 +199,7 @@ def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
     """The task has not begun, and would run the older one only."""
 
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (at, client, text):
             (session,) = at.sessions
             right, other = plain(text, 2)
             for base, tree in (
@@ -216,7 +208,6 @@ def test_a_request_that_comes_with_an_older_one_is_answered() -> None:
             ):
                 at.work.put(session, DraftRequest(session.turn, base, tree))
             assert (await client.receive()).verdict.tokens == [right, other]
-        await at.stop()
 
     asyncio.run(run())
 
@@ -225,9 +216,7 @@ def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
     """The device is told, so that it does not take them for wrong."""
 
     async def run() -> None:
-        at = service()
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (at, client, text):
             (session,) = at.sessions
             right, other = plain(text, 2)
             for tree in (DraftTree(), DraftTree((right, other), (-1, 0))):
@@ -238,7 +227,6 @@ def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
                 assert told.base == len(text)
                 assert told.tokens == [right]
                 assert told.dropped == [0, 1]
-        await at.stop()
 
     asyncio.run(run())
 
