@@ -116,14 +116,13 @@ export class LinkPolicy {
     if (this.measuring() || stepMs === undefined || plainMs === undefined) return true;
     const isDue = this.numPlain <= NUM_OBSERVED || this.numPlain % OBSERVED_EVERY === 0;
     if (!isDue || stepMs >= MAX_STEP_SHARE * plainMs) return false;
-    const speeds = this.rounds(ALL_RIGHT).map(({ tokens, roundMs }) => tokens / roundMs);
-    return Math.max(...speeds) * plainMs >= MIN_GAIN;
+    return Math.max(...this.speeds(ALL_RIGHT)) * plainMs >= 1000 * MIN_GAIN;
   }
 
   /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
   numDrafts(): number {
     const knownMs = this.plainMs();
-    const rounds = this.rounds();
+    const rounds = this.rounds(this.acceptance.rates);
     const speeds = rounds.map(({ tokens, roundMs }) => tokens / roundMs);
     const best = speeds.indexOf(Math.max(...speeds));
     if (knownMs === undefined) return best + 1;
@@ -148,16 +147,16 @@ export class LinkPolicy {
     return 0;
   }
 
-  /** Expected tokens per second of chains of 1, 2, ... drafts. */
-  speeds(): number[] {
-    return this.rounds().map(({ tokens, roundMs }) => (1000 * tokens) / roundMs);
+  /** Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of their acceptance. */
+  speeds(rates = this.acceptance.rates): number[] {
+    return this.rounds(rates).map(({ tokens, roundMs }) => (1000 * tokens) / roundMs);
   }
 
   private get knownWaitMs(): number {
     return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
   }
 
-  private rounds(rates: readonly number[] = this.acceptance.rates): Round[] {
+  private rounds(rates: readonly number[]): Round[] {
     const waitMs = this.knownWaitMs;
     const stepMs = Math.max(this.stepMs() ?? ASSUMED_STEP_MS, MIN_MS);
     let reached = 1;

@@ -103,7 +103,7 @@ class LinkPolicy(DraftPolicy):
         due = self._num_plain <= NUM_OBSERVED or self._num_plain % OBSERVED_EVERY == 0
         if not due or step_s >= MAX_STEP_SHARE * plain_s:
             return False
-        return float(self._speeds(np.ones(MAX_DEPTH)).max()) * plain_s >= MIN_GAIN
+        return float(self.speeds(np.ones(MAX_DEPTH)).max()) * plain_s >= MIN_GAIN
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The best chain; None for a round without drafts."""
@@ -142,12 +142,9 @@ class LinkPolicy(DraftPolicy):
         hit = reached * rates[0]
         return tokens, np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s
 
-    def speeds(self) -> np.ndarray:
-        """Expected tokens per second of chains of 1, 2, ... drafts."""
-        return self._speeds(self._acceptance.rates)
-
-    def _speeds(self, rates: np.ndarray) -> np.ndarray:
-        tokens, round_s = self._rounds(rates)
+    def speeds(self, rates: np.ndarray | None = None) -> np.ndarray:
+        """Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of their acceptance."""
+        tokens, round_s = self._rounds(self._acceptance.rates if rates is None else rates)
         return np.asarray(tokens / round_s)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
