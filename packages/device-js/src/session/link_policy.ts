@@ -147,7 +147,7 @@ export class LinkPolicy {
     return 0;
   }
 
-  /** Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of their acceptance. */
+  /** Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of acceptance. */
   speeds(rates = this.acceptance.rates): number[] {
     return this.rounds(rates).map(({ tokens, roundMs }) => (1000 * tokens) / roundMs);
   }

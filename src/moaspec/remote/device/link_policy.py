@@ -143,7 +143,7 @@ class LinkPolicy(DraftPolicy):
         return tokens, np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s
 
     def speeds(self, rates: np.ndarray | None = None) -> np.ndarray:
-        """Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of their acceptance."""
+        """Expected tokens per second of chains of 1, 2, ... drafts; `rates`: of acceptance."""
         tokens, round_s = self._rounds(self._acceptance.rates if rates is None else rates)
         return np.asarray(tokens / round_s)
 
