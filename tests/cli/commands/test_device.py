@@ -47,9 +47,27 @@ def test_export_and_info_of_onnx(
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
     output = cli("checkpoint", "export-device", *models, "--format", *options)
     assert output.code == 0, output.err
+    assert ("in a browser" in output.words) is weights.endswith("-web")
     facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
     assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
     assert facts["target"]["vocab_size"] == tiny.VOCAB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("too_large", [False, True])
+def test_a_page_that_needs_much_memory(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, too_large: bool
+) -> None:
+    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+    save_drafter_and_target(tmp_path)
+    if too_large:
+        monkeypatch.setattr("moaspec.cli.commands.checkpoint.MAX_WASM_BYTES", 0)
+    models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
+    output = cli("checkpoint", "export-device", *models, "--format", "onnx-web")
+    assert output.code == 0, output.err
+    assert "MB of memory" in output.words
+    assert ("at most 4 GB" in output.err) is too_large
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="checkpoint", help="Convert, export and upload drafters.", no_args_is_help=True
 )
+MAX_WASM_BYTES = 1_000_000_000  # a page that needs more memory does not run on every phone
 PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
 
 
@@ -109,7 +110,26 @@ def export_device(
 
             export_onnx(target, drafter, out, weights=weights, num_target_layers=num_target_layers)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
+    written = f"Written to {out}: {size / 1e6:.1f} MB"
+    if form != "onnx-web":
+        console.out.print(written)
+        return
+    memory = _wasm_bytes(out, weights)
+    console.out.print(f"{written}; in a browser about {memory / 1e6:.0f} MB of memory")
+    if memory > MAX_WASM_BYTES:
+        console.warn(
+            "WebAssembly has at most 4 GB of memory, and phones often give a page less than 1 GB. "
+            "Compare --int8 with --int4, or take a drafter with fewer weights."
+        )
+
+
+def _wasm_bytes(bundle: Path, weights: Weights) -> int:
+    import onnx
+
+    from moaspec.remote.device_onnx.manifest import GRAPH_FILE
+    from moaspec.remote.device_onnx.onnx_ops import wasm_bytes
+
+    return wasm_bytes(onnx.load(bundle / GRAPH_FILE), weights)
 
 
 def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
