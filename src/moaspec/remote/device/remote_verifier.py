@@ -111,14 +111,13 @@ class RemoteVerifier(Verifier):
         self.provisional: list[int] = []
         self.turn = 0
         self._committed: list[int] | None = None  # the server's text, if known
-        self._pending: PendingRequest | None = None
+        self._pending: PendingRequest | None = None  # until it is answered
         self._wake = asyncio.Event()
         self.max_further = 0
         self.never_drafts = self.counts = False
         self._streamed = 0  # length up to which the server streams tokens in this turn
         self._early: dict[int, pb.Verdict] = {}  # not asked for yet, by base
-        self._placed_s = 0.0
-        self._asked_s = 0.0
+        self._activations_s = 0.0  # time of the latest activations, or request for missing ones
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify a request on the server.
@@ -135,13 +134,14 @@ class RemoteVerifier(Verifier):
         self._ahead.sampling = request.sampling
         self._ahead.follow(self.text)
         loop = asyncio.get_running_loop()
-        self._pending = PendingRequest(request, opening, loop.create_future(), request.tree)
+        pending = PendingRequest(request, opening, loop.create_future(), request.tree)
+        self._pending = pending
         try:
             self._send()
             early = self._early.pop(len(self.text), None)
             if early is not None:
                 self._verdict(early)
-            return [await self._answer(self._pending)]
+            return [await self._answer(pending)]
         finally:
             self._pending = None
 
@@ -179,14 +179,14 @@ class RemoteVerifier(Verifier):
 
     def connected(self) -> None:
         """Resume the session on a new connection, and repeat the waiting request."""
-        opens = self._pending is not None and self._pending.opening
-        if self._committed is not None and not opens:
+        pending = self._pending
+        if self._committed is not None and not (pending is not None and pending.opening):
             held = wire.range_messages(self._ahead.held.runs())
             resume = pb.Resume(base=len(self._committed), held=held)
             self.link.send(pb.ClientMessage(turn=self.turn, resume=resume))
-        if self._pending is not None:
-            self._pending.resent = True
-            self._keep_provisional(self._pending)
+        if pending is not None:
+            pending.resent = True
+            self._keep_provisional(pending)
         self._send()
         self.wake()
 
@@ -199,7 +199,7 @@ class RemoteVerifier(Verifier):
     def settle(self) -> None:
         """End a turn with its provisional tokens, without asking the server."""
         pending, tokens = self._pending, self.provisional
-        if pending is not None and not pending.answer.done():
+        if pending is not None:
             self._committed = None  # the server does not have these tokens
             pending.resent = True
             pending.kept = tokens[:-1]
@@ -208,7 +208,7 @@ class RemoteVerifier(Verifier):
     def _send(self) -> None:
         """Send the waiting request in its current form."""
         pending = self._pending
-        if pending is None or pending.answer.done():
+        if pending is None:
             return
         pending.due_s = now() + self._retry_s()
         message = pb.ClientMessage(turn=self.turn)
@@ -245,12 +245,12 @@ class RemoteVerifier(Verifier):
 
     def _fetch(self) -> None:
         """Request activations that must have been lost."""
-        waited = min(now() - self._placed_s, now() - self._asked_s)
-        late = waited > FETCH_AFTER * self.link.options.retry_s and self.link.stats.state == "up"
+        waited = now() - self._activations_s > FETCH_AFTER * self.link.options.retry_s
+        late = waited and self.link.stats.state == "up"
         if not late or self._committed is None or self._memory is None:
             return
         if gaps := list(self._ahead.held.gaps(len(self._committed) - 1)):
-            self._asked_s = now()
+            self._activations_s = now()
             ranges = pb.Fetch(ranges=wire.range_messages(gaps))
             self.link.send(pb.ClientMessage(turn=self.turn, fetch=ranges))
 
@@ -274,8 +274,6 @@ class RemoteVerifier(Verifier):
 
     def _verdict(self, verdict: pb.Verdict) -> None:
         pending = self._pending
-        if pending is not None and pending.answer.done():
-            pending = None
         if len(self.text) + (pending is not None) <= verdict.base < self._streamed:
             self._early[verdict.base] = verdict
             if pending is not None and not pending.overtaken:
@@ -359,6 +357,7 @@ class RemoteVerifier(Verifier):
             ready = hit and bool(self._ahead.ready())
             self.link.stats.ahead_hits += ready
             self.link.stats.ahead_misses += not ready
+        self._pending = None
 
     def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         found = pending.answer.result()
@@ -377,7 +376,7 @@ class RemoteVerifier(Verifier):
         if activations.start + activations.count <= len(self.text):
             if self._memory is not None and activations.count:
                 self._memory.place(activations.start, activations.data, activations.count)
-            self._placed_s = now()
+            self._activations_s = now()
             self.wake()
 
     def _reopen(self, pending: PendingRequest) -> None:
@@ -400,7 +399,7 @@ class RemoteVerifier(Verifier):
             self.link.leave(BUSY_S, anyway=False)
         elif problem.kind == pb.Problem.LOST:
             self._committed = None
-            if pending is not None and not pending.answer.done():
+            if pending is not None:
                 self._reopen(pending)
         self.wake()
 
