@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_two_ranks_verify_drafts_of_devices(
     )
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.setenv(name, "0")  # the verifier changes them; tests that follow have theirs
-    engine: Any = VLLMVerifier(settings, wire_encoder(drafter, facts))
+    failed = threading.Event()
+    encoder = wire_encoder(drafter, facts)
+    engine: Any = VLLMVerifier(settings, encoder, on_failure=failed.set)
     options = ServiceOptions(max_tokens=64, sessions=StoreOptions(max_sessions=4))
     sampled = {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 3}
 
@@ -98,5 +101,8 @@ def test_two_ranks_verify_drafts_of_devices(
 
     try:
         asyncio.run(all_of_them())
+        assert not failed.is_set()
+        engine._engine.engine_core.engine_core.model_executor.workers[1].proc.kill()
+        assert failed.wait(120)
     finally:
         engine.shutdown()

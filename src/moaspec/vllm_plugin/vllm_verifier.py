@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -51,12 +51,19 @@ class VLLMVerifier:
     Args:
         options: model, number of rows and lengths.
         encoder: of a drafter, see `remote.server.service.wire_encoder`; None returns no features.
+        on_failure: called, in another thread, where a rank has ended: no pass can succeed then.
 
     Raises:
         ServingError: this vLLM is not supported or does not start.
     """
 
-    def __init__(self, options: VLLMVerifierSettings, encoder: Any = None) -> None:
+    def __init__(
+        self,
+        options: VLLMVerifierSettings,
+        encoder: Any = None,
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         hooks.require_version()
         self.capabilities = EngineCapabilities(
             name="vllm",
@@ -67,8 +74,9 @@ class VLLMVerifier:
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
         self._scheduler = hooks.require(self._engine, "engine_core.engine_core.scheduler")
-        path = "engine_core.engine_core.model_executor.collective_rpc"
-        self._call_workers = hooks.require(self._engine, path)
+        executor = hooks.require(self._engine, "engine_core.engine_core.model_executor")
+        self._call_workers = hooks.require(executor, "collective_rpc")
+        hooks.require(executor, "register_failure_callback")(on_failure)
         self._scheduler.wanted = set()
         self._require_room()
         self._rows: dict[int, _RequestRow] = {}

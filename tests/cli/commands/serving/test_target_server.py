@@ -15,6 +15,7 @@ import pytest
 import moaspec
 import tiny
 from commands import Cli, text_target
+from moaspec.cli.commands.serving.target_server import _end_process
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
@@ -44,6 +45,16 @@ def test_bad_settings_are_noticed_before_anything_is_loaded(
     output = cli("target-server", *arguments)
     assert output.code == 2
     assert why in " ".join(output.err.split())
+
+
+def test_a_server_whose_rank_has_died_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    _end_process()
+    assert codes == [1]
+    assert "A process of vLLM has ended" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import json
@@ -112,7 +113,12 @@ def target_server(
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
     tensor_parallel_size: Annotated[
-        int, typer.Option(help="Processes of --engine vllm, one per GPU, that share a pass.", min=1)
+        int,
+        typer.Option(
+            help="Processes of --engine vllm, one per GPU, that share a pass; where one dies, the "
+            "server ends with code 1.",
+            min=1,
+        ),
     ] = 1,
     learn: options.Learn = None,
 ) -> None:
@@ -294,8 +300,16 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
             features=module is not None,
         ),
         None if module is None else wire_encoder(module, facts),
+        on_failure=_end_process,
     )
+    atexit.register(engine.shutdown)  # ranks that end now have not failed
     return TargetService(facts, module, limits, engine=engine)
+
+
+def _end_process() -> None:
+    """End this process at once: a pass under way may wait for the rank that has ended."""
+    console.error("A process of vLLM has ended, and so does this server. Start it again.")
+    os._exit(1)
 
 
 def _check_engine(engine: str, asked: options.LoadOptions, learn: Path | None, ranks: int) -> None:
