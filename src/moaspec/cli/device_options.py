@@ -135,6 +135,11 @@ class DeviceOptions:
                 options.read_file(option, path)
 
     @property
+    def name(self) -> str:
+        """The bundle or, without one, the model."""
+        return str(self.bundle or self.model)
+
+    @property
     def servers(self) -> list[str]:
         """The addresses that --server names."""
         return [one.strip() for one in self.server.split(",")]

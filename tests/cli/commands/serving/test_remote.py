@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,26 @@ def test_a_server_that_is_not_there(
     assert said.count("No link to 127.0.0.1:1 yet; trying again.") == 1
     assert "Does `moaspec target-server` run there? Ctrl-C ends, --give-up-s limits" in said
     assert "No link to the server for 1 s" in output.err
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away(cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
+    with ExitStack() as stack:
+        address = stack.enter_context(server_in_thread(bundle.parent))["grpc"]
+
+        def shown(self: _Show, event: RemoteEvent) -> None:
+            show(self, event)
+            if len(self.text) > 2:
+                stack.close()
+
+        show = _Show.event
+        monkeypatch.setattr(_Show, "event", shown)
+        arguments = ("--server", address, "--bundle", str(bundle), "--give-up-s", "3")
+        output = cli("remote", "w1 w2", *arguments, "--on-cut", "wait")
+    assert output.code == 1
+    assert output.out.endswith("\n")
+    assert " ".join(output.err.split()).count(f"No link to {address} yet; trying again.") == 1
 
 
 @pytest.mark.parametrize(

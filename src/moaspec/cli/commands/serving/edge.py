@@ -42,7 +42,7 @@ def edge(
     faults = None if emulate is None else Faults()
     link = None if emulate is None else link_named(emulate)
     transport = device.transport()
-    with loading(device.model, device.threads, torch=device.needs_torch):
+    with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
         from moaspec.process_memory import prepare_process
         from moaspec.remote.device.server_text import RemoteText

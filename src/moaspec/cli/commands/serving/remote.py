@@ -14,6 +14,7 @@ from moaspec.cli.loading import with_model_defaults
 from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
+from moaspec.support.tasks import end_tasks
 
 if TYPE_CHECKING:
     from moaspec.generation.options import GenerateOptions
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from moaspec.remote.emulation import Faults
 
 PROVISIONAL, NOTE = "yellow", "dim"
-PATIENCE_S = 2.0  # the user is told when there is no link after this time
+PATIENCE_S = 2.0  # the user is told of a missing link after this time
 
 
 @options.with_groups
@@ -32,9 +33,9 @@ def remote(
     *,
     device: device_options.DeviceOptions,
     cut_after: Annotated[
-        int | None, typer.Option(help="Cut the link after this many tokens.")
+        int | None, typer.Option(help="Cut the link after this many tokens.", min=0)
     ] = None,
-    cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.")] = 3.0,
+    cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.", min=0)] = 3.0,
     link: Annotated[str, typer.Option(help="Delay the link as on lan, 4g or 5g.")] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
@@ -57,7 +58,7 @@ def remote(
     faults, emulated = Faults(), link_named(link)
     wire = device.transport()
     question = read_prompt(prompt)
-    with loading(device.model, device.threads, torch=device.needs_torch):
+    with loading(device.name, device.threads, torch=device.needs_torch):
         from moaspec.remote.device.remote_session import RemoteSession
 
     chosen = device.remote_options()
@@ -90,21 +91,29 @@ async def _run(
     cut: _Cut,
     no_link: str,
 ) -> None:
-    timer = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_no_link, session, no_link)
+    watch = asyncio.create_task(_tell_of_no_link(session, cut, show, no_link))
     try:
         async for event in session.stream(ids, **settings):
             show.event(event)
             cut.note(len(show.text), show)
     finally:
-        timer.cancel()
         cut.end()
         show.close()
+        await end_tasks(watch)
         await session.close()
 
 
-def _tell_of_no_link(session: RemoteSession, no_link: str) -> None:
-    if session.stats.up_s is None:
-        console.err.print(no_link)
+async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_link: str) -> None:
+    """Tell of each time without a link that lasts longer, unless this command has cut it."""
+    told = list[float | None]()
+    while True:
+        down_s = session.stats.down_s
+        await asyncio.sleep(PATIENCE_S)
+        stays = session.stats.state != "up" and session.stats.down_s == down_s
+        if stays and down_s not in told and not cut.lasts:
+            told.append(down_s)
+            show.close()
+            console.err.print(no_link)
 
 
 class _Cut:
@@ -122,6 +131,10 @@ class _Cut:
         self._faults.cut = True
         show.note(f"[link cut for {self._seconds:g} s]")
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
+
+    @property
+    def lasts(self) -> bool:
+        return self._faults.cut
 
     def end(self) -> None:
         self._faults.cut = False
