@@ -26,7 +26,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server import service as service_module
+from moaspec.remote.server import device_weights as device_weights_module
 from moaspec.remote.server.listeners.grpc_server import GrpcServer
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.remote.server.service import TargetService
@@ -139,10 +139,10 @@ class Sender:
     async def describe(self) -> pb.Description:
         return pb.Description(newest="new")
 
-    async def weights(self) -> AsyncGenerator[pb.Weights]:
+    async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
         for piece in self.pieces:
             self.sent += 1
-            yield pb.Weights(data=piece, version=self.version)
+            yield pb.Weights(data=piece, version=self.version, packing=packing)
 
 
 def file_of(version: MoADrafter, **changes: torch.Tensor) -> bytes:
@@ -191,7 +191,7 @@ def test_weights_are_made_once_for_all_devices(
         made.append(of)
         return device_part(of)
 
-    monkeypatch.setattr(service_module, "device_part", part)
+    monkeypatch.setattr(device_weights_module, "device_part", part)
 
     async def run() -> None:
         service = TargetService(target, first)

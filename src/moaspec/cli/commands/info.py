@@ -90,6 +90,7 @@ def _describe_any(directory: Path) -> dict[str, Any]:
     if is_onnx_bundle(directory):
         facts = asdict(read_manifest(directory))
         size = sum(one["bytes"] for one in facts.pop("files").values())
+        facts["versions"] = facts["versions"] and facts["versions"]["packing"]
         return {"format": "ONNX device bundle", "bytes": size, **facts}
     if "moaspec_device" in read_config(directory):
         return describe_bundle(directory)

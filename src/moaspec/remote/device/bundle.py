@@ -6,7 +6,6 @@ device never opens the target's own files.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.local_parts import DeviceMoAProposer
+from moaspec.remote.device.version_updates import newer_version
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.support.paths import why_not_trusted
@@ -89,34 +89,14 @@ class DeviceBundle(Device):
         self.fingerprint = self.version = self.info.fingerprint
 
     async def update(self, transport: ServerTransport) -> bool:
-        """Take the newest version of a server's drafter; texts go on meanwhile.
-
-        New sessions draft with it, others from their next turn on. The bundle's files stay.
-
-        Returns:
-            Whether there was a newer one.
-
-        Raises:
-            LinkError: the link broke.
-            RefusedError: the server refuses, or sends weights that are not of this drafter.
-        """
         if not isinstance(self.module, MoADrafter):
             return False
-        known = "", self.version
-        if (await transport.describe()).newest in known:
+        most = _most_bytes(self.module.config)
+        found = await newer_version(transport, self.version, most)
+        if found is None:
             return False
-        data, most, version = bytearray(), _most_bytes(self.module.config), ""
-        async with contextlib.aclosing(transport.weights()) as pieces:
-            async for piece in pieces:
-                data += piece.data
-                version = piece.version
-                if version in known:  # another server of the fleet answers, which is behind
-                    return False
-                if len(data) > most:
-                    raise RefusedError(f"The server sends more than the {most} bytes of weights.")
-        if not version:
-            return False
-        self.module = await asyncio.to_thread(self._received, bytes(data))
+        version, data = found
+        self.module = await asyncio.to_thread(self._received, data)
         self.version = version
         return True
 

@@ -60,7 +60,17 @@ class Device(ABC):
         """
 
     async def update(self, transport: ServerTransport) -> bool:  # noqa: ARG002
-        """Take the newest version of a server's drafter, if it learns; whether there was one."""
+        """Take the newest version of a server's drafter, if it learns; texts go on meanwhile.
+
+        New sessions draft with it, others from their next turn on. The bundle's files stay.
+
+        Returns:
+            Whether there was a newer one.
+
+        Raises:
+            LinkError: the link broke.
+            RefusedError: the server refuses, or sends weights that are not of this drafter.
+        """
         return False
 
     def renew(self, drafting: Proposer) -> None:  # noqa: B027 - only some devices are updated

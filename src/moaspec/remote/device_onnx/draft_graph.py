@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
@@ -90,7 +91,14 @@ class TargetParts(NamedTuple):
     reused: ReusedLayers | None = None
 
 
-def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> onnx.ModelProto:
+class DraftGraph(NamedTuple):
+    """A graph, and the initializers that another version of the drafter replaces, in order."""
+
+    model: onnx.ModelProto
+    learned: list[onnx.TensorProto]
+
+
+def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> DraftGraph:
     """Build the graph; see the module's docstring.
 
     Args:
@@ -102,17 +110,19 @@ def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> o
         InputError: the drafter lacks a part (an ablation), or its target has LongRoPE or an
             activation that is not known here.
     """
-    if drafter.config.without:
-        raise InputError(
-            f"The drafter was trained without {', '.join(drafter.config.without)} (an ablation); "
-            "an ONNX bundle needs a whole one."
-        )
-    if isinstance(drafter.decoder.self_rope, LongRope):
-        raise InputError(
-            "The target has LongRoPE, whose frequencies change with the text's length; an ONNX "
-            "bundle cannot hold them. Make a bundle for PyTorch."
-        )
-    return _DraftGraph(drafter, target, weights).build()
+    graph = _DraftGraph(drafter, target, weights)
+    return DraftGraph(graph.build(), graph.learned)
+
+
+def learned_weights(drafter: MoADrafter, weights: Weights, num_target_layers: int) -> bytes:
+    """The bytes that a version of a drafter puts in place of those of `DraftGraph.learned`.
+
+    Raises:
+        InputError: as `draft_graph`.
+    """
+    graph = _DraftGraph(drafter, TargetParts(torch.empty(0)), weights)
+    graph.run_decoder("embeddings", num_target_layers)
+    return b"".join(one.raw_data for one in graph.learned)
 
 
 class _DraftGraph(GraphBuilder):
@@ -120,6 +130,16 @@ class _DraftGraph(GraphBuilder):
 
     def __init__(self, drafter: MoADrafter, target: TargetParts, weights: Weights) -> None:
         super().__init__(weights)
+        if drafter.config.without:
+            raise InputError(
+                f"The drafter was trained without {', '.join(drafter.config.without)} (an "
+                "ablation); an ONNX bundle needs a whole one."
+            )
+        if isinstance(drafter.decoder.self_rope, LongRope):
+            raise InputError(
+                "The target has LongRoPE, whose frequencies change with the text's length; an ONNX "
+                "bundle cannot hold them. Make a bundle for PyTorch."
+            )
         self.drafter, self.target = drafter, target
         self.last = self.constant([-1])
         """Index of the last token."""
@@ -136,16 +156,23 @@ class _DraftGraph(GraphBuilder):
         x_TE = self.rows("token_ids", table)
         if self.target.factor != 1.0:
             x_TE = self.op("Mul", x_TE, self.constant(self.target.factor))
-        x_WE = self.run_cross_attention(self.run_self_attention(x_TE))
         reused = self.target.reused
-        adapter = self.drafter.adapter(len(reused.layers) if reused else 0)
-        if adapter is not None:
-            x_WE = self.linear(self.norm(x_WE, adapter.norm), adapter.linear)
-            x_WE = self.op("Mul", x_WE, self.constant(to_numpy(adapter.scale)))
+        x_WE = self.run_decoder(x_TE, len(reused.layers) if reused else 0)
         if reused:
             x_WE = self.run_reused_layers(x_WE, reused)
         x_1E = self.op("Gather", x_WE, self.last, axis=0)
         return self._model(self.take_top(x_1E, self._draft_head(table)))
+
+    def run_decoder(self, x_TE: str, num_target_layers: int) -> str:
+        """SA, CA and the adapter, all that learns; (W, E)."""
+        self.is_learning = True
+        x_WE = self.run_cross_attention(self.run_self_attention(x_TE))
+        adapter = self.drafter.adapter(num_target_layers)
+        if adapter is not None:
+            x_WE = self.linear(self.norm(x_WE, adapter.norm), adapter.linear)
+            x_WE = self.op("Mul", x_WE, self.weight(to_numpy(adapter.scale)))
+        self.is_learning = False
+        return x_WE
 
     def _draft_head(self, table: Matrix) -> Matrix:
         """The head for the tokens that can be drafted."""

@@ -25,6 +25,23 @@ MAX_TOTAL_WIDTH = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Which bytes of the graph's file are those of a version.
+
+    Attributes:
+        packing: the form in which a server sends them; see `DescribeRequest`.
+        ranges: first byte and number of bytes of each part, in the order in which they are sent.
+    """
+
+    packing: str
+    ranges: list[list[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(count for _, count in self.ranges)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Facts of an ONNX bundle.
 
@@ -42,6 +59,8 @@ class Manifest:
         rope_growth: see `TargetSpec.rope_growth`.
         stop_token_ids: ids that end a turn.
         files: `bytes` and `sha256` of each other file, by name.
+        versions: how a later version of the drafter gets into the graph; None, as in bundles of
+            earlier releases: none does.
     """
 
     protocol: int
@@ -59,6 +78,7 @@ class Manifest:
     rope_growth: int | None
     stop_token_ids: list[int]
     files: dict[str, dict[str, Any]]
+    versions: Versions | None = None
 
     def write(self, directory: Path) -> None:
         """Write it as JSON."""
@@ -94,7 +114,8 @@ def read_manifest(directory: str | Path) -> Manifest:
             "write it; a copy of it (cp -r) will do."
         )
     try:
-        manifest = Manifest(**values)
+        versions = values.pop("versions", None)
+        manifest = Manifest(**values, versions=None if versions is None else Versions(**versions))
         damaged = _damaged_file(directory, manifest)
         _check_numbers(manifest)
     except (TypeError, LookupError, AttributeError, ValueError, OSError) as error:
@@ -138,6 +159,8 @@ def _damaged_file(directory: Path, manifest: Manifest) -> str | None:
 
 def _check_numbers(manifest: Manifest) -> None:
     """Refuse sizes that would only fail when the caches are made."""
+    if manifest.versions is not None:
+        _check_versions(manifest.versions, manifest.files[GRAPH_FILE]["bytes"])
     reused, layers = manifest.num_target_layers, manifest.target["num_layers"]
     whole = isinstance(reused, int) and isinstance(layers, int)
     if not whole or not 0 <= reused <= layers <= MAX_LAYERS:
@@ -153,6 +176,16 @@ def _check_numbers(manifest: Manifest) -> None:
         raise ValueError(
             f"its caches have {total} numbers a token, at most {MAX_TOTAL_WIDTH} are allowed"
         )
+
+
+def _check_versions(versions: Versions, size: int) -> None:
+    end = 0
+    for start, count in versions.ranges:
+        if not isinstance(start, int) or not isinstance(count, int) or start < end or count < 1:
+            raise ValueError(f"[{start!r}, {count!r}] is no further range of bytes")
+        end = start + count
+    if not versions.ranges or end > size or not isinstance(versions.packing, str):
+        raise ValueError(f"a version replaces the bytes up to {end} of {size}")
 
 
 def _corrupt(directory: Path, why: str) -> CorruptCheckpointError:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import onnx
 
@@ -17,12 +17,14 @@ from moaspec.remote.device.bundle_place import replacing, require_free
 from moaspec.remote.device_onnx.draft_graph import (
     OPSET,
     TOP,
+    DraftGraph,
     ReusedLayers,
     Sizes,
     TargetParts,
     draft_graph,
+    learned_weights,
 )
-from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, described
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, Versions, described
 from moaspec.remote.device_onnx.onnx_ops import Weights
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
 from moaspec.target.families import has_plain_inputs, is_family, is_usual_norm
@@ -30,6 +32,9 @@ from moaspec.target.generic.device_target import FACTOR, device_tensors
 from moaspec.target.partial import EMBEDDING, HEAD
 from moaspec.target.registry import find_weights
 from moaspec.target.target import Target
+
+PACKING_VERSION = 1
+"""Raised where `onnx_ops` or `draft_graph` store or read weights in another way."""
 
 
 def export_onnx(
@@ -84,7 +89,7 @@ def _dtype(target: str | Path) -> str:
 
 def _graph(
     target: Target, drafter: MoADrafter, weights: Weights, num_target_layers: int
-) -> onnx.ModelProto:
+) -> DraftGraph:
     tensors = device_tensors(target, num_layers=0, head_token_ids=drafter.draft_token_ids)
     known = getattr(target.model.get_input_embeddings(), "embed_scale", 1.0)
     parts = TargetParts(
@@ -121,13 +126,15 @@ def _write(
     directory: Path,
     target: Target,
     drafter: MoADrafter,
-    graph: onnx.ModelProto,
-    **facts: Any,
+    graph: DraftGraph,
+    *,
+    weights: Weights,
+    num_target_layers: int,
 ) -> None:
-    """Write a bundle; `facts` are further fields of the manifest."""
     assert target.tokenizer is not None, "load_models() has asked"
     directory.mkdir()
-    (directory / GRAPH_FILE).write_bytes(graph.SerializeToString())
+    data = graph.model.SerializeToString()
+    (directory / GRAPH_FILE).write_bytes(data)
     target.tokenizer.save_pretrained(directory)
     target.model.generation_config.save_pretrained(directory)
     ids = drafter.draft_token_ids
@@ -146,8 +153,43 @@ def _write(
         rope_growth=target.rope_growth,
         stop_token_ids=sorted(target.stop_token_ids),
         files={path.name: described(path) for path in sorted(directory.iterdir())},
-        **facts,
+        weights=weights,
+        num_target_layers=num_target_layers,
+        versions=Versions(
+            packing=_packing(drafter, weights, num_target_layers),
+            ranges=_ranges(data, graph.learned),
+        ),
     ).write(directory)
+
+
+def _ranges(data: bytes, tensors: list[onnx.TensorProto]) -> list[list[int]]:
+    """First byte and number of bytes of the numbers of tensors in a serialised graph."""
+    found, end = list[list[int]](), 0
+    for tensor in tensors:
+        # Names differ, so each is there once; its numbers are its last field.
+        message = tensor.SerializeToString()
+        end = data.index(message, end) + len(message)
+        assert message.endswith(tensor.raw_data)
+        found.append([end - len(tensor.raw_data), len(tensor.raw_data)])
+    return found
+
+
+def packed_version(drafter: MoADrafter, packing: str) -> bytes | None:
+    """The bytes of a version for bundles with this `Versions.packing`; None for an unknown one.
+
+    Raises:
+        InputError: a graph cannot hold this drafter.
+    """
+    for number in map(int, drafter.exits or ["0"]):
+        for weights in get_args(Weights):
+            if packing == _packing(drafter, weights, number):
+                return learned_weights(drafter, weights, number)
+    return None
+
+
+def _packing(drafter: MoADrafter, weights: Weights, num_target_layers: int) -> str:
+    """A name for the form of the learned weights. N matters where the drafter has exits."""
+    return f"onnx/{PACKING_VERSION}/{weights}/{num_target_layers if drafter.exits else 0}"
 
 
 def _cache_sizes(layer: LayerConfig) -> dict[str, int]:

@@ -1,18 +1,22 @@
 """A device that drafts from an ONNX bundle; needs no PyTorch."""
 
+import asyncio
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CorruptCheckpointError, InputError
 from moaspec.model.checkpoint.directory import read_json
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.device.device_parts import Device
+from moaspec.remote.device.version_updates import newer_version
 from moaspec.remote.device_onnx.device_tokenizer import DeviceTokenizer
 from moaspec.remote.device_onnx.manifest import Manifest
 from moaspec.remote.device_onnx.onnx_drafter import OnnxDrafter
 from moaspec.remote.device_onnx.onnx_proposer import OnnxProposer
 from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
+from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
 GENERATION_CONFIG = "generation_config.json"
@@ -91,7 +95,26 @@ class OnnxDevice(Device):
                 f"{(PROTOCOL, SAMPLING_VERSION)}. Export it again with this version of moaspec."
             )
         self.target = BundledTarget(manifest, Path(directory))
-        self.fingerprint = manifest.fingerprint
+        # The first version names the encoder to the server; a later one may draft.
+        self.fingerprint = self.version = manifest.fingerprint
+
+    async def update(self, transport: ServerTransport) -> bool:
+        versions = self._drafter.manifest.versions
+        if versions is None:
+            return False
+        found = await newer_version(
+            transport, self.version, versions.num_bytes, packing=versions.packing
+        )
+        if found is None:
+            return False
+        version, data = found
+        self._drafter = await asyncio.to_thread(self._drafter.of_version, data)
+        self.version = version
+        return True
+
+    def renew(self, drafting: Proposer) -> None:
+        if isinstance(drafting, OnnxProposer):
+            drafting.adopt(self._drafter)
 
     def drafting(self, num_target_layers: int | None = None) -> OnnxProposer:
         """Make a drafter for one session; see `Device`.

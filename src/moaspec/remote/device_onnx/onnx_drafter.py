@@ -6,6 +6,7 @@ D head dim, K drafts per run.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -16,8 +17,8 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from moaspec.errors import InputError
-from moaspec.remote.device_onnx.manifest import GRAPH_FILE, read_manifest
+from moaspec.errors import InputError, RefusedError
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE, described, read_manifest
 
 Floats = NDArray[np.float32]
 FIRST_SLOTS = 512
@@ -56,16 +57,62 @@ class OnnxDrafter:
 
     def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
         self.manifest = read_manifest(directory)
+        self._graph, self._threads = Path(directory) / GRAPH_FILE, threads
         numbers = range(self.manifest.num_target_layers)
         self._layers = [(f"layer_key_{n}", f"layer_value_{n}") for n in numbers]
+        self._session = self._make_session(str(self._graph))
+        self._clear()
+
+    def _make_session(self, graph: str | bytes) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        options.intra_op_num_threads, options.log_severity_level = self._threads, 3
         # On x86 without VNNI, sums of two products of 8 bits would saturate at 16 bits.
         options.add_session_config_entry("session.x64quantprecision", "1")
-        self._session = onnxruntime.InferenceSession(
-            str(Path(directory) / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
-        )
-        self._clear()
+        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+    def of_version(self, weights: bytes) -> OnnxDrafter:
+        """A drafter of another version, with empty caches.
+
+        Args:
+            weights: the bytes for `Manifest.versions`.
+
+        Raises:
+            RefusedError: they are no weights of this drafter, or the bundle's file has changed.
+        """
+        twin = copy(self)
+        try:
+            twin._session = self._make_session(self._graph_of(weights))
+            twin._clear()
+            if not np.isfinite(twin.run([0], 0).log_q).all():
+                raise ValueError("a draft's probability is not finite")
+        except Exception as error:  # onnxruntime raises of all kinds
+            raise RefusedError(f"The server's weights do not fit this bundle: {error}") from error
+        twin._clear()
+        return twin
+
+    def _graph_of(self, weights: bytes) -> bytes:
+        """The graph's file with the weights of a version."""
+        manifest = self.manifest
+        ranges = [] if manifest.versions is None else manifest.versions.ranges
+        if len(weights) != sum(count for _, count in ranges):
+            raise ValueError(f"they have {len(weights)} bytes")
+        if described(self._graph) != manifest.files[GRAPH_FILE]:
+            raise ValueError(f"{self._graph} has changed since it was loaded")
+        graph, sent = bytearray(self._graph.read_bytes()), io.BytesIO(weights)
+        for start, count in ranges:
+            graph[start : start + count] = sent.read(count)
+        return bytes(graph)
+
+    def adopt(self, other: OnnxDrafter) -> bool:
+        """Take the version of another drafter of this bundle; returns whether it is another one.
+
+        What was placed stays; the text is to be run again.
+        """
+        if other._session is self._session:
+            return False
+        self._session = other._session
+        self._bind()
+        return True
 
     def for_another_text(self) -> OnnxDrafter:
         """A drafter with the same weights and caches of its own."""

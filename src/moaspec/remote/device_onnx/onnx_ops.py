@@ -49,12 +49,19 @@ class Matrix:
 
 
 class GraphBuilder:
-    """Collects nodes and initializers (`weights`: their bits); methods name tensors."""
+    """Collects nodes and initializers (`weights`: their bits); methods name tensors.
+
+    Attributes:
+        learned: the initializers of weights that were stored while `is_learning`. Their number and
+            sizes depend on the weights' shapes alone.
+    """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.learned: list[onnx.TensorProto] = []
+        self.is_learning = False
         self._splits: dict[str, tuple[str, str]] = {}
 
     def op(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
@@ -77,11 +84,21 @@ class GraphBuilder:
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
+    def weight(self, value: Array) -> str:
+        """Store numbers that are trained, or follow from such."""
+        name = self.constant(value)
+        self._learn()
+        return name
+
+    def _learn(self) -> None:
+        if self.is_learning:
+            self.learned.append(self.initializers[-1])
+
     def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
         """Store a matrix in this graph's bits; `fine`: in four more, with int8 and int8-web."""
         num_rows, num_inputs = weight_RI.shape
         if self.weights == "float32":
-            return Matrix(self.constant(weight_RI.T), "", num_inputs, num_rows)
+            return Matrix(self.weight(weight_RI.T), "", num_inputs, num_rows)
         if self.weights == "int4-web":
             return self._expanded(weight_RI)
         if fine and self.weights == "int8-web":
@@ -89,12 +106,12 @@ class GraphBuilder:
         blocks_RQB = _blocks(weight_RI)
         values, scale = _quantised(blocks_RQB, 2 ** (self.bits - 1) - 1, np.float16)
         stored = values.astype(np.int8) if self.is_web else _packed(values, self.bits)
-        names = self.constant(stored), self.constant(scale[..., 0])
+        names = self.weight(stored), self.weight(scale[..., 0])
         rest = ""
         if fine and self.weights == "int8":
             step = scale.astype(np.float32)
             steps = np.rint((blocks_RQB / step - values) * REST_STEPS)
-            rest = self.constant(_packed(steps.clip(-7, 7), 4))
+            rest = self.weight(_packed(steps.clip(-7, 7), 4))
         return Matrix(*names, num_inputs, num_rows, rest)
 
     def _twelve_bits(self, weight_RI: Array) -> Matrix:
@@ -103,10 +120,10 @@ class GraphBuilder:
         steps_IR = steps.T.astype(np.int16)
         high_IR = (steps_IR + LOW_STEPS // 2) // LOW_STEPS
         low = self.op("Cast", self._int4(steps_IR - LOW_STEPS * high_IR), to=TensorProto.FLOAT)
-        high = self.op("Cast", self.constant(high_IR.astype(np.int8)), to=TensorProto.FLOAT)
+        high = self.op("Cast", self.weight(high_IR.astype(np.int8)), to=TensorProto.FLOAT)
         name = self.op("Add", self.op("Mul", high, self.constant(float(LOW_STEPS))), low)
         num_rows, num_inputs = weight_RI.shape
-        return Matrix(name, self.constant(scale[:, 0]), num_inputs, num_rows, is_float=True)
+        return Matrix(name, self.weight(scale[:, 0]), num_inputs, num_rows, is_float=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
         """Store four bits, a factor of each block and a scale of each row."""
@@ -123,7 +140,7 @@ class GraphBuilder:
         x_IR = self.op("Concat", *parts, axis=1)
         if num_inputs % WEB_BLOCK:
             x_IR = self.op("Slice", x_IR, *(self.constant([one]) for one in (0, num_inputs, 0)))
-        return Matrix(x_IR, self.constant(scale_R11.ravel()), num_inputs, num_rows)
+        return Matrix(x_IR, self.weight(scale_R11.ravel()), num_inputs, num_rows)
 
     def _multiplied(self, steps_RQB: Array, factor_RQ1: Array) -> str:
         """Steps times factors, (I, R) int8: a convolution, each block a channel.
@@ -133,7 +150,7 @@ class GraphBuilder:
         steps, factor = steps_RQB.astype(np.int8), factor_RQ1.astype(np.int8)
         x = self.op("Cast", self._int4(steps.reshape(1, -1, WEB_BLOCK)), to=TensorProto.INT8)
         same = self.constant(np.float32(1)), self.constant(np.int8(0))
-        factors = self.constant(factor.reshape(-1, 1, 1))
+        factors = self.weight(factor.reshape(-1, 1, 1))
         x = self.op("QLinearConv", x, *same, factors, *same, *same, group=factor.size)
         x_RI = self.op("Reshape", x, self.constant([len(steps), -1]))
         return self.op("Transpose", x_RI, perm=[1, 0])
@@ -144,6 +161,7 @@ class GraphBuilder:
         name, data = f"constant_{len(self.initializers)}", (low | high << 4).tobytes()
         made = helper.make_tensor(name, TensorProto.INT4, values.shape, data, raw=True)
         self.initializers.append(made)
+        self._learn()
         return name
 
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
@@ -280,7 +298,7 @@ class GraphBuilder:
 
     def linear(self, x: str, layer: nn.Linear) -> str:
         y = self.product(x, self.matrix(to_numpy(layer.weight), fine=True))
-        return y if layer.bias is None else self.op("Add", y, self.constant(to_numpy(layer.bias)))
+        return y if layer.bias is None else self.op("Add", y, self.weight(to_numpy(layer.bias)))
 
     def norm(self, x: str, norm: Any) -> str:
         """Weight * x / rms(x), of PyTorch or transformers."""
@@ -288,7 +306,7 @@ class GraphBuilder:
         mean = self.op("ReduceMean", squares, self.constant([-1]), keepdims=1)
         eps = norm.eps if isinstance(norm, nn.RMSNorm) else norm.variance_epsilon
         root = self.op("Sqrt", self.op("Add", mean, self.constant(np.float32(eps))))
-        return self.op("Mul", self.op("Div", x, root), self.constant(to_numpy(norm.weight)))
+        return self.op("Mul", self.op("Div", x, root), self.weight(to_numpy(norm.weight)))
 
     def activation(self, x: str, name: str) -> str:
         if name == "silu":

@@ -29,6 +29,11 @@ class OnnxProposer(DeviceProposer):
         self._num_read = 0
         self.num_target_layers = drafter.manifest.num_target_layers
 
+    def adopt(self, drafter: OnnxDrafter) -> None:
+        """Draft with its version from now on. Activations stay; SA reads the text again."""
+        if self._drafter.adopt(drafter):
+            self._num_read = 0
+
     def layout(self, codec: CodecName) -> ActivationLayout:
         manifest, number = self._drafter.manifest, self.num_target_layers
         sizes, target = manifest.cross_attention, manifest.target

@@ -179,10 +179,10 @@ class Fleet:
                 self.avoid(server, AVOID_S)
         raise error
 
-    async def weights(self) -> AsyncGenerator[pb.Weights]:
+    async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
         """The weights of the first server; `describe` avoids broken ones."""
         (server, *_) = await self.ranked(b"")
-        async with contextlib.aclosing(self._calls(server, b"").weights()) as pieces:
+        async with contextlib.aclosing(self._calls(server, b"").weights(packing)) as pieces:
             async for piece in pieces:
                 yield piece
 

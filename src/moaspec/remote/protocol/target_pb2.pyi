@@ -19,8 +19,10 @@ CODEC_INT8: Codec
 CODEC_INT4: Codec
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("packing",)
+    PACKING_FIELD_NUMBER: _ClassVar[int]
+    packing: str
+    def __init__(self, packing: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only", "newest")
@@ -311,12 +313,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., speculate: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Weights(_message.Message):
-    __slots__ = ("data", "version")
+    __slots__ = ("data", "version", "packing")
     DATA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PACKING_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     version: str
-    def __init__(self, data: _Optional[bytes] = ..., version: _Optional[str] = ...) -> None: ...
+    packing: str
+    def __init__(self, data: _Optional[bytes] = ..., version: _Optional[str] = ..., packing: _Optional[str] = ...) -> None: ...
 
 class Generated(_message.Message):
     __slots__ = ("token_ids", "sources", "stop_reason")

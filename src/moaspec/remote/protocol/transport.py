@@ -72,8 +72,8 @@ class ServerTransport(Transport, Protocol):
         """Let the server decode alone; yields its messages."""
         ...
 
-    def weights(self) -> AsyncGenerator[pb.Weights]:
-        """The file of the newest drafter's weights for devices, piece by piece; see `Update`."""
+    def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
+        """The newest drafter's weights for devices in a form, piece by piece; see `Update`."""
         ...
 
 
@@ -126,8 +126,8 @@ class AddressedTransport(ServerTransport):
             async for frame in frames:
                 yield wire.parse(frame, pb.Generated())
 
-    async def weights(self) -> AsyncGenerator[pb.Weights]:
-        asked = self._call("Update", pb.DescribeRequest(), UPDATE_S)
+    async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
+        asked = self._call("Update", pb.DescribeRequest(packing=packing), UPDATE_S)
         async with contextlib.aclosing(asked) as frames:
             async for frame in frames:
                 yield wire.parse(frame, pb.Weights())

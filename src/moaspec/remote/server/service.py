@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import safetensors.torch
-
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier
@@ -15,7 +13,6 @@ from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import InputError, LinkError
-from moaspec.model.checkpoint.moa_checkpoint import device_part
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
@@ -25,6 +22,7 @@ from moaspec.remote.server.activation_records import WireEncoder
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
 from moaspec.remote.server.conversation import Conversation, problem
+from moaspec.remote.server.device_weights import DeviceWeights
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.server_only import decode_alone
@@ -161,7 +159,7 @@ class TargetService:
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
         costs = shaping.costs
-        self._weights: tuple[str, asyncio.Future[bytes]] | None = None
+        self._weights = DeviceWeights()
         budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
         self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)
         self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
@@ -218,20 +216,20 @@ class TargetService:
         self._drafter = drafter
         self.capabilities.add_versions(version)
 
-    async def device_weights(self) -> tuple[str, bytes]:
+    async def device_weights(self, packing: str = "") -> tuple[str, bytes]:
         """The newest version of the drafter.
 
+        Args:
+            packing: form of the weights; see `DescribeRequest`.
+
         Returns:
-            Its fingerprint, and the device's part of it as a file of safetensors; both are empty
-            while there is none but the initial drafter.
+            Its fingerprint, and the device's part of it. Both are empty while there is none but the
+            initial drafter; there is no part in a form that this server does not know.
         """
         version, drafter = self.capabilities.newest, self._drafter
         if not version or drafter is None:
             return "", b""
-        if self._weights is None or self._weights[0] != version:
-            made = asyncio.to_thread(lambda: safetensors.torch.save(device_part(drafter)))
-            self._weights = version, asyncio.ensure_future(made)  # one file for all callers
-        return version, await asyncio.shield(self._weights[1])
+        return version, await self._weights.of(drafter, version, packing)
 
     def _record_bytes(self) -> int:
         """Bytes of activations that are kept for devices."""

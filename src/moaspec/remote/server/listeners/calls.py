@@ -34,11 +34,12 @@ async def _generate(service: TargetService, owner: str, connection: Connection) 
 
 
 async def _update(service: TargetService, _: str, connection: Connection) -> None:
-    """Send the device's part of the newest drafter in pieces; the request has no fields."""
-    await _request(connection)
-    version, weights = await service.device_weights()
+    """Send the device's part of the newest drafter in pieces."""
+    packing = wire.parse(await _request(connection), pb.DescribeRequest()).packing
+    version, weights = await service.device_weights(packing)
     for start in range(0, len(weights), PIECE_BYTES):
-        piece = pb.Weights(data=weights[start : start + PIECE_BYTES], version=version)
+        data = weights[start : start + PIECE_BYTES]
+        piece = pb.Weights(data=data, version=version, packing=packing)
         await _send(service, connection, piece.SerializeToString())
 
 
