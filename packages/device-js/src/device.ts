@@ -1,10 +1,14 @@
 import type { GenerationDefaults } from "./bundle/generation_defaults.js";
+import { GRAPH_FILE } from "./bundle/manifest.js";
 import type { Manifest } from "./bundle/manifest.js";
-import { readBundle } from "./bundle/bundle.js";
+import { readBundle, readChecked } from "./bundle/bundle.js";
 import type { ReadFile } from "./bundle/bundle.js";
 import { OnnxDrafter } from "./bundle/onnx_drafter.js";
 import type { Drafter, OnnxRuntime } from "./bundle/onnx_drafter.js";
 import { DeviceTokenizer } from "./bundle/tokenizer.js";
+import { BundleError, RefusedError } from "./errors.js";
+import type { WebSocketTransport } from "./protocol/websocket.js";
+import { newerVersion } from "./session/server_calls.js";
 
 /** What a session needs: a drafter, and facts of the target that it drafts for. */
 export interface Device {
@@ -14,6 +18,24 @@ export interface Device {
   readonly drafter: Drafter;
   /** Stop strings need it. */
   readonly tokenizer?: DeviceTokenizer;
+}
+
+/** A device of a bundle's files. */
+export interface LoadedDevice extends Device {
+  readonly tokenizer: DeviceTokenizer;
+  /** Fingerprint of the version that drafts from the next turn on. */
+  readonly version: string;
+  /**
+   * Take the newest version of the drafter of a server that learns. Texts go on meanwhile, but for the time that the
+   * runtime needs to load a graph; sessions draft with it from their next turn on. It reads the bundle's graph again.
+   *
+   * @returns whether there was a newer one
+   * @throws LinkError the link broke
+   * @throws RefusedError the server refuses, or sends weights that are not of this drafter
+   * @throws WireError the server's answer is invalid
+   * @throws BundleError the bundle's graph cannot be read again
+   */
+  update(server: WebSocketTransport): Promise<boolean>;
 }
 
 /**
@@ -28,10 +50,35 @@ export async function loadDevice(
   read: ReadFile,
   runtime: OnnxRuntime,
   options: Parameters<typeof OnnxDrafter.load>[2] = {},
-): Promise<Device & { readonly tokenizer: DeviceTokenizer }> {
+): Promise<LoadedDevice> {
   const bundle = await readBundle(read);
   const { manifest, generationDefaults } = bundle;
   const tokenizer = new DeviceTokenizer(bundle);
   const drafter = await OnnxDrafter.load(bundle, runtime, options);
-  return { manifest, generationDefaults, drafter, tokenizer };
+  return {
+    manifest,
+    generationDefaults,
+    drafter,
+    tokenizer,
+    version: manifest.fingerprint,
+    async update(this: { version: string }, server) {
+      const { versions } = manifest;
+      const found = versions && (await newerVersion(server, versions, this.version));
+      if (!found) return false;
+      const graph = (await readChecked(read, GRAPH_FILE, manifest)).slice();
+      let first = 0;
+      for (const [start, count] of versions.ranges) {
+        graph.set(found.data.subarray(first, first + count), start);
+        first += count;
+      }
+      try {
+        await drafter.prepare(graph);
+      } catch (error) {
+        if (!(error instanceof BundleError)) throw error;
+        throw new RefusedError(`The server's weights do not fit this bundle: ${error.message}`);
+      }
+      this.version = found.version;
+      return true;
+    },
+  };
 }

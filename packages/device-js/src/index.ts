@@ -6,7 +6,7 @@ export type { Drafter, OnnxRuntime } from "./bundle/onnx_drafter.js";
 export { DeviceTokenizer } from "./bundle/tokenizer.js";
 export type { ChatMessage, ChatOptions } from "./bundle/tokenizer.js";
 export { loadDevice } from "./device.js";
-export type { Device } from "./device.js";
+export type { Device, LoadedDevice } from "./device.js";
 export * from "./errors.js";
 export { cards, defaultRecognisers, emails, ibans, phones } from "./privacy/recognisers.js";
 export type { Recogniser } from "./privacy/recognisers.js";

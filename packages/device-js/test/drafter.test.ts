@@ -23,7 +23,7 @@ class Tensor {
 }
 
 /** Runs a made-up graph: slot s of the text cache gets token + s; the draft is a sum over all caches. */
-function runtime({ inPlace = false, draft = (sum: number) => sum % 97 } = {}) {
+function runtime({ inPlace = false, draft = (sum: number) => sum % 97, logQ = -1 } = {}) {
   const seen: any[] = [];
   const run = async (feeds: any, given: any = {}) => {
     const numSlots = feeds.text_key.dims[1];
@@ -40,9 +40,11 @@ function runtime({ inPlace = false, draft = (sum: number) => sum % 97 } = {}) {
     const all = [new_text_key, feeds.memory_key].flatMap(({ data }) => Array.from(data as Float32Array));
     const sum = all.reduce((total, value) => total + value, 0);
     const top_token_ids = new Tensor("int64", BigInt64Array.of(BigInt(draft(sum))), [1]);
-    return { new_text_key, new_text_value, top_token_ids, top_log_q: new Tensor("float32", Float32Array.of(-1), [1]) };
+    return { new_text_key, new_text_value, top_token_ids, top_log_q: new Tensor("float32", Float32Array.of(logQ), [1]) };
   };
-  return { seen, module: { Tensor, InferenceSession: { create: async () => ({ run }) } } as any };
+  const released = { count: 0 };
+  const release = async () => void (released.count += 1);
+  return { seen, released, module: { Tensor, InferenceSession: { create: async () => ({ run, release }) } } as any };
 }
 
 const manifest = { ...MANIFEST, max_positions: 1100 };
@@ -69,6 +71,32 @@ test.each([false, true])("caches are kept and grow, written in place: %s", async
   await drafter.run([9], 1099);
   expect(seen.at(-1)!.numSlots).toBe(1100);
   expect(seen.at(-1)!.mask).toEqual(new Array(1100).fill(0));
+});
+
+test("a version is tried out, and drafts from `renew` on, with the activations that are there", async () => {
+  const { module, released } = runtime();
+  const drafter = await OnnxDrafter.load(bundle, module);
+  drafter.place(0, { key: Float32Array.of(1, 2), value: Float32Array.of(3, 4), count: 1 });
+  const old = (await drafter.run([5], 1)).tokenIds;
+  expect(drafter.renew()).toBe(false);
+  const { InferenceSession } = module;
+  const other = runtime({ draft: (sum) => (sum + 1) % 97 });
+  module.InferenceSession = other.module.InferenceSession;
+  await drafter.prepare(new Uint8Array(2));
+  expect((await drafter.run([5], 1)).tokenIds).toEqual(old);
+  await drafter.prepare(new Uint8Array(2)); // a newer one, before the first was taken
+  expect([released.count, other.released.count]).toEqual([0, 1]);
+  expect([drafter.renew(), drafter.renew()]).toEqual([true, false]);
+  expect(released.count).toBe(1);
+  expect((await drafter.run([5], 1)).tokenIds).toEqual([old[0]! + 1]);
+  for (const bad of [runtime({ draft: () => 97 }), runtime({ logQ: Number.NaN }), runtime({ logQ: -Infinity })]) {
+    module.InferenceSession = bad.module.InferenceSession;
+    await expect(drafter.prepare(new Uint8Array(2))).rejects.toThrow(BundleError);
+    expect(bad.released.count).toBe(1);
+  }
+  module.InferenceSession = InferenceSession;
+  expect(drafter.renew()).toBe(false);
+  expect((await drafter.run([5], 1)).tokenIds).toEqual([old[0]! + 1]);
 });
 
 test("positions that do not exist, and tokens outside the vocabulary", async () => {

@@ -18,6 +18,7 @@ import * as ort from "onnxruntime-web";
 import { afterAll, afterEach, beforeAll, describe, expect, test } from "vitest";
 import WebSocket from "ws";
 import { loadDevice } from "../src/device.js";
+import type { LoadedDevice } from "../src/device.js";
 import { BundleError, RefusedError } from "../src/errors.js";
 import { fromDirectory } from "../src/node.js";
 import { Vault } from "../src/privacy/vault.js";
@@ -88,6 +89,20 @@ async function start(): Promise<void> {
     server!.once("exit", (code) => reject(new Error(`the server ended with ${code}: ${errors}`)));
   });
   expect(JSON.parse(line)).toBeTruthy();
+}
+
+/** A server whose drafter changes on demand; `at`: its port. */
+async function serveVersions(): Promise<{ at: number; adopt(name: string): Promise<void>; end(): void }> {
+  const script = join(repository, "tests/remote/device_js/serve_versions.py");
+  const process = spawn(python, [script, directory], { env: environment, stdio: ["pipe", "pipe", "inherit"] });
+  const lines = createInterface(process.stdout!)[Symbol.asyncIterator]();
+  const answer = async () => (await lines.next()).value as string;
+  const at = Number(await answer());
+  const adopt = async (name: string) => {
+    process.stdin!.write(`${name}\n`);
+    expect(await answer()).toBe(name);
+  };
+  return { at, adopt, end: () => void process.kill("SIGKILL") };
 }
 
 function stop(): Promise<void> {
@@ -220,6 +235,49 @@ describe.skipIf(!hasPython)("a real server", () => {
     const found = await made({ draft: 3 }, {}, "bundle-n2");
     for (const { prompt, settings, tokenIds } of expected.answers.slice(0, 2)) {
       expect((await found.session.generate(prompt, turnOptions(settings))).tokenIds).toEqual(tokenIds);
+    }
+  }, 300_000);
+
+  test("versions of a drafter that learns are taken between turns, and a roll-back", async () => {
+    const { at, adopt, end } = await serveVersions();
+    const link = new WebSocketTransport(`ws://127.0.0.1:${at}`, { WebSocket: WebSocket as any });
+    const load = (name: string) => loadDevice(fromDirectory(join(directory, name)), ort);
+    const drafts = async ({ drafter }: LoadedDevice) => {
+      drafter.renew!();
+      return drafter.run(expected.prompts[0]!, 0);
+    };
+    try {
+      const device = await load("bundle");
+      session = new RemoteSession(device, link, { link: PATIENT, draft: 3 });
+      expect(await device.update(link)).toBe(false);
+      for (const [number, name] of ["drafter", "version", "drafter"].entries()) {
+        const { prompt, settings, tokenIds } = expected.answers[number]!;
+        const text: number[] = [];
+        for await (const event of session.stream(prompt, turnOptions(settings))) {
+          if (!text.length && number < 2) {
+            await adopt(["version", "drafter"][number]!);
+            expect(await device.update(link)).toBe(true);
+            expect(await device.update(link)).toBe(false);
+          }
+          text.splice(event.start, Infinity, ...event.tokenIds);
+        }
+        expect([text, name]).toEqual([tokenIds, name]);
+      }
+      await session.close();
+      expect(device.version).toBe(device.manifest.fingerprint);
+      await adopt("version");
+      for (const bundle of ["bundle", "bundle-int8", "bundle-int4", "bundle-n2"]) {
+        const changed = await load(bundle);
+        const before = await drafts(changed);
+        expect(await changed.update(link)).toBe(true);
+        const later = await load(`${bundle}-later`);
+        expect(changed.version).toBe(later.manifest.fingerprint);
+        const found = await drafts(changed);
+        expect(found).toEqual(await drafts(later));
+        expect(found).not.toEqual(before);
+      }
+    } finally {
+      end();
     }
   }, 300_000);
 

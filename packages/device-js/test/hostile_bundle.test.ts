@@ -51,6 +51,20 @@ test("a bundle that is none of these", async () => {
   expect(new DeviceTokenizer(bundle).encode("ab")).toEqual([2]);
 });
 
+test.each([
+  7, {}, { packing: "onnx" }, { packing: 1, ranges: [[0, 1]] },
+  ...["all", [], [[1]], [[0, 1, 2]], [[0.5, 1]], [[-1, 1]], [[0, 0]], [[0, 6]], [[2, 1], [2, 1]], [[0, 2 ** 60]], [null]].map((ranges) => ({ packing: "onnx", ranges })),
+])("a manifest with versions %j", async (versions) => {
+  await expect(readBundle(reading({ ...good, versions }))).rejects.toThrow(BundleError);
+});
+
+test("a manifest with versions, or without as in earlier releases", async () => {
+  const versions = { packing: "onnx", ranges: [[0, 1], [1, 2], [4, 1]] };
+  for (const given of [versions, null]) {
+    expect((await readBundle(reading({ ...good, versions: given }))).manifest.versions).toEqual(given ?? undefined);
+  }
+});
+
 test("a manifest with the largest caches: as many numbers as two keys may have", async () => {
   const sizes = { num_kv_heads: 512, head_dim: 128 };
   const large = (changes: object) => readBundle(reading({ ...good, self_attention: sizes, cross_attention: sizes, ...changes }));
@@ -167,6 +181,6 @@ test.each([
     top_token_ids: { data: BigInt64Array.from(ids as bigint[]) },
     top_log_q: { data: Float32Array.of(Number.NaN) },
   };
-  const lying = { Tensor: class {}, InferenceSession: { create: async () => ({ run: async () => outputs }) } } as any;
+  const lying = { Tensor: class {}, InferenceSession: { create: async () => ({ run: async () => outputs, release: async () => {} }) } } as any;
   await expect(OnnxDrafter.load(await readBundle(reading(good)), lying)).rejects.toThrow(MoaSpecError);
 });

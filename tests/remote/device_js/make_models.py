@@ -6,13 +6,16 @@ A tiny target, a drafter and ONNX bundles: python tests/remote/device_js/make_mo
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import tokenizers
+import torch
+from tokenizers import decoders, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import moaspec
@@ -81,7 +84,7 @@ CORPUS = Path(__file__).parents[3] / "ARCHITECTURE.md"
 
 def tokenizer() -> Any:
     """Byte-level BPE, as most models have it."""
-    backend = Tokenizer(models.BPE())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -110,17 +113,24 @@ def make(directory: Path) -> None:
         Example(tuple(prompt[-40:]), tuple(text.token_ids))
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    save_drafter(tiny.trained_drafter(target, examples, steps=60), directory / "drafter")
+    drafter = tiny.trained_drafter(target, examples, steps=60)
+    save_drafter(drafter, directory / "drafter")
+    version = copy.deepcopy(drafter)
+    with torch.no_grad():
+        for layer in (version.decoder.self_attention, version.decoder.cross_attention):
+            layer.mlp.down_proj.weight.neg_()
+    save_drafter(version, directory / "version")
     forms: dict[str, Weights] = {
         "bundle": "float32",
         "bundle-int8": "int8-web",
         "bundle-int4": "int4-web",
     }
-    for name, weights in forms.items():
-        places = directory / "target", directory / "drafter", directory / name
-        export_onnx(*places, weights=weights)
-    places = directory / "target", directory / "drafter", directory / "bundle-n2"
-    export_onnx(*places, weights="float32", num_target_layers=2)
+    for of, ending in (("drafter", ""), ("version", "-later")):
+        models = directory / "target", directory / of
+        for name, weights in forms.items():
+            export_onnx(*models, directory / f"{name}{ending}", weights=weights)
+        made = directory / f"bundle-n2{ending}"
+        export_onnx(*models, made, weights="float32", num_target_layers=2)
     answers = [answer(target, prompt, settings) for prompt in prompts for settings in SETTINGS]
     text = words.decode(texts[0].token_ids)
     answers.append(answer(target, prompts[0], {"stop": [text[20:23], text[30:]]}))

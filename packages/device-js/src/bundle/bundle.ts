@@ -40,7 +40,12 @@ export async function readBundle(read: ReadFile): Promise<Bundle> {
   return { manifest, files, generationDefaults };
 }
 
-async function readChecked(read: ReadFile, name: string, manifest: Manifest): Promise<Uint8Array> {
+/**
+ * Read a file whose size and hash the manifest has.
+ *
+ * @throws BundleError it is missing or damaged
+ */
+export async function readChecked(read: ReadFile, name: string, manifest: Manifest): Promise<Uint8Array> {
   const expected = manifest.files[name];
   const data = expected && (await read(name, expected.bytes));
   if (!data || data.length !== expected.bytes || (await sha256(data)) !== expected.sha256) {

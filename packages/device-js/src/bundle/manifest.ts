@@ -53,6 +53,16 @@ export interface Manifest {
   readonly rope_growth: number | null;
   readonly stop_token_ids: readonly number[];
   readonly files: Readonly<Record<string, FileFacts>>;
+  /** Missing in bundles of earlier releases, whose drafter stays as it is. */
+  readonly versions?: Versions;
+}
+
+/** Which bytes of the graph's file are those of a version of the drafter. */
+export interface Versions {
+  /** The form in which a server sends them. */
+  readonly packing: string;
+  /** First byte and number of bytes of each part, in the order in which they are sent. */
+  readonly ranges: readonly (readonly [number, number])[];
 }
 
 /** Size and hash, hexadecimal, of a file. */
@@ -108,6 +118,7 @@ export function parseManifest(json: Uint8Array): Manifest {
     rope_growth: growth === null ? null : found.size("rope_growth"),
     stop_token_ids: found.ids("stop_token_ids"),
     files: files(found.object("files")),
+    ...versionsOf(found),
   };
   const all = [manifest.self_attention, ...activationSizes(manifest)];
   checkWidth("the keys of a token have", all.reduce((sum, one) => sum + width(one), 0), MAX_TOTAL_WIDTH);
@@ -161,6 +172,13 @@ function files(found: Fields): Record<string, FileFacts> {
   return Object.fromEntries(pairs);
 }
 
+function versionsOf(found: Fields): { versions?: Versions } {
+  if ((found.value("versions") ?? null) === null) return {};
+  const facts = found.object("versions");
+  const size = found.object("files").object(GRAPH_FILE).size("bytes", 0, MAX_FILE_BYTES);
+  return { versions: { packing: facts.text("packing"), ranges: facts.ranges("ranges", size) } };
+}
+
 /** Checked access to the fields of an object of JSON. */
 class Fields {
   private readonly values: ReadonlyMap<string, unknown>;
@@ -207,6 +225,20 @@ class Fields {
       throw this.wrong(name);
     }
     return value as number[];
+  }
+
+  /** First byte and number of bytes of parts of a file of `size` bytes, one behind the other. */
+  ranges(name: string, size: number): [number, number][] {
+    const value = this.value(name);
+    let end = 0;
+    const fits = (range: unknown): boolean => {
+      if (!Array.isArray(range) || range.length !== 2 || !range.every(Number.isSafeInteger)) return false;
+      const start = end;
+      end = range[0] + range[1];
+      return range[0] >= start && range[1] > 0 && end <= size;
+    };
+    if (!Array.isArray(value) || !value.length || !value.every(fits)) throw this.wrong(name);
+    return value as [number, number][];
   }
 
   private wrong(name: string): BundleError {

@@ -26,6 +26,11 @@ export interface Drafter {
   memory(count: number): MemoryParts;
   /** Forget activations from position `length` on. */
   cut(length: number): void;
+  /**
+   * Draft with the newest version from now on; returns whether it is another one. Then activations stay, and the text is
+   * to be run again.
+   */
+  renew?(): boolean;
 }
 
 /** Slots of new caches, unless the target has fewer positions. */
@@ -73,11 +78,14 @@ export class OnnxDrafter implements Drafter {
   private readonly tensors = new Map<string, Tensor>();
   private mask = new Uint8Array(0);
   private inPlace = false;
+  /** Of a version that `renew` takes. */
+  private next: InferenceSession | undefined;
 
   private constructor(
     private readonly manifest: Manifest,
-    private readonly session: InferenceSession,
+    private session: InferenceSession,
     private readonly runtime: OnnxRuntime,
+    private readonly options: InferenceSession.SessionOptions,
   ) {
     const { text, memory } = cachesOf(manifest);
     [this.text, this.memories] = [text, memory];
@@ -99,22 +107,53 @@ export class OnnxDrafter implements Drafter {
     runtime: OnnxRuntime,
     options: InferenceSession.SessionOptions = {},
   ): Promise<OnnxDrafter> {
+    return OnnxDrafter.of(bundle.files.get(GRAPH_FILE)!, bundle.manifest, runtime, options);
+  }
+
+  private static async of(
+    graph: Uint8Array,
+    manifest: Manifest,
+    runtime: OnnxRuntime,
+    options: InferenceSession.SessionOptions,
+  ): Promise<OnnxDrafter> {
+    let session: InferenceSession | undefined;
     try {
-      const graph = bundle.files.get(GRAPH_FILE)!;
-      const session = await runtime.InferenceSession.create(graph, { logSeverityLevel: 3, ...options });
-      const drafter = new OnnxDrafter(bundle.manifest, session, runtime);
+      session = await runtime.InferenceSession.create(graph, { logSeverityLevel: 3, ...options });
+      const drafter = new OnnxDrafter(manifest, session, runtime, options);
       await drafter.tryOut();
       return drafter;
     } catch (error) {
+      session?.release().catch(() => {});
       throw new BundleError(`The runtime cannot run the bundle's graph: ${(error as Error).message}`);
     }
+  }
+
+  /**
+   * Try out a version's graph, which `renew` will take.
+   *
+   * @throws BundleError the runtime cannot run it; the drafter stays as it is
+   */
+  async prepare(graph: Uint8Array): Promise<void> {
+    const { session } = await OnnxDrafter.of(graph, this.manifest, this.runtime, this.options);
+    this.next?.release().catch(() => {});
+    this.next = session;
+  }
+
+  /** See `Drafter`. */
+  renew(): boolean {
+    if (!this.next) return false;
+    this.session.release().catch(() => {});
+    this.session = this.next;
+    this.next = undefined;
+    return true;
   }
 
   /** Draft once, and find out whether the runtime writes into given tensors. */
   private async tryOut(): Promise<void> {
     const before = this.data.get(this.text.key)!;
     this.inPlace = true;
-    await this.run([0], 0);
+    const { logQ } = await this.run([0], 0);
+    if (!Array.from(logQ).every(Number.isFinite)) throw new BundleError("a draft's probability is not finite");
     this.inPlace = this.data.get(this.text.key) === before && before.some((value) => value !== 0);
     for (const { key, value, isWritten } of this.caches) {
       if (isWritten) for (const name of [key, value]) this.data.get(name)!.fill(0);

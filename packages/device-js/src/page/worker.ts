@@ -1,10 +1,9 @@
 /** The page's worker: loads the bundle, drafts, and speaks with the server. */
 import * as ort from "onnxruntime-web/wasm";
 import { MANIFEST_FILE } from "../bundle/manifest.js";
-import type { DeviceTokenizer } from "../bundle/tokenizer.js";
 import { loadDevice } from "../device.js";
-import type { Device } from "../device.js";
-import { BundleError, UnknownClientError } from "../errors.js";
+import type { LoadedDevice } from "../device.js";
+import { BundleError, LinkError, UnknownClientError } from "../errors.js";
 import { Vault } from "../privacy/vault.js";
 import { WebSocketTransport } from "../protocol/websocket.js";
 import { RemoteSession } from "../session/remote_session.js";
@@ -18,11 +17,14 @@ import { ChunkRestorer } from "./private_chunks.js";
 const MAX_THREADS = 4;
 /** Time between two reports of the link. */
 const REPORT_MS = 500;
+/** Interval at which the server is asked for a new version of the drafter. */
+const UPDATE_EVERY_MS = 60_000;
 const BASE = new URL("/", self.location.href);
 
-type PageDevice = Device & { readonly tokenizer: DeviceTokenizer };
-
-let device: PageDevice | undefined;
+let device: LoadedDevice | undefined;
+/** Where new versions of the drafter come from. */
+let updates: WebSocketTransport | undefined;
+let isUpdating = false;
 let transport: CuttableTransport | undefined;
 let session: RemoteSession | undefined;
 /** Ends the answer that is being written. */
@@ -80,11 +82,29 @@ async function load(token: string): Promise<void> {
   const { model } = (await response.json()) as { model: string };
   const address = BASE.href.replace(/^http/, "ws");
   const cut = transport?.cut ?? false;
-  transport = new CuttableTransport(new WebSocketTransport(address, token ? { token } : {}));
+  updates = new WebSocketTransport(address, token ? { token } : {});
+  transport = new CuttableTransport(updates);
   transport.cut = cut;
   await renew();
   const context = device!.manifest.max_positions;
   post({ kind: "ready", facts: { model, context, bytes, threads: ort.env.wasm.numThreads } });
+  void update();
+}
+
+/** Take a new version of the drafter, unless an answer is being written. */
+async function update(): Promise<void> {
+  if (!updates || stopping || isUpdating || transport!.cut) return;
+  isUpdating = true;
+  try {
+    await device!.update(updates);
+  } catch (error) {
+    if (!(error instanceof LinkError)) {
+      updates = undefined; // it would fail again
+      console.warn(`The drafter is not updated: ${failure(error).message}`);
+    }
+  } finally {
+    isUpdating = false;
+  }
 }
 
 /** Begin another session: the first one, or after a refusal. */
@@ -169,4 +189,5 @@ self.addEventListener("message", ({ data }: MessageEvent<ToWorker>) => {
   }
 });
 
+setInterval(() => void update(), UPDATE_EVERY_MS);
 setInterval(() => session && post({ kind: "link", link: link() }), REPORT_MS);

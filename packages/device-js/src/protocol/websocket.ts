@@ -21,6 +21,12 @@ export interface WebSocketOptions {
   readonly WebSocket?: new (url: string, protocols: string[]) => WebSocket;
 }
 
+/** A call of target.proto. */
+export type Call = "converse" | "describe" | "generate" | "update";
+
+/** The server has ended a call. */
+export class EndOfCall extends LinkError {}
+
 /** Connections to a `moaspec target-server --websocket`; each binary message is one frame. */
 export class WebSocketTransport implements Transport {
   private readonly url: string;
@@ -87,7 +93,7 @@ export class WebSocketTransport implements Transport {
   }
 
   /** Open a connection for one of the server's calls; see `connect`. */
-  open(call: "converse" | "describe" | "generate", events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+  open(call: Call, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
     return new Promise((resolve, reject) => {
       const socket = new this.make(this.url + call, this.protocols);
       socket.binaryType = "arraybuffer";
@@ -136,6 +142,7 @@ function closeError(code: number, reason: string): LinkError | RefusedError {
   const refusal = `The server refuses: ${oneLine(reason)}`;
   if (code === UNKNOWN_CLIENT) return new UnknownClientError(refusal);
   if (REFUSALS.has(code)) return new RefusedError(refusal);
+  if (code === 1000) return new EndOfCall("The server ended the call.");
   return new LinkError(`The link broke: close code ${code}.`);
 }
 

@@ -6,8 +6,8 @@ import { WireError } from "../errors.js";
 import type { SamplingParams, TokenRules } from "../sampling/params.js";
 import { MAX_FRAME_BYTES, MAX_MESSAGE, MAX_RUNS } from "./limits.js";
 import type { PositionRange } from "./position_set.js";
-import { ClientMessageSchema, DescriptionSchema, GeneratedSchema, ServerMessageSchema } from "./target_pb.js";
-import type { Description, Generated, OpenSchema, RangeSchema, SamplingSchema, ServerMessage, TokenRulesSchema } from "./target_pb.js";
+import { ClientMessageSchema, DescriptionSchema, GeneratedSchema, ServerMessageSchema, WeightsSchema } from "./target_pb.js";
+import type { Description, Generated, OpenSchema, RangeSchema, SamplingSchema, ServerMessage, TokenRulesSchema, Weights } from "./target_pb.js";
 
 /** Length of a session's random name. */
 export const SESSION_BYTES = 16;
@@ -49,6 +49,15 @@ export function parseDescription(frame: Uint8Array): Description {
  */
 export function parseGenerated(frame: Uint8Array): Generated {
   return parsed(GeneratedSchema, frame);
+}
+
+/**
+ * Parse a piece of a version's weights.
+ *
+ * @throws WireError too long, or no such message
+ */
+export function parseWeights(frame: Uint8Array): Weights {
+  return parsed(WeightsSchema, frame);
 }
 
 function parsed<Schema extends DescMessage>(schema: Schema, frame: Uint8Array): MessageShape<Schema> {

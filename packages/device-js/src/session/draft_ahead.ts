@@ -76,6 +76,11 @@ export class AheadDrafter {
     this.stops = stops;
   }
 
+  /** Draft with the newest version of the drafter from now on; between turns only. */
+  renew(): void {
+    if (this.drafter.renew?.()) this.numRead = 0;
+  }
+
   /** Do something now, or after the draft step that is under way. */
   whenIdle(work: () => void): void {
     if (!this.isBusy) {

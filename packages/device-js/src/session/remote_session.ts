@@ -199,6 +199,7 @@ export class RemoteSession {
     checkDraft(draft);
     const turn = new Turn(this.device, [...promptIds], options);
     this.takeOver(turn);
+    this.ahead.renew();
     this.policy = draft === "auto" ? this.auto : draft;
     this.verifier.neverDrafts = draft === 0;
     this.turn = turn;

@@ -2,15 +2,13 @@
 import { create, toBinary } from "@bufbuild/protobuf";
 import type { Device } from "../device.js";
 import { LinkError, WireError } from "../errors.js";
-import { MAX_WAITING_MESSAGES } from "../protocol/limits.js";
 import { GenerateRequestSchema } from "../protocol/target_pb.js";
 import type { Generated } from "../protocol/target_pb.js";
-import type { Connection } from "../protocol/transport.js";
 import type { WebSocketTransport } from "../protocol/websocket.js";
 import { parseGenerated } from "../protocol/wire.js";
 import type { StopReason } from "./events.js";
 import type { TurnOptions } from "./options.js";
-import { EventQueue } from "./timing.js";
+import { frames } from "./server_calls.js";
 import { Turn } from "./turn.js";
 
 /** Who proposed a token: the target, the server's drafter, or the text itself. */
@@ -65,46 +63,14 @@ export class RemoteText {
       stop: [...turn.strings],
     });
     let count = 0;
-    for await (const frame of this.frames(toBinary(GenerateRequestSchema, request), timeoutMs)) {
+    for await (const frame of frames(this.transport, "generate", toBinary(GenerateRequestSchema, request), timeoutMs)) {
       const event = this.event(parseGenerated(frame));
       count += event.tokenIds.length;
       if (count > turn.maxNewTokens) throw new WireError("The server sent more tokens than were asked for.");
       yield event;
       if (event.stopReason) return;
     }
-  }
-
-  /** The server's frames, until the caller leaves the loop. */
-  private async *frames(request: Uint8Array, timeoutMs: number): AsyncGenerator<Uint8Array> {
-    const queue = new EventQueue<Uint8Array>();
-    const limit = new AbortController();
-    let failure: Error | undefined;
-    let waiting = 0;
-    const fail = (error: Error) => {
-      failure ??= error;
-      queue.end();
-    };
-    const onFrame = (frame: Uint8Array) => {
-      if (++waiting > MAX_WAITING_MESSAGES) fail(new WireError("The server sends more messages than are read."));
-      else queue.push(frame);
-    };
-    const timer = setTimeout(() => {
-      limit.abort();
-      fail(new LinkError("The server took too long."));
-    }, timeoutMs);
-    let connection: Connection | undefined;
-    try {
-      connection = await this.transport.open("generate", { onFrame, onEnd: fail }, limit.signal);
-      connection.send(request);
-      for await (const frame of queue) {
-        waiting -= 1;
-        yield frame;
-      }
-      throw failure;
-    } finally {
-      clearTimeout(timer);
-      connection?.close();
-    }
+    throw new LinkError("The server ended the call without the text's end.");
   }
 
   private event({ tokenIds, sources, stopReason }: Generated): ServerTextEvent {

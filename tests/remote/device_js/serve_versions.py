@@ -1,0 +1,35 @@
+"""A target server for tests of packages/device-js, whose drafter changes when it is told to.
+
+python tests/remote/device_js/serve_versions.py DIR, where DIR is of `make_models.py`: prints its
+port, then adopts the drafter that a line of its input names, and repeats the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from moaspec.backends.load import load_target
+from moaspec.generation.drafters import load_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint
+from moaspec.remote.server.listeners.grpc_server import GrpcServer
+from moaspec.remote.server.service import TargetService
+from transports import listening
+
+
+async def serve(directory: Path) -> None:
+    target = load_target(directory / "target", dtype="float32")
+    service = TargetService(target, load_drafter(directory / "drafter", target=target))
+    async with GrpcServer(service, listening("websocket")) as server:
+        assert server.websocket is not None
+        print(urlsplit(server.websocket.url).port, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            drafter = load_drafter(directory / line.strip(), target=target)
+            service.adopt(drafter, fingerprint(drafter))
+            print(line, end="", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))
