@@ -17,7 +17,7 @@ import pytest
 
 import memorised_target
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
@@ -78,6 +78,7 @@ class PageServer:
     target: Target
     tls: ssl.SSLContext | None = None
     stop: Any = None
+    adopt: Any = None  # takes a version of the drafter
     thread: threading.Thread | None = None
 
     @property
@@ -99,6 +100,9 @@ class PageServer:
         page = DevicePage(self.directory / "bundle", self.scripts, model="tiny")
         sockets = WebSocketOptions(port=self.port, tls=self.tls, http=page_protocols(page))
         service = TargetService(self.target, memorised_target.drafter())
+        self.adopt = lambda drafter: loop.call_soon_threadsafe(
+            service.adopt, drafter, fingerprint(drafter)
+        )
         async with GrpcServer(service, ServerOptions(port=0, websocket=sockets)):
             ready.set()
             await stop.wait()

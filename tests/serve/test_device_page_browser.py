@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import browsing
 import memorised_target
@@ -27,6 +29,7 @@ from device_pages import KEPT, READY, PageServer, built_scripts, free_port, serv
 from memorised_target import ANSWER, QUESTION
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
+from moaspec.remote.server.service import TargetService
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -292,6 +295,40 @@ def test_a_first_question_without_a_network(page: Visit, server: PageServer) -> 
         page.shows(PROVISIONAL)
     page.shows(DONE)
     assert raw_text(page) == ANSWER
+    forgive_refused(page)
+
+
+def test_a_version_of_the_drafter_is_taken_and_kept(
+    page: Visit, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page downloads it once."""
+    sent = list[str]()
+    give = TargetService.device_weights
+
+    async def count(service: TargetService, packing: str = "") -> tuple[str, bytes]:
+        sent.append(packing)
+        return await give(service, packing)
+
+    monkeypatch.setattr(TargetService, "device_weights", count)
+    version = copy.deepcopy(memorised_target.drafter())
+    with torch.no_grad():
+        version.decoder.self_attention.mlp.down_proj.weight.mul_(0.9)
+    server.adopt(version)
+    try:
+        for _ in range(2):
+            page.page.reload()
+            page.shows(READY)
+            page.shows(
+                "caches.open('moaspec-version').then((one) => one.keys()).then((all) => all.length)"
+            )
+            page.page.click("#fresh")
+            asked(page)
+            assert raw_text(page) == ANSWER
+            assert painted(page)["draft"]
+    finally:
+        server.kill()
+        server.start()
+    assert sent == ["onnx/1/float32/0"]
     forgive_refused(page)
 
 

@@ -9,6 +9,7 @@ import { DeviceTokenizer } from "./bundle/tokenizer.js";
 import { BundleError, RefusedError } from "./errors.js";
 import type { WebSocketTransport } from "./protocol/websocket.js";
 import { newerVersion } from "./session/server_calls.js";
+import type { DrafterVersion } from "./session/server_calls.js";
 
 /** What a session needs: a drafter, and facts of the target that it drafts for. */
 export interface Device {
@@ -29,13 +30,15 @@ export interface LoadedDevice extends Device {
    * Take the newest version of the drafter of a server that learns. Texts go on meanwhile, but for the time that the
    * runtime needs to load a graph; sessions draft with it from their next turn on. It reads the bundle's graph again.
    *
-   * @returns whether there was a newer one
+   * @returns the version, or undefined where there is no newer one
    * @throws LinkError the link broke
    * @throws RefusedError the server refuses, or sends weights that are not of this drafter
    * @throws WireError the server's answer is invalid
    * @throws BundleError the bundle's graph cannot be read again
    */
-  update(server: WebSocketTransport): Promise<boolean>;
+  update(server: WebSocketTransport): Promise<DrafterVersion | undefined>;
+  /** Take a version that `update` has returned for the same bundle; errors are those of `update`. */
+  take(version: DrafterVersion): Promise<void>;
 }
 
 /**
@@ -55,30 +58,29 @@ export async function loadDevice(
   const { manifest, generationDefaults } = bundle;
   const tokenizer = new DeviceTokenizer(bundle);
   const drafter = await OnnxDrafter.load(bundle, runtime, options);
-  return {
-    manifest,
-    generationDefaults,
-    drafter,
-    tokenizer,
-    version: manifest.fingerprint,
-    async update(this: { version: string }, server) {
-      const { versions } = manifest;
-      const found = versions && (await newerVersion(server, versions, this.version));
-      if (!found) return false;
+  const device = {
+    ...{ manifest, generationDefaults, drafter, tokenizer, version: manifest.fingerprint },
+    async update(server: WebSocketTransport): Promise<DrafterVersion | undefined> {
+      const found = manifest.versions && (await newerVersion(server, manifest.versions, device.version));
+      if (found) await device.take(found);
+      return found;
+    },
+    async take({ version, data }: DrafterVersion): Promise<void> {
       const graph = (await readChecked(read, GRAPH_FILE, manifest)).slice();
       let first = 0;
-      for (const [start, count] of versions.ranges) {
-        graph.set(found.data.subarray(first, first + count), start);
+      for (const [start, count] of manifest.versions?.ranges ?? []) {
+        graph.set(data.subarray(first, first + count), start);
         first += count;
       }
       try {
+        if (first !== data.length) throw new BundleError(`they have ${data.length} bytes, expected ${first}`);
         await drafter.prepare(graph);
       } catch (error) {
         if (!(error instanceof BundleError)) throw error;
         throw new RefusedError(`The server's weights do not fit this bundle: ${error.message}`);
       }
-      this.version = found.version;
-      return true;
+      device.version = version;
     },
   };
+  return device;
 }

@@ -33,5 +33,6 @@ export type { LinkOptions } from "./session/link.js";
 export type { OnCut, RemoteOptions, SessionOptions, TurnOptions } from "./session/options.js";
 export type { Prefix } from "./session/remote_session.js";
 export { RemoteSession } from "./session/remote_session.js";
+export type { DrafterVersion } from "./session/server_calls.js";
 export { RemoteText } from "./session/server_text.js";
 export type { ServerSource, ServerTextEvent, ServerTextOptions } from "./session/server_text.js";

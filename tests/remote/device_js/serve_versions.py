@@ -24,11 +24,13 @@ async def serve(directory: Path) -> None:
     service = TargetService(target, load_drafter(directory / "drafter", target=target))
     async with GrpcServer(service, listening("websocket")) as server:
         assert server.websocket is not None
-        print(urlsplit(server.websocket.url).port, flush=True)
+        sys.stdout.write(f"{urlsplit(server.websocket.url).port}\n")
+        sys.stdout.flush()
         while line := await asyncio.to_thread(sys.stdin.readline):
             drafter = load_drafter(directory / line.strip(), target=target)
             service.adopt(drafter, fingerprint(drafter))
-            print(line, end="", flush=True)
+            sys.stdout.write(line)
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

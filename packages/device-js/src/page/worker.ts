@@ -13,6 +13,7 @@ import { CuttableTransport } from "./cuttable.js";
 import type { Failure, FromWorker, Link, Question, ToWorker } from "./messages.js";
 import { PREFIX_CACHE, keepPrefix, keptPrefix } from "./prefix_cache.js";
 import { ChunkRestorer } from "./private_chunks.js";
+import { forgetVersion, keepVersion, keptVersion } from "./version_cache.js";
 
 const MAX_THREADS = 4;
 /** Time between two reports of the link. */
@@ -88,15 +89,23 @@ async function load(token: string): Promise<void> {
   await renew();
   const context = device!.manifest.max_positions;
   post({ kind: "ready", facts: { model, context, bytes, threads: ort.env.wasm.numThreads } });
-  void update();
+  void update(true);
 }
 
-/** Take a new version of the drafter, unless an answer is being written. */
-async function update(): Promise<void> {
+/**
+ * Take a new version of the drafter, unless an answer is being written.
+ *
+ * @param isFirst whether a version of an earlier visit comes first
+ */
+async function update(isFirst = false): Promise<void> {
   if (!updates || stopping || isUpdating || transport!.cut) return;
   isUpdating = true;
+  const { manifest } = device!;
   try {
-    await device!.update(updates);
+    const kept = isFirst ? await keptVersion(manifest) : undefined;
+    if (kept) await device!.take(kept).catch(forgetVersion);
+    const found = await device!.update(updates);
+    if (found) await keepVersion(manifest, found);
   } catch (error) {
     if (!(error instanceof LinkError)) {
       updates = undefined; // it would fail again

@@ -10,6 +10,14 @@ import type { Call, WebSocketTransport } from "../protocol/websocket.js";
 import { oneLine, parseWeights } from "../protocol/wire.js";
 import { EventQueue } from "./timing.js";
 
+/** A version of a drafter. */
+export interface DrafterVersion {
+  /** Its fingerprint. */
+  readonly version: string;
+  /** The bytes for `Versions.ranges` of a bundle, one range after another. */
+  readonly data: Uint8Array;
+}
+
 /** Milliseconds that all weights of a version may take. */
 const UPDATE_MS = 600_000;
 /** Milliseconds for the news that there is one; nobody waits for it. */
@@ -71,7 +79,7 @@ export async function newerVersion(
   transport: WebSocketTransport,
   { packing, ranges }: Versions,
   own: string,
-): Promise<{ version: string; data: Uint8Array } | undefined> {
+): Promise<DrafterVersion | undefined> {
   const known = ["", own];
   if (known.includes((await transport.describe(DESCRIBE_MS)).newest)) return undefined;
   const data = new Uint8Array(ranges.reduce((sum, [, count]) => sum + count, 0));
