@@ -50,6 +50,7 @@ def test_export_and_info_of_onnx(
     assert ("in a browser" in output.words) is weights.endswith("-web")
     facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
     assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
+    assert facts["versions"] == f"onnx/1/{weights}/0"
     assert facts["target"]["vocab_size"] == tiny.VOCAB
 
 
