@@ -118,6 +118,7 @@ def chain(device: Device, text: Sequence[int] = PROMPT) -> list[int]:
     return list(tree.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", get_args(Weights))
 @pytest.mark.parametrize("layers", [0, 2])
 def test_a_version_makes_the_graph_of_its_own_bundle(
@@ -157,40 +158,28 @@ def test_a_running_session_takes_versions_and_a_roll_back(kind: str, models: Pat
     plain = moaspec.generate(target, PROMPT, **OPTIONS).token_ids
     options = RemoteOptions(draft=Chain(3), link=LinkOptions(dead_after_s=60), draft_ahead=False)
 
-    async def turns(device: Device, service: TargetService, transport: Any) -> list[Any]:
-        """Accepted drafts of three turns: of the first drafter, the version, the first again."""
-        session = RemoteSession(device, transport, options)
-        found = []
-        for number, drafter in enumerate((first, version, first)):
-            if number:
-                service.adopt(drafter, fingerprint(drafter))
-            if isinstance(device, OnnxDevice):
-                assert await device.update(transport) == bool(number)
-            text: list[int] = []
-            prompt = [*PROMPT, *plain[:number]]
-            async for event in session.stream(prompt, **OPTIONS):
-                text[event.start :] = event.token_ids
-            assert text[: len(plain) - number] == plain[number:]
-            found.append(session.result.accept_lengths)
-        await session.close()
-        return found
-
     async def run() -> None:
-        service = TargetService(target, first)
+        service, device = TargetService(target, first), OnnxDevice(exported(models, "drafter"))
         async with GrpcServer(service, listening(kind)) as server:
             transport = Fleet.of(reach(server, kind))
-            device = OnnxDevice(exported(models, "drafter"))
-            found = await turns(device, service, transport)
-            assert device.version == device.fingerprint == fingerprint(first)
-            assert graph(exported(models, "drafter")) == device._drafter._graph_of(
-                packed_version(first, "onnx/1/float32/0") or b""
-            )
-            for number, drafter in enumerate((first, version, first)):
-                alone = RemoteSession(LocalDevice(target, drafter), transport, options)
-                prompt = [*PROMPT, *plain[:number]]
-                result = await alone.generate(prompt, **OPTIONS)
-                assert result.accept_lengths == found[number]
-                await alone.close()
+            session = RemoteSession(device, transport, options)
+            assert not await device.update(transport)  # there is none yet
+            for number, drafter in enumerate((version, first)):
+                text, before = list[int](), session._drafting._drafter._session  # type: ignore[attr-defined]
+                async for event in session.stream([*PROMPT, *plain[:number]], **OPTIONS):
+                    if not text:
+                        service.adopt(drafter, fingerprint(drafter))
+                        assert await device.update(transport)
+                        assert not await device.update(transport)
+                    text[event.start :] = event.token_ids
+                assert text[: len(plain) - number] == plain[number:]
+                assert device.version == fingerprint(drafter)
+                assert chain(device) == chain(LocalDevice(target, drafter))
+                assert session._drafting._drafter._session is before  # type: ignore[attr-defined]
+                device.renew(session._drafting)
+                assert session._drafting._drafter._session is not before  # type: ignore[attr-defined]
+            assert device.version == device.fingerprint
+            await session.close()
 
     asyncio.run(run())
 
