@@ -70,10 +70,14 @@ class FakeSession {
   stop() {}
 }
 
+/** What servers have of a version, and what became of it. */
+const versions = { newest: undefined as { version: string; data: Uint8Array } | Error | undefined, asked: 0, taken: [] as unknown[] };
+
 vi.mock("onnxruntime-web/wasm", () => ({ env: { wasm: {} } }));
 vi.mock("../src/session/remote_session.js", () => ({ RemoteSession: FakeSession }));
 vi.mock("../src/page/device_elements.js", () => ({ DeviceFigures: class {}, DownloadBar: class { hide() {} } }));
 vi.mock("../src/bundle/manifest.js", () => ({
+  GRAPH_FILE: "drafter.onnx",
   MANIFEST_FILE: "manifest.json",
   activationSizes: () => [{ num_kv_heads: 1, head_dim: 1 }],
   parseManifest: (data: Uint8Array) => JSON.parse(new TextDecoder().decode(data)),
@@ -82,6 +86,12 @@ vi.mock("../src/device.js", () => ({
   loadDevice: async (read: ReadFile) => ({
     manifest: JSON.parse(new TextDecoder().decode(await read("manifest.json", 1 << 20))),
     tokenizer: { chat: () => [1], decode: () => "" },
+    update: async () => {
+      versions.asked += 1;
+      if (versions.newest instanceof Error) throw versions.newest;
+      return versions.newest;
+    },
+    take: async (version: unknown) => void versions.taken.push(version),
   }),
 }));
 let storage: FakeCaches;
@@ -89,6 +99,7 @@ let storage: FakeCaches;
 beforeEach(() => {
   storage = new FakeCaches();
   FakeSession.made.length = 0;
+  Object.assign(versions, { newest: undefined, asked: 0, taken: [] });
   vi.resetModules();
   vi.stubGlobal("caches", storage);
   vi.stubGlobal("navigator", { hardwareConcurrency: 2, onLine: true });
@@ -105,13 +116,14 @@ async function worker() {
     addEventListener: (_: string, listener: typeof tell) => { tell = listener; },
     postMessage: (message: FromWorker) => said.push(message),
   });
-  vi.stubGlobal("setInterval", () => 0);
+  const repeated: (() => void)[] = [];
+  vi.stubGlobal("setInterval", (run: () => void) => repeated.push(run));
   vi.stubGlobal("WebSocket", class {});
   await import("../src/page/worker.js");
   tell({ data: { kind: "load", token: "" } });
   await vi.waitFor(() => expect(said.map(({ kind }) => kind)).toContain("ready"));
   const ends = () => said.filter((one) => one.kind === "end");
-  return { tell: (data: ToWorker) => tell({ data }), ends };
+  return { tell: (data: ToWorker) => tell({ data }), ends, update: repeated[0]! };
 }
 
 test("a question while the session is renewed waits for the next session", async () => {
@@ -142,6 +154,38 @@ test.each([false, true])("a text is kept unless all are forgotten meanwhile (%s)
   await new Promise((resolve) => setTimeout(resolve, 10));
   const urls = [...(storage.stored.get("moaspec-prefix")?.keys() ?? [])];
   expect(urls).toEqual(forgotten ? [] : [KEPT]);
+});
+
+test("a version is kept for the next visit, and not asked for while an answer is written", async () => {
+  const version = { version: "new", data: Uint8Array.of(1, 2) };
+  versions.newest = version;
+  const { tell, ends, update } = await worker();
+  const kept = () => storage.stored.get("moaspec-version")?.has("http://here/version/00");
+  await vi.waitFor(() => expect(kept()).toBe(true));
+  versions.newest = undefined;
+  tell({ kind: "ask", id: 1, question: QUESTION });
+  update();
+  FakeSession.made[0]!.answer.resolve();
+  await vi.waitFor(() => expect(ends()).toHaveLength(1));
+  expect(versions.asked).toBe(1);
+  await vi.waitFor(() => {
+    update();
+    expect(versions.asked).toBeGreaterThan(1);
+  });
+  expect(versions.taken).toEqual([]);
+  vi.resetModules();
+  await worker();
+  await vi.waitFor(() => expect(versions.taken).toEqual([version]));
+});
+
+test("a server whose version is of no use is not asked again", async () => {
+  const warn = vi.spyOn(console, "warn").mockImplementation(() => {});
+  versions.newest = new Error("not of this drafter");
+  const { update } = await worker();
+  await vi.waitFor(() => expect(warn).toHaveBeenCalledWith("The drafter is not updated: not of this drafter"));
+  update();
+  expect(versions.asked).toBe(1);
+  warn.mockRestore();
 });
 
 test("a worker that failed is replaced", async () => {
