@@ -16,15 +16,17 @@ from unittest.mock import patch
 import pytest
 
 import memorised_target
+from free_port import free_port
+from memorised_target import QUESTION
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
-from moaspec.support.ports import bind
 from moaspec.target.target import Target
 
 PAUSE_S = 0.02
@@ -62,15 +64,13 @@ def save_models(directory: Path) -> None:
     export_onnx(*places, weights="float32")
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with bind("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
-
-
 @dataclass
 class PageServer:
-    """A server in a thread of its own, which listens on the same port whenever it runs."""
+    """A server in a thread of its own, which listens on the same port whenever it runs.
+
+    Attributes:
+        most: tokens of a text, prompt included; verdicts on later ones are lost.
+    """
 
     directory: Path
     scripts: Path
@@ -80,6 +80,7 @@ class PageServer:
     stop: Any = None
     adopt: Any = None  # takes a version of the drafter
     thread: threading.Thread | None = None
+    most: int | None = None
 
     @property
     def url(self) -> str:
@@ -107,6 +108,15 @@ class PageServer:
             ready.set()
             await stop.wait()
 
+    @contextmanager
+    def holding(self, tokens: int, question: str = QUESTION) -> Iterator[None]:
+        """Send about so many tokens of an answer, so that no cut comes too late."""
+        self.most = len(memorised_target.prompt_ids(self.target, question)) + tokens
+        try:
+            yield
+        finally:
+            self.most = None
+
     def kill(self) -> None:
         """End all connections, and forget all sessions."""
         if self.thread is not None:
@@ -124,7 +134,9 @@ def serving_pages(
 
     async def send_late(connection: WebSocketConnection, frame: bytes) -> None:
         await asyncio.sleep(PAUSE_S)
-        await send(connection, frame)
+        most = server.most
+        if most is None or pb.ServerMessage.FromString(frame).verdict.base <= most:
+            await send(connection, frame)
 
     decide = SharedVerifier.decide
 

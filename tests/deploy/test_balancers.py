@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import moaspec
 import serving
 import tiny
 from certificates import Authority
+from free_port import free_port
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
@@ -40,12 +40,6 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
 PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -80,7 +74,7 @@ def configured(directory: Path, authority: Authority, ports: dict[str, int]) -> 
 def test_haproxy_before_servers_that_drain(kind: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
     files: Any = authority.certificate("localhost")
-    ports = {"50051": free_port(), "8443": free_port()}
+    ports = {name: free_port(("127.0.0.1", *HOSTS)) for name in ("50051", "8443")}
     config = configured(tmp_path, authority, ports)
 
     def server(host: str) -> GrpcServer:

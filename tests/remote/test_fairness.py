@@ -389,7 +389,7 @@ def test_an_owner_has_a_share_of_the_sessions(owner: str, share: int) -> None:
 @pytest.mark.slow
 def test_grammars_of_one_owner_wait_for_one_another() -> None:
     """So that those of others are compiled meanwhile."""
-    service = TargetService(tiny.target())
+    service, alice_is_done = TargetService(tiny.target()), threading.Event()
     running: Counter[str] = Counter()
     most: Counter[str] = Counter()
 
@@ -398,7 +398,7 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
             running[owner] += 1
             most[owner] = max(most[owner], running[owner])
             if owner == "mallory":
-                time.sleep(0.02)
+                assert alice_is_done.wait(60)
             running[owner] -= 1
             return lambda _, logits_V: logits_V
 
@@ -411,7 +411,8 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
         ]
         await asyncio.sleep(0)
         await with_grammar(GREEDY, "alice", 1, "alice")
-        assert not all(one.done() for one in hostile)
+        assert not any(one.done() for one in hostile)
+        alice_is_done.set()
         await asyncio.gather(*hostile)
         await service.stop()
         assert not service.capabilities._turns

@@ -19,6 +19,7 @@ import pytest
 import moaspec
 import tiny
 from certificates import Authority
+from free_port import free_port
 from links import FaultyTransport
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, LinkError
@@ -157,6 +158,8 @@ def test_a_name_server_that_does_not_answer_blocks_one_thread(
         both = Fleet(["name:1", "127.0.0.1:1"], lambda *_: Alone([], breaks=False))
         for _ in range(3):
             assert await both.ranked(b"") == [Server("127.0.0.1:1")]
+        while len(asked) < 2:  # a thread may begin late
+            await asyncio.sleep(0.01)
         assert asked == ["name"] * 2, "each fleet has one lookup"
 
     asyncio.run(run())
@@ -399,10 +402,9 @@ def test_one_name_with_tls_and_a_server_that_ends(
         return GrpcServer(TargetService(tiny.target()), options)
 
     async def run() -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        servers = {ip: made(ip, port) for ip in ("127.0.0.1", "127.0.0.2")}
+        ips = "127.0.0.1", "127.0.0.2"
+        port = free_port(ips)
+        servers = {ip: made(ip, port) for ip in ips}
         for one in servers.values():
             await one.__aenter__()
         scheme = "" if kind == "grpc" else "wss://"

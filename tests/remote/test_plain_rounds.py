@@ -357,7 +357,7 @@ def test_a_streamed_token_that_is_lost_is_asked_for_at_once(number: int) -> None
 
 def test_a_stop_token_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        server = Restartable(lambda: service(passes=PassOptions(min_pass_s=0.02)))
+        server = Restartable(service)
         session = session_of(FaultyTransport(server.transport))
         text = plain(PROMPT)
         stop = next(
@@ -373,7 +373,7 @@ def test_a_stop_token_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         await server.service.stop()
 
     mixed(monkeypatch, 64)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.02)
 
 
 def test_a_server_that_says_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 
 import moaspec
 from bundles import save_drafter_and_target
+from free_port import free_port
 from moaspec.backends.load import load_target
-from moaspec.support.ports import bind
 from transports import KINDS, server_in_thread
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
@@ -170,7 +170,7 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str
     done = run(
         *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--draft", "chain:2"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
-        *("--cut-after", "5", "--cut-s", "3"),
+        *("--cut-after", "5", "--cut-s", "10"),
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -179,8 +179,7 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str
 
 
 def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, str]) -> None:
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     absent = (*not_installed("private", "serve"), *WINDOWS_LACKS)
     edge = subprocess.Popen(
         [

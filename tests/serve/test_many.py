@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +120,6 @@ def test_nobody_waits_for_others_to_finish(batch: Batch) -> None:
 def test_cancelled_ones_free_their_rows() -> None:
     source = serving.source(parked=0)
     with serving.serving(source) as served:
-        asyncio.run(read_all(served, 8))
-        held = source.cache.num_bytes
 
         async def leave() -> None:
             async with httpx.AsyncClient(base_url=served.url, timeout=300) as http:
@@ -128,15 +127,15 @@ def test_cancelled_ones_free_their_rows() -> None:
                 async with http.stream("POST", "/v1/completions", json=body) as answer:
                     await anext(answer.aiter_lines())
 
+        held = set()
         for _ in range(3):
             asyncio.run(leave())
-            for _ in range(1000):
-                if source.load.active == 0:
-                    break
-                asyncio.run(asyncio.sleep(0.02))
+            while source.load.active:
+                time.sleep(0.02)
             assert source.engine.num_active == 0
-        asyncio.run(read_all(served, 8))
-        assert source.cache.num_bytes == held
+            asyncio.run(read_all(served, 8))
+            held.add(source.cache.num_bytes)
+        assert len(held) == 1, "rows of cancelled ones stay"
 
 
 @pytest.mark.slow

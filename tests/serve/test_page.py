@@ -202,7 +202,7 @@ def test_long_conversations_look_well(
         with answering(visited, RICH):
             for number in range(8):
                 asked(visited, f"Question {number}", answers=number + 1)
-        assert visited.page.evaluate(AT_END)
+        visited.shows(AT_END)
         visited.page.screenshot(path=pictures / f"long-{scheme}.png")
         assert not violations(visited)
         assert not visited.complaints
@@ -255,7 +255,7 @@ def test_on_a_phone_the_answer_stays_in_view(
         share, whole = visited.page.evaluate(SHARE)
         assert share > 0.6
         assert whole
-        assert visited.page.evaluate(AT_END)
+        visited.shows(AT_END)
         visited.page.screenshot(path=pictures / f"keyboard-phone-{scheme}.png")
         assert not violations(visited)
         visited.page.set_viewport_size(PHONE)

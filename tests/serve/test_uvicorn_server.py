@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from openai import OpenAI
 import serving
 from commands import text_target
 from edges import Edge
+from free_port import free_port
 from moaspec.serve.sources.source import TextSource
 from serving import LONGEST, MODEL, Served, own_text, say
 
@@ -75,13 +75,6 @@ def test_answers_that_are_under_way_may_end(ask: Ask) -> None:
     chunks += stream
     text = "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
     assert text == own_text("hello")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
+from free_port import free_port
 from moaspec.errors import InputError
 from moaspec.train.parallelism import new_accelerator, new_strategy
 from moaspec.train.run_config import TrainConfig
@@ -63,9 +63,7 @@ def train(
     config: Path, output: Path, *overrides: str, processes: int = 1, code: int = 0
 ) -> list[str]:
     """Run `moaspec train` in so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(free_port())
     command = [sys.executable, "-m", "moaspec", "train", str(config), f"output={output}"]
     started = [
         subprocess.Popen(
@@ -76,7 +74,7 @@ def train(
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(processes),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": port,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "OMP_NUM_THREADS": "1",
             },

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 import tiny
 import vllm_serving as serving
+from free_port import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -45,9 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place = command.index("--speculative-config") + 1
     fixed = {"num_speculative_tokens_per_batch_size": [[1, 1024, 3]]}
     command[place] = json.dumps(json.loads(command[place]) | fixed)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     extra = f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 256"
     (root / "metrics").mkdir()
     environment = os.environ | {

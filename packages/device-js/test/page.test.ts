@@ -96,6 +96,9 @@ vi.mock("../src/device.js", () => ({
 }));
 let storage: FakeCaches;
 
+/** Wait until this does not throw, on any machine. */
+const soon = (check: () => void) => vi.waitFor(check, { timeout: 60_000 });
+
 beforeEach(() => {
   storage = new FakeCaches();
   FakeSession.made.length = 0;
@@ -121,7 +124,7 @@ async function worker() {
   vi.stubGlobal("WebSocket", class {});
   await import("../src/page/worker.js");
   tell({ data: { kind: "load", token: "" } });
-  await vi.waitFor(() => expect(said.map(({ kind }) => kind)).toContain("ready"));
+  await soon(() => expect(said.map(({ kind }) => kind)).toContain("ready"));
   const ends = () => said.filter((one) => one.kind === "end");
   return { tell: (data: ToWorker) => tell({ data }), ends, update: repeated[0]! };
 }
@@ -131,14 +134,14 @@ test("a question while the session is renewed waits for the next session", async
   const [first] = FakeSession.made;
   tell({ kind: "ask", id: 1, question: QUESTION });
   first!.answer.reject(new Error("refused"));
-  await vi.waitFor(() => expect(ends()).toEqual([{ kind: "end", id: 1, failure: { message: "refused", status: 0 } }]));
+  await soon(() => expect(ends()).toEqual([{ kind: "end", id: 1, failure: { message: "refused", status: 0 } }]));
   tell({ kind: "ask", id: 2, question: QUESTION });
   tell({ kind: "ask", id: 3, question: QUESTION });
   tell({ kind: "stop" });
   first!.closed.resolve();
-  await vi.waitFor(() => expect(FakeSession.made).toHaveLength(2));
+  await soon(() => expect(FakeSession.made).toHaveLength(2));
   FakeSession.made[1]!.answer.resolve();
-  await vi.waitFor(() => expect(ends()).toHaveLength(3));
+  await soon(() => expect(ends()).toHaveLength(3));
   expect(ends().slice(1)).toEqual(expect.arrayContaining([{ kind: "end", id: 2 }, { kind: "end", id: 3 }]));
   expect(FakeSession.made).toHaveLength(2);
 });
@@ -150,10 +153,10 @@ test.each([false, true])("a text is kept unless all are forgotten meanwhile (%s)
   tell({ kind: "ask", id: 1, question: QUESTION });
   if (forgotten) tell({ kind: "forget" });
   FakeSession.made[0]!.answer.resolve();
-  await vi.waitFor(() => expect(ends()).toHaveLength(1));
-  await new Promise((resolve) => setTimeout(resolve, 10));
-  const urls = [...(storage.stored.get("moaspec-prefix")?.keys() ?? [])];
-  expect(urls).toEqual(forgotten ? [] : [KEPT]);
+  await soon(() => expect(ends()).toHaveLength(1));
+  const urls = () => [...(storage.stored.get("moaspec-prefix")?.keys() ?? [])];
+  if (forgotten) await new Promise((resolve) => setTimeout(resolve, 10));
+  await soon(() => expect(urls()).toEqual(forgotten ? [] : [KEPT]));
 });
 
 test("a version is kept for the next visit, and not asked for while an answer is written", async () => {

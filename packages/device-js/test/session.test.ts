@@ -11,8 +11,8 @@ import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, FaultyTransport, device, draftInTurn, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
 
-/** Cuts are noticed quickly. */
-const LINK = { heartbeatMs: 20, deadAfterMs: 60, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
+/** Cuts are noticed quickly. A process that stands still for less than `LATE_MS` is no cut. */
+const LINK = { heartbeatMs: 20, deadAfterMs: 300, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
 const sessions: RemoteSession[] = [];
 
 afterEach(async () => {
@@ -30,6 +30,17 @@ function made(
   const session = new RemoteSession(here, transport, { link: LINK, ...options });
   sessions.push(session);
   return { server, transport, session };
+}
+
+/** Fall into a hole until the session has noticed it, and for a while after that. */
+function cutOnce(session: RemoteSession, transport: FaultyTransport): void {
+  if (transport.hole || session.stats.cuts) return;
+  transport.hole = true;
+  const mending = setInterval(() => {
+    if (!session.stats.cuts) return;
+    clearInterval(mending);
+    transport.hole = false;
+  }, 50);
 }
 
 /** Read a turn as an application does. */
@@ -82,11 +93,7 @@ test("drafts that the server did not verify are neither right nor wrong", async 
 
 test.each(["a request", "an answer"])("drafts that were not verified, where %s was lost and more drafts were sent", async (lost) => {
   const { server, transport, session } = made({ draft: 3, onCut: "wait" }, { share: 0 });
-  const cut = () => {
-    if (transport.hole || session.stats.cuts) return;
-    transport.hole = true;
-    setTimeout(() => (transport.hole = false), 150);
-  };
+  const cut = () => cutOnce(session, transport);
   const decided = new Map<number, number[]>();
   server.lie = (answer, to) => {
     if (answer.case !== "verdict") return [answer];
@@ -162,9 +169,7 @@ test("with keep, provisional tokens stay", async () => {
 test("with wait, nothing is provisional", async () => {
   const { session, transport } = made({ draft: 2, onCut: "wait" });
   const { text } = await read(session, PROMPT, { maxNewTokens: 32 }, (_, shown) => {
-    if (shown.length < 8 || transport.hole || session.stats.cuts) return;
-    transport.hole = true;
-    setTimeout(() => (transport.hole = false), 150);
+    if (shown.length >= 8) cutOnce(session, transport);
   });
   expect(text).toEqual(ownText(PROMPT, 32));
   expect(session.stats.cuts).toBeGreaterThanOrEqual(1);
@@ -193,7 +198,7 @@ test("an answer that begins without a server", async () => {
 });
 
 test("without activations nothing is drafted, unless asked for", async () => {
-  const { session, transport } = made({ draft: 2 });
+  const { session, transport } = made({ draft: 2, link: { ...LINK, deadAfterMs: 60_000 } });
   transport.hole = true;
   setTimeout(() => (transport.hole = false), 300);
   const { text, events } = await read(session, PROMPT, { maxNewTokens: 12 });
@@ -221,7 +226,7 @@ test("a session remembers the text of an earlier one", async () => {
 });
 
 test("a device that has changed its network connects anew", async () => {
-  const { session } = made({ draft: 2 });
+  const { session } = made({ draft: 2, link: { ...LINK, deadAfterMs: 60_000 } });
   let hasChanged = false;
   const { text } = await read(session, PROMPT, { maxNewTokens: 24 }, (_, shown) => {
     if (!hasChanged && shown.length > 6) session.reconnect();
@@ -368,7 +373,7 @@ test("a stream that is closed late leaves the next turn alone", async () => {
 });
 
 test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with %s", async (onCut) => {
-  const { server, transport, session } = made({ onCut, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
+  const { server, transport, session } = made({ onCut, link: { ...LINK, connectMs: 1000 } });
   server.passMs = 5;
   draftInTurn(session, 64);
   let kept = 0;
@@ -418,7 +423,7 @@ test("streamed tokens are the target's, and end with the turn", async () => {
 });
 
 test("a device that never drafts sends no drafts after a cut", async () => {
-  const { server, transport, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 200, connectMs: 1000 } });
+  const { server, transport, session } = made({ draft: 0, link: { ...LINK, connectMs: 1000 } });
   server.passMs = 5;
   const { text } = await read(session, PROMPT, { maxNewTokens: 60 }, (_, shown) => {
     transport.hole = !session.stats.cuts && shown.length > 10;
@@ -429,7 +434,7 @@ test("a device that never drafts sends no drafts after a cut", async () => {
 });
 
 test.each(["rollback", "keep"] as const)("tokens of a cut are no gain, with %s", async (onCut) => {
-  const link = { ...LINK, deadAfterMs: 200, connectMs: 1000 };
+  const link = { ...LINK, connectMs: 1000 };
   const { server, transport, session } = made({ onCut, link, maxProvisional: 8 }, { share: 1 });
   server.passMs = 5;
   draftInTurn(session, 3);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -81,10 +82,11 @@ def test_key_comes_from_the_environment_and_drops_are_said(
     cli: Cli, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Fields] = []
+    number = itertools.count(1)
 
     def answer(fields: Fields) -> tuple[int, Any]:
         asked.append(fields)
-        return completion("w30", token_ids=[30 + (len(asked) == 3), chat_tokenizers.END])
+        return completion("w30", token_ids=[30 + (next(number) == 3), chat_tokenizers.END])
 
     monkeypatch.setenv("MOASPEC_API_KEY", "secret")
     out = tmp_path / "out.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -13,6 +14,7 @@ import pytest
 import moaspec
 import tiny
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection, pipe
@@ -38,8 +40,8 @@ def plain(prompt: list[int], number: int) -> list[int]:
 class Client:
     """A device that says what a test wants."""
 
-    def __init__(self, connection: Connection, name: bytes) -> None:
-        self._connection, self._name = connection, name
+    def __init__(self, at: TargetService, connection: Connection, name: bytes) -> None:
+        self._at, self._connection, self._name = at, connection, name
 
     async def send(self, **kind: Any) -> None:
         message = pb.ClientMessage(session=self._name, turn=1, **kind)
@@ -63,18 +65,20 @@ class Client:
         return [*PROMPT, *self.verdict.tokens]
 
     async def ask(self, text: list[int], further: int, tokens: tuple[int, ...] = ()) -> list[int]:
-        """Send a `Draft`; returns the tokens of all verdicts before the answer to a heartbeat."""
+        """Send a `Draft`; returns the tokens of all verdicts until the server has none to send."""
         await self.send(draft=pb.Draft(base=len(text), tokens=tokens, further=further))
-        found, number = list[int](), 0
+        found, over = list[int](), False
+        (session,) = (one for one in self._at.sessions if one.name == self._name)
         while True:
-            await self.send(heartbeat=pb.Heartbeat(number=(number := number + 1)))
+            await self.send(heartbeat=pb.Heartbeat(number=1))
             told = await self.receive()
             while not told.HasField("heartbeat"):
                 assert told.verdict.base == len(text) + len(found)
                 found += told.verdict.tokens
-                number, told = 0, await self.receive()
-            if number > 40 and found:  # far more than a pass takes on this target
+                told = await self.receive()
+            if over:  # so what it had to say came before the answer to this heartbeat
                 return found
+            over = session.task is None
             await asyncio.sleep(0.005)
 
 
@@ -85,7 +89,7 @@ async def connected(
     ours, theirs = pipe()
     serving = asyncio.create_task(at.converse(owner, theirs))
     try:
-        yield Client(ours, bytes([*owner.encode()[:1], number] * 8))
+        yield Client(at, ours, bytes([*owner.encode()[:1], number] * 8))
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -165,12 +169,24 @@ def test_a_request_replaces_the_number_at_once() -> None:
     """It is not answered by itself where the pass under way chooses its token."""
 
     async def run() -> None:
-        async with streaming(passes=PassOptions(min_pass_s=0.05)) as (at, client, text):
+        at, both_there = service(), threading.Event()
+        decide = at.shared._decide
+
+        def decide_later(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+            assert both_there.wait(60)
+            return decide(requests)
+
+        async with connected(at) as client:
+            text = await client.open()
             (session,) = at.sessions
+            at.shared._decide = decide_later  # type: ignore[method-assign]
             await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
             while not at.shared._running:
                 await asyncio.sleep(0)
             await client.send(draft=pb.Draft(base=len(text), further=2))
+            await client.send(heartbeat=pb.Heartbeat(number=1))
+            assert (await client.receive()).HasField("heartbeat")
+            both_there.set()
             while session.task is not None:
                 await asyncio.sleep(0.005)
             assert session.token_ids[len(text) :] == plain(text, 3)

@@ -82,10 +82,10 @@ def test_the_text_is_the_targets_and_private_words_stay(
 @pytest.mark.slow
 def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str) -> None:
     arguments = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
-    cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "3")
+    cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "10")
     output = cli(*arguments, *cut)
     assert output.code == 0, output.err
-    assert "link cut for 3 s" in output.words
+    assert "link cut for 10 s" in output.words
     assert "link back" in output.words
     facts = json.loads(cli(*arguments, *cut, "--json").out)
     assert facts["token_ids"] == expected(bundle, "w1 w2", 16)

@@ -343,7 +343,7 @@ def test_texts_of_the_server_alone_count_end_and_leave_nothing(kind: str) -> Non
             asked = asyncio.create_task(waiting.generate(PROMPT, max_new_tokens=1))
             await asyncio.sleep(0.1)
             assert not len(service.sessions)
-            await server.drain(10.0)
+            await server.drain(60.0)
             await reading
             assert text == own
             assert service.verifier.cache.num_bytes == 0
