@@ -16,6 +16,7 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
 from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
 from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
@@ -35,7 +36,7 @@ PATIENCE_S = 60.0
 
 
 class CutTransport:
-    """A transport that is cut after some frames of verdicts, until somebody mends it."""
+    """A transport that is cut after some verdicts, until somebody mends it."""
 
     def __init__(self, inner: InProcessTransport) -> None:
         self._inner, self.cut = inner, False
@@ -62,7 +63,8 @@ class _CutConnection:
 
     async def receive(self) -> bytes:
         frame, through = await self._inner.receive(), self._through
-        if through.cut_after is not None:
+        # The heartbeats of idle sessions would cut the link before an answer begins.
+        if through.cut_after is not None and wire.parse_server(frame).HasField("verdict"):
             through.cut_after -= 1
             if through.cut_after < 0:
                 through.cut, through.cut_after = True, None
@@ -92,7 +94,7 @@ class Edge:
 
     @contextmanager
     def cut_for_a_while(self, *, after: int = 12) -> Iterator[None]:
-        """Cut the link after this many frames from the server, until the device has written on."""
+        """Cut the link after this many verdicts, until the device has written on."""
         over, before = threading.Event(), self._written_alone
 
         def mend() -> None:
