@@ -35,13 +35,13 @@ import tiny
 from attacks import KEY as HOSTILE
 from attacks import MODEL
 from certificates import Authority
+from free_port import free_port
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.auth import Credentials
-from moaspec.support.ports import bind
 
 pytestmark = [
     pytest.mark.slow,
@@ -166,11 +166,6 @@ class Process:
 
 
 Processes = dict[str, Process]
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -256,7 +256,7 @@ class Players:
         source: Any = alone if self.mode == "plain" else session
         await asyncio.sleep(number / self.devices * 2.0)
         for turn in itertools.count(number):
-            if self.now_s() >= self.seconds:
+            if turn > number and self.now_s() >= self.seconds:
                 break
             prompt, answer, _ = self.texts[turn % len(self.texts)]
             stream = source.stream(prompt, max_new_tokens=len(answer), stop_token_ids=())
