@@ -220,6 +220,7 @@ def tab() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
         opened = browser.new_page()
+        opened.set_default_timeout(browsing.TIMEOUT_MS)
         opened.complaints = []
         opened.on("console", lambda message: opened.complaints.append(message.text))
         opened.on("pageerror", lambda error: opened.complaints.append(str(error)))

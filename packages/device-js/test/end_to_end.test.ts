@@ -6,9 +6,9 @@
  */
 import { execFileSync, spawn, spawnSync } from "node:child_process";
 import type { ChildProcess } from "node:child_process";
+import { randomInt } from "node:crypto";
 import { existsSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { createServer } from "node:net";
-import type { AddressInfo } from "node:net";
 import { tmpdir } from "node:os";
 import { delimiter, join } from "node:path";
 import { createInterface } from "node:readline";
@@ -68,12 +68,18 @@ let expected: {
   texts: [number[], string][];
 };
 
+/** A port that nobody listens on, below those that the system gives to others meanwhile. */
 async function freePort(): Promise<number> {
-  const listener = createServer().listen(0, "127.0.0.1");
-  await new Promise((resolve) => listener.once("listening", resolve));
-  const { port: found } = listener.address() as AddressInfo;
-  await new Promise((resolve) => listener.close(resolve));
-  return found;
+  for (;;) {
+    const found = randomInt(20_000, 32_000);
+    const listener = createServer().listen(found, "127.0.0.1");
+    const isFree = await new Promise((resolve) => {
+      listener.once("listening", () => resolve(true)).once("error", () => resolve(false));
+    });
+    if (!isFree) continue;
+    await new Promise((resolve) => listener.close(resolve));
+    return found;
+  }
 }
 
 /** Start a server; it always listens on the same port. */

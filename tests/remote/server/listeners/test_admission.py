@@ -135,7 +135,19 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 """HTTP/2's, and empty settings: all that a connection without a call says."""
 
 
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files; skips where the system does not."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < number:
+        pytest.skip(f"the system allows {hard} open files")
+    if resource.RLIM_INFINITY != soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
 def test_five_hundred_connections_keep_nobody_out() -> None:
+    allow_open_files(2000)  # both ends of each connection are here
+
     async def run() -> None:
         async with server() as at:
             held = [await asyncio.open_connection("127.0.0.1", at.port) for _ in range(500)]
