@@ -166,9 +166,7 @@ test.each(Object.keys(IGNORED))("ignored: %s", async (name) => {
 });
 
 test.each(Object.keys(ENDLESS))("given up, and not flooded: %s", async (name) => {
-  const started = performance.now();
   await expect(run(ENDLESS[name]!, 600)).rejects.toThrow(LinkError);
-  expect(performance.now() - started).toBeLessThan(20_000);
   expect(server.received.length).toBeLessThan(200);
   expect(server.connections).toBeLessThan(60);
 });

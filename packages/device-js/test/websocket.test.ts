@@ -195,9 +195,7 @@ test.each([
 ])("a session ends with an error: %s", async (_, bytes, options) => {
   const url = await raw(bytes, options);
   const session = new RemoteSession(device(), transport(url), { link: LINK, giveUpMs: 1500 });
-  const started = performance.now();
   await expect(session.generate(PROMPT)).rejects.toThrow(MoaSpecError);
-  expect(performance.now() - started).toBeLessThan(20_000);
   await session.close();
   expect(sockets.length).toBeLessThan(100);
 });
