@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import tiny
 from bundles import save_drafter_and_target, save_target
@@ -30,8 +32,9 @@ pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installe
 import onnx
 import onnxruntime
 
+from moaspec.remote.device_onnx import onnx_ops
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_ops import BLOCK, GraphBuilder, Weights
+from moaspec.remote.device_onnx.onnx_ops import BLOCK, TWELVE_BITS, GraphBuilder, Weights
 
 
 def exported(directory: Path, weights: Weights = "float32") -> Path:
@@ -259,6 +262,21 @@ def test_a_product_of_twelve_bits(weights: Weights) -> None:
         np.abs(found - x_TI @ matrix_RI.T).max() for found in run(builder, names, {"x": x_TI})
     ]
     assert errors[0] < errors[1] / 8  # a fourteenth at best
+
+
+def test_parts_of_a_layer_for_browsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts make the whole; weights of any sign and size are off by half a step."""
+    monkeypatch.setattr(onnx_ops, "MOST_FLOATS", 10 * BLOCK)
+    layer = nn.Linear(BLOCK, 24)
+    with torch.no_grad():
+        layer.weight[:8] = layer.weight[:8].sign()  # each at an end of its row's range
+    builder = GraphBuilder("int8-web")
+    x_TI = np.eye(BLOCK, dtype=np.float32)
+    (found,) = run(builder, (builder.linear("x", layer),), {"x": x_TI})
+    weight_IR, bias = layer.weight.detach().numpy().T, layer.bias.detach().numpy()
+    step_R = np.abs(weight_IR).max(0) / TWELVE_BITS
+    # Rounding in float32 comes on top of half a step.
+    assert np.all(np.abs(found - bias - weight_IR) <= 0.51 * step_R)
 
 
 GEMMA: dict[str, Any] = {

@@ -403,7 +403,7 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
     [
         (SMOLLM2, "float32", 1.0, None),
         (SMOLLM2, "int8", 0.99, 45),
-        (SMOLLM2, "int8-web", 0.98, 45),
+        (SMOLLM2, "int8-web", 0.99, 45),
         (f"{SMOLLM2}-n3", "float32", 1.0, None),
         (f"{SMOLLM2}-n3", "int8", 0.99, 62),
         (f"{SMOLLM2}-n3", "int8-web", 0.97, 62),

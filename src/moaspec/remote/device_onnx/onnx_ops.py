@@ -3,9 +3,7 @@
 Legend: T tokens, R rows of a matrix, I its inputs, Q blocks of a row, B inputs of a block.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,18 +15,20 @@ from torch import Tensor, nn
 from moaspec.errors import InputError
 
 Weights = Literal["float32", "int8", "int8-web", "int4", "int4-web"]
-"""int8 and int4: `MatMulNBits`, fastest in native onnxruntime. int8-web: `MatMulInteger`, which is
-standard ONNX and several times as fast in WebAssembly, where `MatMulNBits` has no kernel; layers
-are stored in twelve bits and multiplied in float32, which takes as long there. int4-web:
-`MatMulInteger` alone. The eight bits of int4-web and the floats of int8-web are results of
-operations on constants, which runtimes compute as they load."""
+"""int8 and int4: `MatMulNBits`, fastest in native onnxruntime, without a kernel in WebAssembly.
+int8-web: bytes that each run turns into floats, some at a time, and multiplies in float32; layers
+have twelve bits. int4-web: `MatMulInteger`, whose eight bits are results of operations on
+constants, which runtimes compute as they load."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits` and int8-web
 WEB_BLOCK = 16  # inputs that share a factor of int4-web
 MAX_FACTOR = 18  # 7 * 18 fits into eight bits
 WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
+FLOAT_ROWS = 1024  # rows of an embedding of int8-web that are floats at once
+MOST_FLOATS = 2**17  # weights of a layer of int8-web that are floats at once; caches hold them
 LOW_STEPS = 16  # steps of twelve bits in one of eight, int8-web
+TWELVE_BITS = 1900  # steps of the largest weight; `_twelve_bits` needs 128 for itself
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
 SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16
@@ -45,7 +45,8 @@ class Matrix:
     num_inputs: int
     num_rows: int
     rest: str = ""  # what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty
-    is_float: bool = False  # whether `name` is float32, (I, R)
+    is_fine: bool = False  # int8-web: whether it has twelve bits
+    picked: Array | None = None  # int8-web: rows of what is stored; None for all
 
 
 class GraphBuilder:
@@ -63,6 +64,7 @@ class GraphBuilder:
         self.learned: list[onnx.TensorProto] = []
         self.is_learning = False
         self._splits: dict[str, tuple[str, str]] = {}
+        self._wide: dict[str, str] = {}
 
     def op(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Add a node with one output, whose name matters only where the graph has it as output."""
@@ -115,15 +117,25 @@ class GraphBuilder:
         return Matrix(*names, num_inputs, num_rows, rest)
 
     def _twelve_bits(self, weight_RI: Array) -> Matrix:
-        """Store eight and four bits, and a scale of each row; whole numbers in float32, (I, R)."""
-        steps, scale = _quantised(weight_RI, 127 * LOW_STEPS + LOW_STEPS // 2 - 1)
-        steps_IR = steps.T.astype(np.int16)
-        high_IR = (steps_IR + LOW_STEPS // 2) // LOW_STEPS
-        low = self.op("Cast", self._int4(steps_IR - LOW_STEPS * high_IR), to=TensorProto.FLOAT)
-        high = self.op("Cast", self.weight(high_IR.astype(np.int8)), to=TensorProto.FLOAT)
-        name = self.op("Add", self.op("Mul", high, self.constant(float(LOW_STEPS))), low)
+        """Store eight and four bits, and a scale of each row; (I * 3 / 2, R) int8.
+
+        The four bits of two inputs, one of each half, share a byte: low + 16 * high. No bits are
+        unpacked: a product takes the byte for the first input and a sixteenth of it for the
+        second. So the first one's eight bits are less by `high`, the second's four by low / 16.
+        """
         num_rows, num_inputs = weight_RI.shape
-        return Matrix(name, self.weight(scale[:, 0]), num_inputs, num_rows, is_float=True)
+        padded_RI = _blocks(weight_RI).reshape(num_rows, -1)
+        scale_R1 = _scale(padded_RI, TWELVE_BITS)
+        first, second = np.split(padded_RI / scale_R1, 2, axis=1)
+        first = np.rint(first)
+        low = first % LOW_STEPS
+        second = np.rint(second - low / LOW_STEPS)
+        second_eight = (second + LOW_STEPS // 2) // LOW_STEPS
+        high = second - LOW_STEPS * second_eight
+        first_eight = first // LOW_STEPS - high
+        stored = np.concatenate([first_eight, second_eight, low + LOW_STEPS * high], axis=1)
+        names = self.constant(stored.T.astype(np.int8)), self.constant(scale_R1[:, 0])
+        return Matrix(*names, num_inputs, num_rows, is_fine=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
         """Store four bits, a factor of each block and a scale of each row."""
@@ -166,7 +178,8 @@ class GraphBuilder:
 
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
-        assert not any((matrix.rest, matrix.is_float)), "embeddings and heads are not fine"
+        if self.weights == "int8-web":
+            return replace(matrix, num_rows=len(rows), picked=rows)
         index = self.constant(rows)
         by_column = self.weights in ("float32", "int4-web")
         name = self.op("Gather", matrix.name, index, axis=int(by_column))
@@ -187,11 +200,15 @@ class GraphBuilder:
         """(T, I) -> (T, R)."""
         if self.weights == "float32":
             return self.op("MatMul", x, matrix.name)
-        if matrix.is_float:
-            return self.op("Mul", self.op("MatMul", x, matrix.name), matrix.scale)
+        if matrix.is_fine:
+            x = self._padded(x, matrix.num_inputs)
+            found = self.op("MatMul", self._for_twelve_bits(x), self._floats(matrix.name))
+            return self.op("Mul", found, matrix.scale)
         if self.weights == "int4-web":
-            quantised = self.ops("DynamicQuantizeLinear", x, count=3)
-            return self._integer_product(*quantised, name=matrix.name, scale=matrix.scale)
+            quantised, x_scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
+            sums = self.op("MatMulInteger", quantised, matrix.name, zero)
+            sums = self.op("Cast", sums, to=TensorProto.FLOAT)
+            return self.op("Mul", sums, self.op("Mul", x_scale, matrix.scale))
         if self.weights == "int8-web":
             return self._web_product(self._padded(x, matrix.num_inputs), matrix)
         scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
@@ -204,27 +221,37 @@ class GraphBuilder:
         scale = self.op("Div", scale, self.constant(float(REST_STEPS)))
         return self.op("Add", found, self._block_product(high, matrix, matrix.rest, scale, 4))
 
-    def _integer_product(self, x: str, x_scale: str, zero: str, *, name: str, scale: str) -> str:
-        """Inputs in eight bits, and a scale of each row."""
-        sums = self.op("Cast", self.op("MatMulInteger", x, name, zero), to=TensorProto.FLOAT)
-        return self.op("Mul", sums, self.op("Mul", x_scale, scale))
-
     def _web_product(self, x: str, matrix: Matrix) -> str:
-        """Add the products of all blocks."""
-        quantised, x_scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
-        count = -(-matrix.num_inputs // BLOCK)
-        sizes = self.constant([BLOCK] * count)
-        inputs = self.ops("Split", quantised, sizes, count=count, axis=1)
-        name_QBR = self.op("Transpose", matrix.name, perm=[1, 2, 0])
-        scale_RQ = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
-        products = []
-        for number, part in enumerate(inputs):
-            block = self.constant(number)
-            name = self.op("Gather", name_QBR, block)
-            scale = self.op("Gather", scale_RQ, block, axis=1)
-            found = self._integer_product(part, x_scale, zero, name=name, scale=scale)
-            products.append(found)
-        return self.op("Sum", *products)
+        """Products of blocks, of some rows at a time."""
+        blocks = self.constant([0, -(-matrix.num_inputs // BLOCK), BLOCK])
+        x_QTB = self.op("Transpose", self.op("Reshape", x, blocks), perm=[1, 0, 2])
+        parts = []
+        rows = np.arange(matrix.num_rows) if matrix.picked is None else matrix.picked
+        for start in range(0, len(rows), FLOAT_ROWS):
+            index = self.constant(rows[start : start + FLOAT_ROWS])
+            name_RQB = self.op("Gather", matrix.name, index, axis=0)
+            name_QBR = self.op("Transpose", name_RQB, perm=[1, 2, 0])
+            scale_RQ = self.op("Gather", matrix.scale, index, axis=0)
+            scale_RQ = self.op("Cast", scale_RQ, to=TensorProto.FLOAT)
+            scale_QR = self.op("Transpose", scale_RQ, perm=[1, 0])
+            scale_Q1R = self.op("Unsqueeze", scale_QR, self.constant([1]))
+            found_QTR = self.op("MatMul", x_QTB, self._floats(name_QBR))
+            found_QTR = self.op("Mul", found_QTR, scale_Q1R)
+            parts.append(self.op("ReduceSum", found_QTR, self.constant([0]), keepdims=0))
+        return self.op("Concat", *parts, axis=1)
+
+    def _for_twelve_bits(self, x: str) -> str:
+        """Inputs of a product with what `_twelve_bits` stores, (T, I) -> (T, I * 3 / 2)."""
+        if x not in self._wide:
+            first, second = self.ops("Split", x, count=2, axis=1, num_outputs=2)
+            step = self.constant(float(LOW_STEPS))
+            both = self.op("Add", first, self.op("Div", second, step))
+            self._wide[x] = self.op("Concat", self.op("Mul", x, step), both, axis=1)
+        return self._wide[x]
+
+    def _floats(self, name: str) -> str:
+        """Bytes in float32, in each run: runtimes do not compute this operation as they load."""
+        return self.op("DequantizeLinear", name, self.constant(np.float32(1)))
 
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
         """`MatMulNBits` with inputs of whole blocks."""
@@ -297,8 +324,16 @@ class GraphBuilder:
         return self.op("Reshape", self.op("Concat", *pairs, axis=3), self.constant([0, 0, BLOCK]))
 
     def linear(self, x: str, layer: nn.Linear) -> str:
-        y = self.product(x, self.matrix(to_numpy(layer.weight), fine=True))
-        return y if layer.bias is None else self.op("Add", y, self.weight(to_numpy(layer.bias)))
+        weight_RI = to_numpy(layer.weight)
+        size = len(weight_RI)
+        if self.weights == "int8-web":
+            size = max(1, MOST_FLOATS // weight_RI.shape[1])
+        parts = [
+            self.product(x, self.matrix(weight_RI[start : start + size], fine=True))
+            for start in range(0, len(weight_RI), size)
+        ]
+        y = self.op("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
+        return y if layer.bias is None else self.op("Add", y, self.constant(to_numpy(layer.bias)))
 
     def norm(self, x: str, norm: Any) -> str:
         """Weight * x / rms(x), of PyTorch or transformers."""
@@ -348,8 +383,14 @@ def _blocks(weight_RI: Array, size: int = BLOCK) -> Array:
 
 def _quantised(values: Array, largest: int, kind: Any = np.float32) -> tuple[Array, Array]:
     """Nearest whole numbers within +-`largest`, and the scale of each row (last axis)."""
-    scale = (np.abs(values).max(-1, keepdims=True) / largest).clip(SMALLEST).astype(kind)
+    scale = _scale(values, largest).astype(kind)
     return np.rint(values / scale.astype(np.float32)).clip(-largest, largest), scale
+
+
+def _scale(values: Array, largest: int) -> Array:
+    """The scale of each row (last axis) whose steps are within +-`largest`."""
+    found: Array = (np.abs(values).max(-1, keepdims=True) / largest).clip(SMALLEST)
+    return found
 
 
 def _packed(values_RQB: Array, bits: int) -> Array:
