@@ -31,6 +31,7 @@ from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOption
 from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
+from moaspec.remote.server.shared_verifier import PassOptions
 from transports import KINDS
 
 pytestmark = pytest.mark.slow
@@ -86,8 +87,10 @@ def test_haproxy_before_servers_that_drain(kind: str, tmp_path: Path) -> None:
             websocket=beside,
             sweep_s=0.1,
         )
-        # A farewell may be lost where a connection is reset.
-        limits = ServiceOptions(sessions=StoreOptions(idle_s=0.0))
+        # A farewell may be lost where a connection is reset. A device leaves a server that drains
+        # within 50 ms; its text must not end before that.
+        sessions, passes = StoreOptions(idle_s=0.0), PassOptions(min_pass_s=0.02)
+        limits = ServiceOptions(sessions=sessions, passes=passes)
         return GrpcServer(TargetService(tiny.target(), None, limits), options)
 
     def session() -> RemoteSession:

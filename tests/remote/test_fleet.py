@@ -34,6 +34,7 @@ from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials
 from moaspec.remote.server.listeners.grpc_server import GrpcServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
+from moaspec.remote.server.shared_verifier import PassOptions
 from transports import KINDS, listening
 
 PROMPT = tiny.PROMPTS[1]
@@ -212,7 +213,9 @@ def test_a_text_goes_on_with_the_next_server(how: str, options: dict[str, Any]) 
     """The session is opened again from its token ids, with its drafter's activations."""
 
     async def run() -> None:
-        servers = Servers(tiny.random_drafter(tiny.target()))
+        # A device leaves a server that drains within 50 ms; the text must not end before that.
+        slow = PassOptions(min_pass_s=0.02)
+        servers = Servers(tiny.random_drafter(tiny.target()), passes=slow)
         session = servers.session()
         gone: list[str] = []
         text: list[int] = []
