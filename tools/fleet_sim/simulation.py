@@ -22,7 +22,6 @@ import random
 import selectors
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,8 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.cost_model import PRIOR, CostTable
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.remote.device.draft_ahead import MIN_STEPS
+from moaspec.remote.device.events import LinkStats, RoundTrip
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.emulation import LinkProfile
@@ -218,15 +219,15 @@ class Device:
     def __init__(self, world: World, number: int) -> None:
         self._world, self._fleet, self._number = world, world.fleet, number
         self._random = random.Random(f"{world.fleet.seed}-{number}")
-        self._waits_s = deque[float](maxlen=9)
-        self._passes_s = deque[float](maxlen=9)
+        self._stats = LinkStats(rtt_s=2 * self._fleet.link.delay_s)
         self._lost = self._streams = False
+        self._steps = 0  # draft steps whose time is known
         self._under_way_s = 0.0  # that the tokens of a stream take
         self.policy = LinkPolicy(
-            wait_s=self._wait_s,
+            wait_s=lambda: self._stats.wait_s,
             step_s=lambda: self._fleet.step_s,
-            plain_s=self._plain_s,
-            measuring=lambda: len(self._passes_s) < 4,
+            plain_s=lambda: self._stats.pass_s,
+            measuring=lambda: self._steps < MIN_STEPS,
             ahead=self._fleet.mode == "ahead",
         )
 
@@ -273,7 +274,8 @@ class Device:
         while total - done > size:
             await self._ask(done, size, DraftTree(), text_length=total)
             done += size
-        await self._ask(done, total - done, DraftTree())
+        _, pass_s = await self._ask(done, total - done, DraftTree())
+        self._note(self._world.now_s, pass_s)
         if self._fleet.mode != "plain":  # a stream goes on at once
             await asyncio.sleep(self._delay_s(total))
         self._length += 1
@@ -288,29 +290,25 @@ class Device:
         if drafting and not (self._streams and tree is None):
             await asyncio.sleep(self._delay_s())
             self._under_way_s = self._delay_s(1)
-        sent_s, self._streams = self._world.now_s, drafting and tree is None
-        result = await self._ask(verified, 1, tree or DraftTree())
+        self._streams = drafting and tree is None
+        result, pass_s = await self._ask(verified, 1, tree or DraftTree())
         assert result.tree is not None
-        self._passes_s.append(self._world.now_s - sent_s)
         count = len(result.accepted) + 1
         if tree is not None:
             await asyncio.sleep(self._delay_s(count))
-            self._waits_s.append(self._world.now_s - asked_s)
+        self._note(asked_s, pass_s, drafts=len(tree.tokens) if tree is not None else 0)
+        if tree is not None:
             if tree.tokens:
                 self.policy.record_round(result.tree, result.accepted)
-            self._prepare(len(tree.tokens), count)
+            self._prepare(len(tree.tokens), count, asked_s)
         self._length += count
         now_s = self._world.now_s + self._under_way_s * self._streams
         self._world.found.pieces.append((now_s, now_s - self._at_s, count, self._lost))
         self._at_s, self._lost = now_s, False
 
-    def _wait_s(self) -> float | None:
-        """The median of the latest, as `RemoteSession` takes it."""
-        return sorted(self._waits_s)[len(self._waits_s) // 2] if self._waits_s else None
-
-    def _plain_s(self) -> float | None:
-        """The lower quartile of the latest passes, as `LinkStats` takes it."""
-        return sorted(self._passes_s)[len(self._passes_s) // 4] if self._passes_s else None
+    def _note(self, asked_s: float, pass_s: float, drafts: int = 0) -> None:
+        """Note a verdict that is there now, as sessions do; dropped drafts count as sent ones."""
+        self._stats.add_round(RoundTrip(asked_s, self._world.now_s, pass_s, drafts, 0, 0))
 
     async def _draft(self) -> DraftTree | None:
         """Draft what is not ready; None where drafts do not pay."""
@@ -319,6 +317,7 @@ class Device:
         if shape is None and not fleet.fixed:
             self._ready = 0
             if self.policy.observes:
+                self._steps += 1
                 self.policy.observe(self._trace.right[self._length - 1] > 0)
             return None
         depth = fleet.fixed or (shape.depth if shape else 0)
@@ -329,16 +328,18 @@ class Device:
         self._ready = 0
         return chain([1] * wanted)
 
-    def _prepare(self, drafted: int, count: int) -> None:
-        """Note how much was drafted ahead, if the text went as expected."""
+    def _prepare(self, drafted: int, count: int, asked_s: float) -> None:
+        """Note how much was drafted since `asked_s`, if the text went as expected."""
         right = self._trace.right[self._length - 1]
         if self._fleet.mode == "ahead" and count == drafted + 1 and right > drafted:
             # The first token drafted ahead is the bonus token.
-            ahead = int(self._waits_s[-1] / self._fleet.step_s)
+            ahead = int((self._world.now_s - asked_s) / self._fleet.step_s)
             self._ready = max(0, min(ahead, drafted + 1) - 1)
 
-    async def _ask(self, verified: int, new: int, tree: DraftTree, **more: Any) -> VerifyResult:
-        """One pass of the server.
+    async def _ask(
+        self, verified: int, new: int, tree: DraftTree, **more: Any
+    ) -> tuple[VerifyResult, float]:
+        """One pass of the server; returns the result and how long the pass took.
 
         Raises:
             ServerLostError: it has failed.
@@ -350,13 +351,13 @@ class Device:
         encode = drafting and self._fleet.token_bytes > 0
         asked = VerifyRequest(row, verified, (1,) * new, tree, encode=encode, **more)
         if not self._fleet.lost:
-            return (await server.decide(asked))[0]
+            return await server.decide(asked)
         answer = asyncio.ensure_future(server.decide(asked))
         failed = asyncio.ensure_future(server.failed.wait())
         done, _ = await asyncio.wait({answer, failed}, return_when=asyncio.FIRST_COMPLETED)
         failed.cancel()
         if answer in done:
-            return answer.result()[0]
+            return answer.result()
         answer.cancel()
         raise ServerLostError
 
