@@ -9,6 +9,7 @@ import json
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ PROVISIONAL = "CSS.highlights.get('provisional').size > 3"
 DOWN = "document.querySelector('#link-state').dataset.state === 'down'"
 NUM_CUTS = 20
 NEW_TOKENS = 48
+MAX_DELAY_MS = 1000
 SENT = 12
 """Tokens of an answer before it is cut: more than `STARTED` takes, and far from its end."""
 
@@ -62,16 +64,18 @@ BEGIN_ANSWER = """async (body) => {
   const { Server } = await import('/server.js');
   const server = window.device ??= new Server();
   await server.about();
-  const told = window.told = { ids: [], most: 0, done: false };
+  const told = window.told = { ids: [], most: 0, shownMs: 0, done: false };
   (async () => {
     for await (const { moaspec } of server.chat(body, new AbortController().signal)) {
       told.ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
-      told.most = Math.max(told.most, moaspec.provisional?.length ?? 0);
+      const shown = moaspec.provisional?.length ?? 0;
+      told.most = Math.max(told.most, shown);
+      if (shown && told.cutMs) told.shownMs ||= Date.now();
     }
     told.done = true;
   })();
 }"""
-"""An answer in the background: its ids, and most provisional tokens at once."""
+"""An answer in the background: its ids, most provisional tokens at once, and when they came."""
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +224,8 @@ def without_server(visited: Visit, server: PageServer) -> Iterator[None]:  # noq
 
 @pytest.mark.parametrize("cut", [without_network, without_server])
 def test_cuts_change_no_text(page: Visit, server: PageServer, cut: Cut) -> None:
-    """Ten answers, greedy and sampled, are cut once each."""
-    of, chance, num_shown = memorised_target.target(), random.Random(3), 0
+    """Ten answers, greedy and sampled, are cut once each; most show words within a second."""
+    of, chance, delays = memorised_target.target(), random.Random(3), []
     for number in range(NUM_CUTS // 2):
         question, after = QUESTION[: -number or None], chance.randrange(1, 25)
         settings: Any = {"temperature": 0.0 if number % 2 else 0.8, "seed": number}
@@ -229,6 +233,7 @@ def test_cuts_change_no_text(page: Visit, server: PageServer, cut: Cut) -> None:
         with server.holding(after, question):
             page.page.evaluate(BEGIN_ANSWER, body)
             page.shows(f"told.ids.length >= {after}")
+            page.page.evaluate("told.cutMs = Date.now()")
             with cut(page, server):
                 # A drafter that believes that the text has ended shows nothing more.
                 page.page.evaluate("told.untilMs = Date.now() + 5000")
@@ -238,8 +243,9 @@ def test_cuts_change_no_text(page: Visit, server: PageServer, cut: Cut) -> None:
         prompt = memorised_target.prompt_ids(of, question)
         result = moaspec.generate(of, prompt, max_new_tokens=NEW_TOKENS, **settings)
         assert told["ids"] == result.token_ids
-        num_shown += told["most"] > 2
-    assert num_shown
+        if told["most"] > 2:
+            delays.append(told["shownMs"] - told["cutMs"])
+    assert statistics.median(delays) < MAX_DELAY_MS
     forgive_refused(page)
 
 
