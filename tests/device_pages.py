@@ -19,7 +19,7 @@ import memorised_target
 from free_port import free_port
 from memorised_target import QUESTION
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
 from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions

@@ -301,6 +301,40 @@ def test_a_first_question_without_a_network(page: Visit, server: PageServer) -> 
     forgive_refused(page)
 
 
+def test_a_version_of_the_drafter_is_taken_and_kept(
+    page: Visit, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page downloads it once."""
+    sent = list[str]()
+    give = TargetService.device_weights
+
+    async def count(service: TargetService, packing: str = "") -> tuple[str, bytes]:
+        sent.append(packing)
+        return await give(service, packing)
+
+    monkeypatch.setattr(TargetService, "device_weights", count)
+    version = copy.deepcopy(memorised_target.drafter())
+    with torch.no_grad():
+        version.decoder.self_attention.mlp.down_proj.weight.mul_(0.9)
+    server.adopt(version)
+    try:
+        for _ in range(2):
+            page.page.reload()
+            page.shows(READY)
+            page.shows(
+                "caches.open('moaspec-version').then((one) => one.keys()).then((all) => all.length)"
+            )
+            page.page.click("#fresh")
+            asked(page)
+            assert raw_text(page) == ANSWER
+            assert painted(page)["draft"]
+    finally:
+        server.kill()
+        server.start()
+    assert sent == ["onnx/1/float32/0"]
+    forgive_refused(page)
+
+
 def test_a_stopped_answer_and_the_next(page: Visit, server: PageServer) -> None:
     with server.holding(SENT):
         ask(page)

@@ -169,16 +169,14 @@ def test_a_request_replaces_the_number_at_once() -> None:
     """It is not answered by itself where the pass under way chooses its token."""
 
     async def run() -> None:
-        at, both_there = service(), threading.Event()
-        decide = at.shared._decide
-
-        def decide_later(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
-            assert both_there.wait(60)
-            return decide(requests)
-
-        async with connected(at) as client:
-            text = await client.open()
+        async with streaming() as (at, client, text):
             (session,) = at.sessions
+            decide, both_there = at.shared._decide, threading.Event()
+
+            def decide_later(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+                assert both_there.wait(60)
+                return decide(requests)
+
             at.shared._decide = decide_later  # type: ignore[method-assign]
             await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
             while not at.shared._running:

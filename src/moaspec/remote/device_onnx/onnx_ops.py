@@ -3,7 +3,9 @@
 Legend: T tokens, R rows of a matrix, I its inputs, Q blocks of a row, B inputs of a block.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -134,7 +136,7 @@ class GraphBuilder:
         high = second - LOW_STEPS * second_eight
         first_eight = first // LOW_STEPS - high
         stored = np.concatenate([first_eight, second_eight, low + LOW_STEPS * high], axis=1)
-        names = self.constant(stored.T.astype(np.int8)), self.constant(scale_R1[:, 0])
+        names = self.weight(stored.T.astype(np.int8)), self.weight(scale_R1[:, 0])
         return Matrix(*names, num_inputs, num_rows, is_fine=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
@@ -180,6 +182,7 @@ class GraphBuilder:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
         if self.weights == "int8-web":
             return replace(matrix, num_rows=len(rows), picked=rows)
+        assert not matrix.rest, "embeddings and heads are not fine"
         index = self.constant(rows)
         by_column = self.weights in ("float32", "int4-web")
         name = self.op("Gather", matrix.name, index, axis=int(by_column))
@@ -333,7 +336,7 @@ class GraphBuilder:
             for start in range(0, len(weight_RI), size)
         ]
         y = self.op("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
-        return y if layer.bias is None else self.op("Add", y, self.constant(to_numpy(layer.bias)))
+        return y if layer.bias is None else self.op("Add", y, self.weight(to_numpy(layer.bias)))
 
     def norm(self, x: str, norm: Any) -> str:
         """Weight * x / rms(x), of PyTorch or transformers."""
@@ -364,7 +367,7 @@ def wasm_bytes(graph: onnx.ModelProto, weights: Weights) -> int:
     for one in graph.graph.initializer:
         sizes[one.data_type] += prod(one.dims)
     if weights == "int8-web":
-        return 23 * sizes[TensorProto.INT4] + 4 * sizes[TensorProto.INT8]
+        return 4 * sizes[TensorProto.INT8]
     return 15 * sizes[TensorProto.FLOAT] + 9 * sizes[TensorProto.INT4]
 
 

@@ -73,9 +73,12 @@ def test_text_description_and_health(service: TargetService, kind: str) -> None:
             remote = session(transport)
             result = await remote.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
-            stats = remote.stats
-            told = generate_latest(service.observer.registry).decode()
-            assert f'moaspec_bytes_total{{direction="in"}} {float(stats.bytes_up)}' in told
+            async with asyncio.timeout(60):  # a heartbeat may be under way
+                while (
+                    f'moaspec_bytes_total{{direction="in"}} {float(remote.stats.bytes_up)}'
+                    not in (told := generate_latest(service.observer.registry).decode())
+                ):
+                    await asyncio.sleep(0.01)
             assert "moaspec_sessions 1.0" in told
             await remote.close()
             await server.drain(2.0)
