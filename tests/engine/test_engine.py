@@ -310,12 +310,12 @@ def test_rows_join_and_leave_midway() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
 @pytest.mark.parametrize("size", [1, 5, 30])
-def test_prompts_that_join_leave_time_for_running_rows(
-    size: int, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_join_leave_time_for_running_rows(size: int, family: str) -> None:
     """Each step processes a chunk of prompts and gives the running row a round."""
-    monkeypatch.setattr(moaspec.engine.engine, "MAX_PROMPT_TOKENS", size)
-    engine, texts = local_engine(tiny.target(family)), tiny.own_texts(family)
+    target, texts = tiny.target(family), tiny.own_texts(family)
+    verifier = LocalVerifier(target)
+    verifier.prompt_tokens = size
+    engine = Engine(verifier, target=target)
     first = engine.add(PROMPT, max_new_tokens=tiny.NEW_TOKENS, keep=True)
     engine.step()
     later = [engine.add(tiny.PROMPTS[i], max_new_tokens=2, keep=True) for i in (1, 2)]
@@ -331,11 +331,10 @@ def test_prompts_that_join_leave_time_for_running_rows(
         assert result.token_ids == list(texts[i][: len(result.token_ids)])
 
 
-def test_a_prompt_of_which_a_chunk_was_processed_can_be_left_and_followed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(moaspec.engine.engine, "MAX_PROMPT_TOKENS", 4)
-    engine = local_engine(tiny.target())
+def test_a_prompt_of_which_a_chunk_was_processed_can_be_left_and_followed() -> None:
+    verifier = LocalVerifier(tiny.target())
+    verifier.prompt_tokens = 4
+    engine = Engine(verifier, target=tiny.target())
     engine.add(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS)
     engine.step()
     left = engine.add(tiny.PROMPTS[2], max_new_tokens=2, keep=True)

@@ -91,13 +91,7 @@ class VerifyResult:
 
 
 class Verifier(Protocol):
-    """Holds the target. Awaitable, because it may be across a network.
-
-    Attributes:
-        splits_prompts: whether a prompt may be processed in several requests.
-    """
-
-    splits_prompts: bool = True
+    """Holds the target. Awaitable, because it may be across a network."""
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify all requests and keep the accepted tokens; results are in the same order."""

@@ -5,6 +5,7 @@ One round drafts, verifies the drafts in one pass of the target, accepts the dra
 itself chooses, and emits them.
 """
 
+import sys
 import time
 from collections.abc import Collection, Coroutine, Generator, Sequence
 from typing import Any, TypeVar, cast
@@ -17,9 +18,6 @@ from moaspec.engine.request_table import RequestTable
 from moaspec.engine.result import Event
 
 T = TypeVar("T")
-
-MAX_PROMPT_TOKENS = 256
-"""Most prompt tokens of a step if other requests wait for it; all are late by their pass."""
 
 
 class Engine(RequestTable):
@@ -40,8 +38,8 @@ class Engine(RequestTable):
     async def astep(self, only: Collection[int] | None = None) -> list[Event]:
         """Process new prompts and advance every other request by one round.
 
-        If other requests wait for them, at most `MAX_PROMPT_TOKENS` of prompts are processed,
-        and the rest in later steps.
+        If other requests wait for them, prompts are processed in parts: see
+        `LocalVerifier.prompt_tokens`.
 
         Args:
             only: handles of the requests that take part; the others wait. None: all.
@@ -61,21 +59,20 @@ class Engine(RequestTable):
     async def _next_prompts(self, requests: Sequence[RequestState]) -> list[RequestState]:
         """The oldest requests whose prompts end in this step; of a long prompt, process a chunk."""
         taken: list[RequestState] = []
-        left = MAX_PROMPT_TOKENS
+        left = most = getattr(self._verifier, "prompt_tokens", sys.maxsize)
         for request in sorted(requests, key=lambda one: one.handle):
             left -= len(request.token_ids) - request.num_verified
-            if left < 0 and self._verifier.splits_prompts and not taken:
-                await self._prefill_chunk(request)
-                return []
-            if left < 0 and taken:
+            if left < 0:
+                if not taken:
+                    await self._prefill_chunk(request, most)
                 break
             taken.append(request)
         return sorted(taken, key=lambda one: one.cache_row)
 
-    async def _prefill_chunk(self, request: RequestState) -> None:
+    async def _prefill_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()
-        (found,) = await self._verifier.verify([request.prompt_chunk(MAX_PROMPT_TOKENS)])
-        request.num_verified += MAX_PROMPT_TOKENS
+        (found,) = await self._verifier.verify([request.prompt_chunk(size)])
+        request.num_verified += size
         request.result.num_reused_tokens -= found.num_read_again
         request.result.timing.prefill_s += time.perf_counter() - started_s
 

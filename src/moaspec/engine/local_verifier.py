@@ -23,6 +23,9 @@ from moaspec.engine.large_batches import head_groups, ragged_states
 from moaspec.engine.position_rules import PositionRules
 from moaspec.target.target import Target, plain_torch
 
+CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
+"""See `LocalVerifier.prompt_tokens`."""
+
 PREFILL_CHUNK_TOKENS = 1024
 """Most prompt tokens in one pass; bounds the memory of its mask and activations."""
 
@@ -67,7 +70,11 @@ class PassRow:
 
 
 class LocalVerifier(Verifier):
-    """Verifies drafts with a target in this process; the proposer, if any, encodes activations."""
+    """Verifies drafts with a target in this process; the proposer, if any, encodes activations.
+
+    Attributes:
+        prompt_tokens: most prompt tokens of a step of the engine if other requests wait for it.
+    """
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target
@@ -81,6 +88,8 @@ class LocalVerifier(Verifier):
         rules = PositionRules.of(target)
         self._rules = None if rules.are_plain else rules
         self._device = target.device  # `device` of a module searches its parameters
+        is_cpu = self._device.type == "cpu"
+        self.prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else GPU_PROMPT_TOKENS
         self.cache = KVCache(target)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:

@@ -1,5 +1,6 @@
 """Verification with a hybrid: some of its layers keep states, see `recurrent_states`."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -122,7 +123,8 @@ class RecurrentVerifier(LocalVerifier):
         super().__init__(target, proposer)
         assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
         self._layers = target.layers
-        self.splits_prompts = not self._layers.reads_whole
+        if self._layers.reads_whole:
+            self.prompt_tokens = sys.maxsize
         self.cache = RecurrentCache(target)
         self._num_read_again: dict[int, int] = {}
 
