@@ -164,28 +164,28 @@ test("a version is kept for the next visit, and not asked for while an answer is
   versions.newest = version;
   const { tell, ends, update } = await worker();
   const kept = () => storage.stored.get("moaspec-version")?.has("http://here/version/00");
-  await vi.waitFor(() => expect(kept()).toBe(true));
+  await soon(() => expect(kept()).toBe(true));
   versions.newest = undefined;
   tell({ kind: "ask", id: 1, question: QUESTION });
   update();
   FakeSession.made[0]!.answer.resolve();
-  await vi.waitFor(() => expect(ends()).toHaveLength(1));
+  await soon(() => expect(ends()).toHaveLength(1));
   expect(versions.asked).toBe(1);
-  await vi.waitFor(() => {
+  await soon(() => {
     update();
     expect(versions.asked).toBeGreaterThan(1);
   });
   expect(versions.taken).toEqual([]);
   vi.resetModules();
   await worker();
-  await vi.waitFor(() => expect(versions.taken).toEqual([version]));
+  await soon(() => expect(versions.taken).toEqual([version]));
 });
 
 test("a server whose version is of no use is not asked again", async () => {
   const warn = vi.spyOn(console, "warn").mockImplementation(() => {});
   versions.newest = new Error("not of this drafter");
   const { update } = await worker();
-  await vi.waitFor(() => expect(warn).toHaveBeenCalledWith("The drafter is not updated: not of this drafter"));
+  await soon(() => expect(warn).toHaveBeenCalledWith("The drafter is not updated: not of this drafter"));
   update();
   expect(versions.asked).toBe(1);
   warn.mockRestore();

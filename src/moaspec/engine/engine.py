@@ -38,8 +38,7 @@ class Engine(RequestTable):
     async def astep(self, only: Collection[int] | None = None) -> list[Event]:
         """Process new prompts and advance every other request by one round.
 
-        If other requests wait for them, prompts are processed in parts: see
-        `LocalVerifier.prompt_tokens`.
+        Prompts are processed in parts while others decode; see `LocalVerifier.prompt_tokens`.
 
         Args:
             only: handles of the requests that take part; the others wait. None: all.

@@ -35,9 +35,12 @@ class DeviceWeights:
     async def _make(
         self, drafter: MoADrafter, packing: str, made: dict[str, asyncio.Future[bytes]]
     ) -> bytes:
-        data = await asyncio.to_thread(self._packed, drafter, packing)
-        if not data:  # devices may ask for any number of unknown forms
-            del made[packing]
+        data = b""
+        try:
+            data = await asyncio.to_thread(self._packed, drafter, packing)
+        finally:
+            if not data:  # devices may ask for any number of unknown forms
+                del made[packing]
         return data
 
     def _packed(self, drafter: MoADrafter, packing: str) -> bytes:

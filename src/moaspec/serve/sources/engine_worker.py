@@ -28,6 +28,9 @@ from moaspec.serve.sources.source import (
     entry_to_evict,
 )
 
+MAX_NEW_PROMPT_TOKENS = 2048
+"""Most prompt tokens that join in one step, unless they are one prompt's."""
+
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
 
@@ -199,8 +202,10 @@ class EngineWorker:
 
     def _admit(self) -> None:
         """Let waiting jobs join the batch while there is room."""
+        left = MAX_NEW_PROMPT_TOKENS
         while len(self._active) < self._limits.active and (queued := self._first()) is not None:
-            if not self._make_room(queued):
+            is_first, left = left == MAX_NEW_PROMPT_TOKENS, left - len(queued.job.prompt_ids)
+            if not self._make_room(queued) or (left < 0 and not is_first):
                 return
             self._waiting.remove(queued)
             self._join(queued)

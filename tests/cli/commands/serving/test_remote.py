@@ -226,13 +226,13 @@ def test_a_server_that_is_not_there(
 
 @pytest.mark.slow
 def test_a_server_that_goes_away(cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
     with ExitStack() as stack:
         address = stack.enter_context(server_in_thread(bundle.parent))["grpc"]
 
         def shown(self: _Show, event: RemoteEvent) -> None:
             show(self, event)
             if len(self.text) > 2:
+                monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
                 stack.close()
 
         show = _Show.event
