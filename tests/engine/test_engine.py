@@ -323,12 +323,27 @@ def test_prompts_that_join_leave_time_for_running_rows(size: int, family: str) -
     while not all(engine.result(handle).token_ids for handle in later):
         assert first in {event.handle for event in engine.step()}
         steps += 1
-    # Chunks of 7 and 12 tokens; the ends of both fit into one step of 30.
-    assert steps == {1: 19, 5: 5, 30: 1}[size]
+    # Of 7 and 12 tokens; the end of the first one joins beside a chunk of the second.
+    assert steps == {1: 18, 5: 4, 30: 1}[size]
     finish(engine)
     for i, handle in enumerate([first, *later]):
         result = engine.result(handle)
         assert result.token_ids == list(texts[i][: len(result.token_ids)])
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    verifier = LocalVerifier(tiny.target())
+    verifier.prompt_tokens = 3
+    engine = Engine(verifier, target=tiny.target())
+    running, long, short = (
+        engine.add(tiny.PROMPTS[i], max_new_tokens=tiny.NEW_TOKENS) for i in (0, 2, 3)
+    )
+    engine.step({running})
+    assert [event.handle for event in engine.step()] == [short, running]
+    while not engine.result(long).token_ids:
+        engine.step()
+    assert len(engine.result(running).token_ids) == 5
+    assert tuple(engine.result(long).token_ids) == tiny.own_texts("llama")[2][:1]
 
 
 def test_a_prompt_of_which_a_chunk_was_processed_can_be_left_and_followed() -> None:

@@ -263,7 +263,7 @@ def test_an_edge_says_once_that_there_is_no_link(
         await source.close()
 
     asyncio.run(run())
-    assert caplog.text.count("No link to 127.0.0.1:1 yet; trying again.") == 1
+    assert caplog.text.count("No link to 127.0.0.1:1; trying again.") == 1
 
 
 def test_texts_are_offered_when_a_turn_is_over(tmp_path: Path) -> None:

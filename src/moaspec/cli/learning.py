@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.support.paths import require_writable
+from moaspec.support.paths import make_private, require_writable
 
 if TYPE_CHECKING:
     from moaspec.cli.options import LoadOptions
@@ -31,6 +31,10 @@ def with_learning(
     if directory is None:
         return asked, None
     require_writable("--learn", directory)
+    try:
+        make_private(directory)
+    except OSError as error:
+        raise InputError(f"--learn {directory} cannot be made: {error.strerror}.") from error
     from moaspec.backends.load import chosen_dtype
     from moaspec.train.learning_process import LearningProcess, LearningSettings
 

@@ -56,17 +56,19 @@ class Engine(RequestTable):
         return ended + prefilled + (await self._round(running) if running else [])
 
     async def _next_prompts(self, requests: Sequence[RequestState]) -> list[RequestState]:
-        """The oldest requests whose prompts end in this step; of a long prompt, process a chunk."""
-        taken: list[RequestState] = []
+        """Prefill a chunk of the oldest long prompt; returns the oldest requests that fit whole."""
         left = most = getattr(self._verifier, "prompt_tokens", sys.maxsize)
+        whole: list[RequestState] = []
+        chunked = False
         for request in sorted(requests, key=lambda one: one.handle):
-            left -= len(request.token_ids) - request.num_verified
-            if left < 0:
-                if not taken:
-                    await self._prefill_chunk(request, most)
-                break
-            taken.append(request)
-        return sorted(taken, key=lambda one: one.cache_row)
+            size = len(request.token_ids) - request.num_verified
+            if size <= most:
+                left -= size
+                whole += [request] if left >= 0 else []
+            elif not chunked:
+                chunked = True
+                await self._prefill_chunk(request, most)
+        return sorted(whole, key=lambda one: one.cache_row)
 
     async def _prefill_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()

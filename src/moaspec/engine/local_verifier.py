@@ -73,7 +73,8 @@ class LocalVerifier(Verifier):
     """Verifies drafts with a target in this process; the proposer, if any, encodes activations.
 
     Attributes:
-        prompt_tokens: most prompt tokens of a step of the engine if other requests wait for it.
+        prompt_tokens: while requests decode, a step of the engine prefills at most this many tokens
+            of short prompts, and as many of a longer one.
     """
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:

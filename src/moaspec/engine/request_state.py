@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
@@ -10,7 +10,7 @@ from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import merged, without
 from moaspec.engine.result import Event, GenerationResult, Source, StopReason
-from moaspec.sampling.params import SamplingParams
+from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import StopStrings
 
 Shape = Tree | DraftPolicy | None
@@ -53,16 +53,10 @@ class RequestState:
         return self.max_new_tokens - len(self.result.token_ids)
 
     def prompt_chunk(self, size: int) -> VerifyRequest:
-        """The request to process the next tokens of a prompt that goes on after them."""
-        stop = self.num_verified + size
-        return VerifyRequest(
-            self.cache_row,
-            self.num_verified,
-            tuple(self.token_ids[self.num_verified : stop]),
-            prompt_length=self.prompt_length,
-            encode=False,
-            text_length=self.prompt_length,
-        )
+        """A request for the prompt's next `size` tokens, without its end."""
+        tokens = self.token_ids[self.num_verified : self.num_verified + size]
+        chunk = self.verify_request(tokens, DraftTree())
+        return replace(chunk, sampling=GREEDY, encode=False, text_length=self.prompt_length)
 
     def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:
         """The request to the verifier for the next pass."""

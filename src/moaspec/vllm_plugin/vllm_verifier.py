@@ -51,7 +51,7 @@ class VLLMVerifier:
     Args:
         options: model, number of rows and lengths.
         encoder: of a drafter, see `remote.server.service.wire_encoder`; None returns no features.
-        on_failure: called, in another thread, where a rank has ended: no pass can succeed then.
+        on_failure: called in another thread when a rank has died; no pass can succeed after that.
 
     Raises:
         ServingError: this vLLM is not supported or does not start.
@@ -76,9 +76,9 @@ class VLLMVerifier:
         self._scheduler = hooks.require(self._engine, "engine_core.engine_core.scheduler")
         executor = hooks.require(self._engine, "engine_core.engine_core.model_executor")
         self._call_workers = hooks.require(executor, "collective_rpc")
-        hooks.require(executor, "register_failure_callback")(on_failure)
         self._scheduler.wanted = set()
         self._require_room()
+        hooks.require(executor, "register_failure_callback")(on_failure)
         self._rows: dict[int, _RequestRow] = {}
         self._closed: deque[int] = deque()
         self._numbers = count()

@@ -274,7 +274,7 @@ def test_a_server_says_once_what_it_cannot_send(
         service.adopt(version, "new")
         for packing in ("onnx/0/int8/0", "onnx/1/int8/9", "onnx/1/int2/0", "x" * 999):
             assert await service.device_weights(packing) == ("new", b"")
-        assert caplog.text.count("keeps its own: unknown.") == 1
+        assert caplog.text.count("none were sent: unknown.") == 1
         assert service._weights._made == {}
         found = await asyncio.gather(*(service.device_weights("onnx/1/int8/0") for _ in range(3)))
         assert found == [("new", packed_version(version, "onnx/1/int8/0"))] * 3

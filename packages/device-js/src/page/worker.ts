@@ -26,6 +26,8 @@ let device: LoadedDevice | undefined;
 /** Where new versions of the drafter come from. */
 let updates: WebSocketTransport | undefined;
 let isUpdating = false;
+/** Whether a loaded version waits for the next answer: another one would take memory beside it. */
+let isPrepared = false;
 let transport: CuttableTransport | undefined;
 let session: RemoteSession | undefined;
 /** Ends the answer that is being written. */
@@ -51,9 +53,10 @@ function numThreads(): number {
 }
 
 async function loadBundle(): Promise<number> {
-  const cache = new BundleCache(new URL("bundle/", BASE).href, (loaded, total) =>
-    post({ kind: "progress", loaded, total }),
-  );
+  let isLoading = true; // a version of the drafter is made from the cached graph later
+  const cache = new BundleCache(new URL("bundle/", BASE).href, (loaded, total) => {
+    if (isLoading) post({ kind: "progress", loaded, total });
+  });
   let manifest = new Uint8Array();
   device = await loadDevice(async (name, maxBytes) => {
     const data = await cache.read(name, maxBytes);
@@ -61,6 +64,7 @@ async function loadBundle(): Promise<number> {
     return data;
   }, ort);
   await cache.keep(manifest);
+  isLoading = false;
   return cache.bytes;
 }
 
@@ -98,17 +102,19 @@ async function load(token: string): Promise<void> {
  * @param isFirst whether a version of an earlier visit comes first
  */
 async function update(isFirst = false): Promise<void> {
-  if (!updates || stopping || isUpdating || transport!.cut) return;
+  const server = updates;
+  if (!server || stopping || isUpdating || transport!.cut || isPrepared) return;
   isUpdating = true;
   const { manifest } = device!;
   try {
     const kept = isFirst ? await keptVersion(manifest) : undefined;
     if (kept) await device!.take(kept).catch(forgetVersion);
-    const found = await device!.update(updates);
+    const found = await device!.update(server);
+    isPrepared = found !== undefined;
     if (found) await keepVersion(manifest, found);
   } catch (error) {
     if (!(error instanceof LinkError)) {
-      updates = undefined; // it would fail again
+      if (updates === server) updates = undefined; // it would fail again
       console.warn(`The drafter is not updated: ${failure(error).message}`);
     }
   } finally {
@@ -149,6 +155,7 @@ function link(): Link {
 async function ask(id: number, question: Question): Promise<void> {
   const stop = (stopping = new AbortController());
   const before = numForgotten;
+  isPrepared = false;
   try {
     await renewed;
     if (stop.signal.aborted) return post({ kind: "end", id });

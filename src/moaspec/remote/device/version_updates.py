@@ -13,7 +13,7 @@ async def newer_version(
 
     Args:
         own: fingerprint of the version that the device has.
-        most_bytes: that its weights may have.
+        most_bytes: largest allowed size of its weights.
         packing: their form; see `DescribeRequest`.
 
     Returns:

@@ -182,10 +182,12 @@ def _check_versions(versions: Versions, size: int) -> None:
     end = 0
     for start, count in versions.ranges:
         if not isinstance(start, int) or not isinstance(count, int) or start < end or count < 1:
-            raise ValueError(f"[{start!r}, {count!r}] is no further range of bytes")
+            raise ValueError(f"range [{start!r}, {count!r}] is empty or overlaps the one before")
         end = start + count
     if not versions.ranges or end > size or not isinstance(versions.packing, str):
-        raise ValueError(f"a version replaces the bytes up to {end} of {size}")
+        raise ValueError(
+            f"ranges of a version end at byte {end} of a file of {size}, or are missing"
+        )
 
 
 def _corrupt(directory: Path, why: str) -> CorruptCheckpointError:

@@ -94,8 +94,8 @@ class OnnxDrafter:
         """The graph's file with the weights of a version."""
         manifest = self.manifest
         ranges = [] if manifest.versions is None else manifest.versions.ranges
-        if len(weights) != sum(count for _, count in ranges):
-            raise ValueError(f"they have {len(weights)} bytes")
+        if len(weights) != (size := sum(count for _, count in ranges)):
+            raise ValueError(f"they have {len(weights)} bytes instead of {size}")
         if described(self._graph) != manifest.files[GRAPH_FILE]:
             raise ValueError(f"{self._graph} has changed since it was loaded")
         graph, sent = bytearray(self._graph.read_bytes()), io.BytesIO(weights)
@@ -104,9 +104,9 @@ class OnnxDrafter:
         return bytes(graph)
 
     def adopt(self, other: OnnxDrafter) -> bool:
-        """Take the version of another drafter of this bundle; returns whether it is another one.
+        """Take another drafter's version of this bundle; returns whether it differs.
 
-        What was placed stays; the text is to be run again.
+        Activations stay; SA's cache must be computed again.
         """
         if other._session is self._session:
             return False

@@ -29,6 +29,7 @@ WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
 FLOAT_ROWS = 1024  # rows of an embedding of int8-web that are floats at once
 MOST_FLOATS = 2**17  # weights of a layer of int8-web that are floats at once; caches hold them
+FEWEST_ROWS = 64  # of such a piece of a layer: wide layers would have hundreds of pieces
 LOW_STEPS = 16  # steps of twelve bits in one of eight, int8-web
 TWELVE_BITS = 1900  # steps of the largest weight; `_twelve_bits` needs 128 for itself
 INT8_PRODUCTS = 4
@@ -89,7 +90,7 @@ class GraphBuilder:
         return name
 
     def weight(self, value: Array) -> str:
-        """Store numbers that are trained, or follow from such."""
+        """Store a trained weight, or a constant that is computed from one."""
         name = self.constant(value)
         self._learn()
         return name
@@ -330,7 +331,7 @@ class GraphBuilder:
         weight_RI = to_numpy(layer.weight)
         size = len(weight_RI)
         if self.weights == "int8-web":
-            size = max(1, MOST_FLOATS // weight_RI.shape[1])
+            size = max(FEWEST_ROWS, MOST_FLOATS // weight_RI.shape[1])
         parts = [
             self.product(x, self.matrix(weight_RI[start : start + size], fine=True))
             for start in range(0, len(weight_RI), size)
@@ -358,10 +359,10 @@ class GraphBuilder:
 
 
 def wasm_bytes(graph: onnx.ModelProto, weights: Weights) -> int:
-    """Memory that onnxruntime-web takes for a graph with these weights, about.
+    """Estimate onnxruntime-web's memory for a graph with these weights, in bytes.
 
-    Results of operations on constants stay in it. The factors are measured, with bundles of 35 and
-    46 million weights.
+    Constant-folded results stay resident. The factors are measured, with bundles of 35 and 46
+    million weights.
     """
     sizes = Counter[int]()
     for one in graph.graph.initializer:

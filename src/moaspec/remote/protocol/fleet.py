@@ -126,7 +126,7 @@ class Fleet:
         """What to tell users while no server has answered yet."""
         websocket = any(one.startswith(WEBSOCKETS) for one in self.addresses)
         return (
-            f"No link to {', '.join(self.addresses)} yet; trying again. Does `moaspec target-server"
+            f"No link to {', '.join(self.addresses)}; trying again. Does `moaspec target-server"
             f"{' --websocket' * websocket}` run there? Ctrl-C ends, --give-up-s limits the wait."
         )
 

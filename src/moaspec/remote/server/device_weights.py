@@ -1,4 +1,4 @@
-"""What a server sends to devices of a version of its drafter."""
+"""The weights of a drafter version, packed for devices."""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ class DeviceWeights:
         if found is None and not self._told:
             self._told = True
             log.warning(
-                "A device asks for versions of the drafter as %.40r and keeps its own: %s.",
+                "A device asked for drafter weights packed as %.40r; none were sent: %s.",
                 packing,
                 reason,
             )

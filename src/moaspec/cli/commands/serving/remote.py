@@ -104,7 +104,7 @@ async def _run(
 
 
 async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_link: str) -> None:
-    """Tell of each time without a link that lasts longer, unless this command has cut it."""
+    """Report each outage longer than `PATIENCE_S`, except the one that `--cut-after` makes."""
     told = list[float | None]()
     while True:
         down_s = session.stats.down_s
