@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moaspec.model.layers import CosSin
@@ -29,10 +30,10 @@ class AngleTable:
         """Those of positions of any shape, (..., D) each."""
         cos_SD, sin_SD = self._table
         try:
-            return cos_SD[position_ids], sin_SD[position_ids]
+            return F.embedding(position_ids, cos_SD), F.embedding(position_ids, sin_SD)
         except IndexError:  # asking for the largest position every time costs as much as looking
             cos_SD, sin_SD = self._grown(int(position_ids.max()) + 1)
-            return cos_SD[position_ids], sin_SD[position_ids]
+            return F.embedding(position_ids, cos_SD), F.embedding(position_ids, sin_SD)
 
     def between(self, start: int, stop: int) -> CosSin:
         """Views of those of positions start..stop - 1, (stop - start, D) each."""

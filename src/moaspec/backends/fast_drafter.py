@@ -296,11 +296,28 @@ class FastTargetEncoder(TargetEncoder):
             return super().encode(kv_BTLK, position_ids_BT)
         kv_BTLK = self.fold(kv_BTLK, position_ids_BT) if self.fold else kv_BTLK
         heads_NXD = self.in_one_call.run(
-            kv_BTLK.flatten(0, 1),
+            kv_BTLK.flatten(0, 1).contiguous().unflatten(-1, (1, 2, -1)),
             self.layer_rope.along(0, kv_BTLK.shape[2]),
             _contiguous(self.memory_rope(position_ids_BT)),
         )
         return _halves(heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:]))
+
+    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> tuple[Tensor, Tensor] | None:
+        """`encode` of one text's neighbouring tokens; None where it is not the same in one call.
+
+        Args:
+            kv_TLJ2D: a view of the target's cache, J its KV heads.
+        """
+        rope = self.memory_rope
+        if (
+            self.in_one_call is None
+            or kv_TLJ2D.dtype != torch.bfloat16
+            or not isinstance(rope, TabulatedRope)
+            or (self.fold and tokens.stop > self.fold.trained)
+        ):
+            return None
+        angles = self.layer_rope.along(0, kv_TLJ2D.shape[1]), rope.along(tokens.start, tokens.stop)
+        return _halves(self.in_one_call.run(kv_TLJ2D, *angles)[None])
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])

@@ -14,14 +14,19 @@ from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedExit, TreePart, draft_tree
 from moaspec.backends.cpu.fused_layers import FusedStack, Slots
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.fast_drafter import FastAttentionBlock, FastExitAdapter, prepared
+from moaspec.backends.fast_drafter import (
+    FastAttentionBlock,
+    FastExitAdapter,
+    FastTargetEncoder,
+    prepared,
+)
 from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
 from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_noise import SHARPNESS
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.path_scores import AGREEMENT
-from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.protocols import Features, RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import sampler_params
@@ -50,6 +55,16 @@ class FastMoAProposer(MoAProposer):
         """
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
+
+    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features | None:
+        """`encode` of one request's tokens by kernels, from where its target's cache has them."""
+        encoder = self.module.encoder
+        if not isinstance(encoder, FastTargetEncoder) or not tokens:
+            return None
+        encoded = encoder.encode_stored(kv_TLJ2D, tokens)
+        if encoded is None or not self.prompt_window:
+            return encoded
+        return *encoded, tokens.start
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """By kernels, one request after another, if they have all layers and all features."""

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moaspec.backends.cpu.fused_layers import Slots
@@ -121,8 +120,11 @@ class KVCache:
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
         """Slots start..stop - 1 as `LayerFeatures` lays them out, (1, T, L, K), in one copy."""
-        part_L2HTD = self._data[:, :, row, :, start:stop]
-        return part_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
+        return self.stored(row, start, stop).flatten(2)[None]
+
+    def stored(self, row: int, start: int, stop: int) -> Tensor:
+        """A view of slots start..stop - 1, (T, L, H, 2, D)."""
+        return self._data[:, :, row, :, start:stop].permute(3, 0, 2, 1, 4)
 
     def attentions(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
@@ -262,9 +264,10 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
     """
     own = tree_BTU.shape[2]
     if len(set(starts)) == 1:
-        mask_BTS = F.pad(tree_BTU, (starts[0], 0), value=True)
-        behind = visible - starts[0] - own
-        return (F.pad(mask_BTS, (0, behind), value=False) if behind else mask_BTS)[:, None]
+        mask_B1TS = tree_BTU.new_ones(len(tree_BTU), 1, tree_BTU.shape[1], visible)
+        mask_B1TS[:, 0, :, starts[0] : starts[0] + own] = tree_BTU
+        mask_B1TS[..., starts[0] + own :] = False
+        return mask_B1TS
     starts_B1 = torch.tensor(starts, device=tree_BTU.device)[:, None]
     offset_BS = torch.arange(visible, device=tree_BTU.device) - starts_B1
     index_BTS = offset_BS.clamp(0, own - 1)[:, None].expand(-1, tree_BTU.shape[1], -1)

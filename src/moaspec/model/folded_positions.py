@@ -50,10 +50,10 @@ class FoldedPositions(nn.Module):
             kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values.
             position_ids_BT: (B, T) int64, the tokens' positions.
         """
+        if position_ids_BT.device.type == "cpu" and bool((position_ids_BT < self.trained).all()):
+            return kv_BTLK
         half = max(1, self.trained // 2)
         back_BT = ((position_ids_BT - self.trained) // half + 1).clamp(min=0) * half
-        if back_BT.device.type == "cpu" and not back_BT.any():
-            return kv_BTLK
         chunks = (kv_BTLK.split(CHUNK_TOKENS, dim=1), back_BT.split(CHUNK_TOKENS, dim=1))
         turned = [self._turned(kv, back) for kv, back in zip(*chunks, strict=True)]
         return torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]

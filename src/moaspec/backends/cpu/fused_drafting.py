@@ -45,35 +45,40 @@ class FusedEncoder:
 
     def run(
         self,
-        x_NLK: Tensor,
+        kv_NLJ2D: Tensor,
         layer_angles: tuple[Tensor, Tensor],
         token_angles: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Keys (rotated), then values: (N, 2 J, D).
 
         Args:
-            x_NLK: keys and values of N tokens in L layers, bf16.
+            kv_NLJ2D: keys and values of N tokens in L layers, bf16, contiguous in D alone; from a
+                cache, that is, without a copy.
             layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
             token_angles: those of the tokens, (..., N, R) each.
         """
-        assert x_NLK.dtype == torch.bfloat16
+        assert kv_NLJ2D.dtype == torch.bfloat16
         layer, projection, memory = (part.described for part in self._parts)
-        assert x_NLK.shape[2] == layer.read.inputs
-        assert token_angles[0].numel() == len(x_NLK) * token_angles[0].shape[-1]
-        x_NLK = x_NLK.contiguous()
-        out = x_NLK.new_empty((len(x_NLK), 2 * memory.kv_heads, memory.head_dim))
+        count, layers, heads, two, dim = kv_NLJ2D.shape
+        assert heads * two * dim == layer.read.inputs
+        assert token_angles[0].numel() == count * token_angles[0].shape[-1]
+        *strides, last = kv_NLJ2D.stride()
+        assert last == 1
+        out = kv_NLJ2D.new_empty((count, 2 * memory.kv_heads, memory.head_dim))
         facts = EncoderFacts(
             ctypes.addressof(layer),
             *(part.data_ptr() for part in layer_angles),
             layer_angles[0].shape[-1],
-            x_NLK.shape[1],
+            layers,
             self._scale,
             ctypes.addressof(projection),
             ctypes.addressof(memory),
+            heads,
+            *strides,
         )
         turned = token_angles[0].shape[-1]
         encode = library().moaspec_encode
-        call(encode, ctypes.byref(facts), x_NLK, len(x_NLK), *token_angles, turned, out)
+        call(encode, ctypes.byref(facts), kv_NLJ2D, count, *token_angles, turned, out)
         return out
 
 

@@ -64,6 +64,7 @@ class EncoderFacts(ctypes.Structure):
         *_fields(c_int64, "turned layers"),
         ("scale", c_float),
         *_fields(c_void_p, "projection memory"),
+        *_fields(c_int64, "heads token_stride layer_stride head_stride half_stride"),
     )
 
 

@@ -67,6 +67,8 @@ struct Encoder {
   float scale;               // of the scores
   const Matrix* projection;  // of the mean over layers
   const Layer* memory;       // keys and values alone
+  // Of what is encoded, (tokens, layers, heads, 2, D): how many heads, and its strides.
+  int64_t heads, token_stride, layer_stride, head_stride, half_stride;
 };
 
 }  // extern "C"
@@ -247,7 +249,8 @@ const int64_t* moaspec_layouts(int64_t* count) {
     {
       using S = Encoder;
       add_layout<S>(found, {AT(layer), AT(cos), AT(sin), AT(turned), AT(layers), AT(scale), AT(projection),
-                            AT(memory)});
+                            AT(memory), AT(heads), AT(token_stride), AT(layer_stride), AT(head_stride),
+                            AT(half_stride)});
     }
     {
       using S = Exit;
@@ -381,7 +384,7 @@ void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int6
     }
 }
 
-// Keys and values of all layers, (tokens, L, K), as what a drafter attends to, (tokens, 2 J, D).
+// Keys and values of all layers as what a drafter attends to, (tokens, 2 J, D).
 void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
                     const float* sin, int64_t turned, bf16* out, int32_t threads) {
   const Layer &layer = *encoder->layer, &memory = *encoder->memory;
@@ -390,15 +393,23 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
   const int64_t states = encoder->projection->outputs, given = 2 * memory.kv_heads;
   const int64_t most = std::min(tokens, kEncodedTokens);
   std::vector<bf16> asked(most * layers * heads * dim), read(most * layers * layer.heads * dim);
-  std::vector<bf16> means(most * width), projected(most * states);
+  std::vector<bf16> means(most * width), projected(most * states), from(most * layers * width);
+  const int64_t half = width / encoder->heads / 2;
   const Angles of_layers = {encoder->cos, encoder->sin, encoder->turned, layers};
   room_for(layer, most * layers, layers);
   const Room room = room_for(memory, most);  // the same memory, now large enough for both
 #pragma omp parallel num_threads(threads)
   for (int64_t start = 0; start < tokens; start += most) {
     const int64_t count = std::min(most, tokens - start), rows = count * layers;
-    const bf16* from = x + start * layers * width;
-    team_project(layer, from, rows, of_layers, room, [&](int64_t row, int64_t head) {
+#pragma omp for collapse(2)
+    for (int64_t token = 0; token < count; token++)
+      for (int64_t i = 0; i < layers; i++) {
+        const bf16* there = x + (start + token) * encoder->token_stride + i * encoder->layer_stride;
+        bf16* here = from.data() + (token * layers + i) * width;
+        for (int64_t part = 0; part < 2 * encoder->heads; part++, here += half)
+          std::copy_n(there + part / 2 * encoder->head_stride + part % 2 * encoder->half_stride, half, here);
+      }
+    team_project(layer, from.data(), rows, of_layers, room, [&](int64_t row, int64_t head) {
       return asked.data() + (row * heads + head) * dim;
     });
 #pragma omp barrier
@@ -417,7 +428,7 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
     call.query_row = call.key_row = call.value_row = layers * heads * dim;
     call.scale = encoder->scale;
     team_attend(call);
-    team_finish(layer, from, read.data(), rows, layers, room, means.data());
+    team_finish(layer, from.data(), read.data(), rows, layers, room, means.data());
 #pragma omp barrier
     multiply(*encoder->projection, means.data(), count, width,
              [&](int64_t row, int64_t output, Floats sums) {
