@@ -90,11 +90,12 @@ def main() -> None:
     print(json.dumps(facts | {"shares": shares}))
 
 
-def _engine(target: Any, drafting: MoAProposer, watch: Stopwatch) -> Engine:
+def _engine(target: Any, drafting: FastMoAProposer, watch: Stopwatch) -> Engine:
     """A local engine whose calls go through the stopwatch."""
     timed = _TimedTarget(target, watch)
     verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
     verifier._encode = watch.wrap("encoder", drafting.encode)
+    verifier._encode_stored = watch.wrap("encoder", drafting.encode_stored)
     drafting.share_target_cache(verifier.cache)
     return Engine(
         verifier,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
@@ -56,15 +57,15 @@ class FastMoAProposer(MoAProposer):
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
 
-    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features | None:
-        """`encode` of one request's tokens by kernels, from where its target's cache has them."""
-        encoder = self.module.encoder
-        if not isinstance(encoder, FastTargetEncoder) or not tokens:
-            return None
-        encoded = encoder.encode_stored(kv_TLJ2D, tokens)
-        if encoded is None or not self.prompt_window:
-            return encoded
-        return *encoded, tokens.start
+    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features:
+        """`encode` of one request's tokens; kernels read them where the target's cache has them."""
+        encoder, encoded = self.module.encoder, None
+        if isinstance(encoder, FastTargetEncoder):
+            encoded = encoder.encode_stored(kv_TLJ2D, tokens)
+        if encoded is None:
+            positions_1T = torch.arange(tokens.start, tokens.stop, device=self.device)[None]
+            return self.encode(kv_TLJ2D.flatten(2)[None], positions_1T, [len(tokens)])[0]
+        return (*encoded, tokens.start) if self.prompt_window else encoded
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """By kernels, one request after another, if they have all layers and all features."""

@@ -23,7 +23,6 @@ from moaspec.model.layers import masked_attention
 
 SLOT_BUCKET = 256  # capacities are multiples of this, so that few distinct shapes occur
 
-
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query_BHTD, key_BHSD, value_BHSD, mask (B, 1, T or 1, S) bool) -> outputs, (B, H, T, D)."""
 
@@ -120,11 +119,11 @@ class KVCache:
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
         """Slots start..stop - 1 as `LayerFeatures` lays them out, (1, T, L, K), in one copy."""
-        return self.stored(row, start, stop).flatten(2)[None]
+        return self.stored(row, range(start, stop)).flatten(2)[None]
 
-    def stored(self, row: int, start: int, stop: int) -> Tensor:
-        """A view of slots start..stop - 1, (T, L, H, 2, D)."""
-        return self._data[:, :, row, :, start:stop].permute(3, 0, 2, 1, 4)
+    def stored(self, row: int, tokens: range) -> Tensor:
+        """A view of the keys and values of neighbouring tokens, (T, L, H, 2, D)."""
+        return self._data[:, :, row, :, tokens.start : tokens.stop].permute(3, 0, 2, 1, 4)
 
     def attentions(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
@@ -245,8 +244,6 @@ def neighbours(rows: Sequence[int]) -> slice | None:
 
 def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
     """True for slots below each row's length, (B, 1, 1, visible)."""
-    if min(lengths) == visible:
-        return torch.ones(len(lengths), 1, 1, visible, dtype=torch.bool, device=device)
     lengths_B = torch.tensor(lengths, device=device)
     return (torch.arange(visible, device=device) < lengths_B[:, None])[:, None, None]
 

@@ -81,7 +81,6 @@ class LocalVerifier(Verifier):
         self.target = target
         self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
         self._encode = proposer.encode if proposer is not None and self._needs else None
-        # A faster way for one request, which only `FastMoAProposer` has.
         self._encode_stored = getattr(proposer, "encode_stored", None)
         self._texts: dict[int, list[int]] = {}
         self.prompt_window: int = getattr(proposer, "prompt_window", 0)
@@ -165,9 +164,10 @@ class LocalVerifier(Verifier):
             longest, visible, kind = sizes.tokens, sizes.visible, sizes.kind
         self.cache.reserve(max(cache_rows) + 1, visible)
         tree_BTT = np.array([_visible_matrix(row, longest) for row in rows])
-        numbers = [[_padded(row.tokens, longest), _padded(row.positions, longest)] for row in rows]
-        numbers_B2T = torch.from_numpy(np.array(numbers, np.int64)).to(self._device)
-        tokens_BT, positions_BT = numbers_B2T.unbind(1)
+        numbers_B2T = np.zeros((len(rows), 2, longest), np.int64)
+        for numbers_2T, row in zip(numbers_B2T, rows, strict=True):
+            numbers_2T[:, : len(row.tokens)] = row.tokens, row.positions
+        tokens_BT, positions_BT = torch.from_numpy(numbers_B2T).to(self._device).unbind(1)
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
         with self._target_time:
             return self.target.run(
@@ -225,11 +225,9 @@ class LocalVerifier(Verifier):
                 self._encoded[request.cache_row] = (first, ranges[i].stop)
         if len(ranges) == 1 and self._encode_stored is not None:
             ((i, tokens),) = ranges.items()
-            stored = self.cache.stored(requests[i].cache_row, tokens.start, tokens.stop)
-            features[i] = self._encode_stored(stored, tokens)
-            if features[i] is not None:
-                return features
-        if self._encode is not None and ranges:
+            stored_TLJ2D = self.cache.stored(requests[i].cache_row, tokens)
+            features[i] = self._encode_stored(stored_TLJ2D, tokens)
+        elif self._encode is not None and ranges:
             inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
             positions = [position for one in ranges.values() for position in one]
             position_ids_1N = torch.tensor([positions], device=self._device)
@@ -270,7 +268,3 @@ def _visible_matrix(row: PassRow, longest: int) -> np.ndarray:
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """The concatenation; a single part is not copied."""
     return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
-
-
-def _padded(values: Sequence[int], length: int) -> list[int]:
-    return [*values, *[0] * (length - len(values))]
