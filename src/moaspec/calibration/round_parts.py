@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache, tree_mask
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
@@ -102,7 +103,10 @@ class RoundParts:
 
     def _features(self, num_tokens: int) -> Any:
         assert self.proposer is not None
-        target = self.target
+        target, tokens = self.target, range(num_tokens)
+        if isinstance(self.proposer, FastMoAProposer):
+            self._cache.reserve(1, num_tokens)
+            return self.proposer.encode_stored(self._cache.stored(0, tokens), tokens)
         kv_1TLK = torch.zeros(
             (1, num_tokens, target.num_layers, target.identity.kv_size),
             dtype=target.dtype,
