@@ -78,7 +78,7 @@ def cycles(learner: ContinualTrainer, texts: Sequence[Text]) -> Iterator[CycleRe
 
 def state_bytes(directory: Path, cycle: int) -> bytes:
     """The saved weights and moments."""
-    return (directory / "state" / f"step-{cycle}" / "part-00000.safetensors").read_bytes()
+    return (directory / "state" / f"step-{cycle}" / "model.safetensors").read_bytes()
 
 
 def read_stream(args: argparse.Namespace, target: Target) -> tuple[list[list[int]], list[Text]]:

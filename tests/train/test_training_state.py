@@ -65,7 +65,7 @@ def test_a_full_disk_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moaspec.train.training_state.save_file", full)
+    monkeypatch.setattr("moaspec.train.training_state.write_weights", full)
     with pytest.raises(TrainingError, match="No space left"):
         files.save(2, TENSORS, {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

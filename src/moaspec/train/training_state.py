@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from moaspec.errors import TrainingError
+from moaspec.errors import CheckpointError, TrainingError
+from moaspec.model.checkpoint.weight_files import weight_files, write_weights
 
 FACTS_FILE = "state.json"
 
@@ -47,8 +48,8 @@ class StateFiles:
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-            names = _write_shards(scratch, tensors, self._shard_bytes)
-            (scratch / FACTS_FILE).write_text(json.dumps({**facts, "files": names}))
+            write_weights(scratch, dict(_pieces(tensors, self._shard_bytes)), self._shard_bytes)
+            (scratch / FACTS_FILE).write_text(json.dumps(facts))
             if final.exists():
                 return
             scratch.rename(final)
@@ -71,11 +72,13 @@ class StateFiles:
             return None
         try:
             facts = json.loads((path / FACTS_FILE).read_text())
+            if not isinstance(facts, dict) or not facts:
+                raise ValueError(f"{FACTS_FILE} is no object")
             pieces: dict[str, Tensor] = {}
-            for name in facts["files"]:
-                pieces |= load_file(path / name)
+            for file in weight_files(path):
+                pieces |= load_file(file)
             return _joined(pieces), facts
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError, CheckpointError) as error:
             raise damaged_state(path, error) from error
 
 
@@ -85,26 +88,6 @@ def damaged_state(path: Path, error: Exception) -> TrainingError:
         f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it to start "
         "again, or put it back from a copy."
     )
-
-
-def _write_shards(directory: Path, tensors: Mapping[str, Tensor], limit: int) -> list[str]:
-    names: list[str] = []
-    shard: dict[str, Tensor] = {}
-    held = 0
-    for name, piece in _pieces(tensors, limit):
-        if shard and limit and held + piece.nbytes > limit:
-            names.append(_write(directory, len(names), shard))
-            shard, held = {}, 0
-        shard[name] = piece
-        held += piece.nbytes
-    names.append(_write(directory, len(names), shard))
-    return names
-
-
-def _write(directory: Path, number: int, shard: dict[str, Tensor]) -> str:
-    name = f"part-{number:05d}.safetensors"
-    save_file(shard, directory / name)
-    return name
 
 
 def _pieces(tensors: Mapping[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
