@@ -1,7 +1,7 @@
 """The HTTP application: endpoints, page, guard and headers."""
 
 import importlib.resources
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,15 +73,12 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
         lifespan=lifespan,
         docs_url=None,  # their pages load scripts from other origins
         redoc_url=None,
+        redirect_slashes=False,
     )
     http_errors.install(app)
-    modules = (completions_endpoint, chat_endpoint, responses_endpoint, about)
-    routers = [module.router(context) for module in modules]
-    for router in routers:
-        app.include_router(router)
-    app.mount(
-        "/", _Page(page_directory(), [route for router in routers for route in router.routes])
-    )
+    for module in (completions_endpoint, chat_endpoint, responses_endpoint, about):
+        app.include_router(module.router(context))
+    app.router.default = _page_files()
     _describe(app, keys=bool(settings.guarded.api_keys))
     guarded_app: ASGIApp = HttpGuard(app, settings.guarded)
     if settings.cors_origins:
@@ -116,25 +112,16 @@ def page_directory() -> Path:
     return Path(str(importlib.resources.files("moaspec"))) / "serve" / "page"
 
 
-class _Page:
-    """The page's static files, for requests that no endpoint answers."""
+def _page_files() -> ASGIApp:
+    """The page's static files, for requests that no endpoint answers; 404 below /v1."""
+    files = with_headers(StaticFiles(directory=page_directory(), html=True), PAGE_HEADERS)
 
-    def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
-        self._files = with_headers(StaticFiles(directory=directory, html=True), PAGE_HEADERS)
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._refuse_other_methods(scope)
-        await self._files(scope, receive, send)
-
-    def _refuse_other_methods(self, scope: Scope) -> None:
-        """Refuse wrong methods of endpoints with 405, and unknown paths below /v1 with 404."""
-        partial = [route for route in self._endpoints if route.matches(scope)[0] is Match.PARTIAL]
-        methods = {name for route in partial for name in getattr(route, "methods", None) or ()}
-        if methods:
-            raise HTTPException(405, headers={"Allow": ", ".join(sorted(methods))})
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].startswith("/v1/"):
             raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
+        await files(scope, receive, send)
+
+    return serve
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:
