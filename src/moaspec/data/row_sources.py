@@ -101,9 +101,7 @@ def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
         raise DataError(
             f"{path}: more than {max_bytes >> 20} MiB in one list. Write one JSON object a line."
         )
-    for number, line in enumerate(text.split(b"\n"), start=1):
-        decoded(f"{path}:{number}", line)
-    return text.decode()
+    return decoded(str(path), text)
 
 
 @contextmanager
@@ -305,39 +303,27 @@ def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[
 
 
 def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Elements of a JSON list, each with the place of its first line."""
-    line, counted = 1, 0
-    place = _past_space(text, text.index("[") + 1)
+    """Elements of a JSON list, one at a time, each with its number."""
+    number, place = 1, _after(_START, text, 0)
     while not text.startswith("]", place):
-        line, counted = line + text.count("\n", counted, place), place
-        where = f"{path}:{line}"
+        where = f"{path}:{number}"
         try:
             value, place = _DECODER.raw_decode(text, place)
+            place = _after(_SEPARATOR, text, place)
         except (ValueError, RecursionError) as error:
             raise _not_json(where, str(error), text[place : place + 80]) from error
         yield where, value
-        place = _past_space(text, place)
-        if text.startswith(",", place):
-            place = _past_space(text, place + 1)
-        elif not text.startswith("]", place):
-            raise _not_json(
-                _place(path, text, place),
-                "expected ',' or ']' after an element",
-                text[place : place + 80],
-            )
+        number += 1
     rest = text[place + 1 :].strip()
     if rest:
-        where = _place(path, text, text.rindex(rest))
-        raise _not_json(where, "there is more after the list", rest)
+        raise _not_json(str(path), "there is more after the list", rest)
 
 
-def _place(path: Path, text: str, index: int) -> str:
-    return f"{path}:{text.count(chr(10), 0, index) + 1}"
-
-
-def _past_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
-    return found.end() if found else place
+def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    if found is None:
+        raise ValueError("expected ',' or ']' after it")
+    return found.end()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -351,7 +337,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
-_SPACE = re.compile(r"\s*")
+_START, _SEPARATOR = re.compile(r"\s*\[\s*"), re.compile(r"\s*(,\s*|(?=\]))")
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
