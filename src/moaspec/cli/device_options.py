@@ -34,73 +34,50 @@ class DeviceOptions:
 
     server: Annotated[
         str,
-        typer.Option(
-            help="HOST:PORT of `moaspec target-server`; ws://HOST:PORT or wss://HOST:PORT where it "
-            "listens for WebSockets; several with commas between."
-        ),
+        "HOST:PORT of `moaspec target-server`; ws://HOST:PORT or wss://HOST:PORT where it "
+        "listens for WebSockets; several with commas between.",
     ] = SERVER
     bundle: Annotated[
         Path | None,
-        typer.Option(
-            help="Device bundle directory; default: made once, of --model and its bundled drafter."
-        ),
+        "Device bundle directory; default: made once, of --model and its bundled drafter.",
     ] = None
     model: options.Model = options.MODEL
     on_cut: Annotated[
         str,
-        typer.Option(
-            help="While the link is down: rollback (write on, correct later), keep (write on, "
-            "correct nothing) or wait."
-        ),
+        "While the link is down: rollback (write on, correct later), keep (write on, "
+        "correct nothing) or wait.",
     ] = "rollback"
-    codec: Annotated[
-        str, typer.Option(help="Encoding of activations on the link: fp16, int8 or int4.")
-    ] = "int8"
+    codec: Annotated[str, "Encoding of activations on the link: fp16, int8 or int4."] = "int8"
     draft: Annotated[
-        str,
-        typer.Option(
-            help="Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in chain:4."
-        ),
+        str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in chain:4."
     ] = "auto"
     num_target_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="N: drafts also pass the target's last N layers; default: the drafter's."
-        ),
+        int | None, "N: drafts also pass the target's last N layers; default: the drafter's."
     ] = None
     generation_config: options.GenerationConfig = "auto"
     prefix_dir: Annotated[
-        Path | None,
-        typer.Option(help="Directory that keeps activations of prompts for later; default: none."),
+        Path | None, "Directory that keeps activations of prompts for later; default: none."
     ] = None
     give_up_s: Annotated[
         float | None,
         typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
     ] = None
-    recognise: Annotated[
-        bool, typer.Option(help="Hide e-mail addresses, phone and card numbers, and IBANs.")
-    ] = True
+    recognise: Annotated[bool, "Hide e-mail addresses, phone and card numbers, and IBANs."] = True
     phone_region: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Country whose national phone numbers are hidden, as DE; may be given several "
-            "times; default: US."
-        ),
+        "Country whose national phone numbers are hidden, as DE; may be given several "
+        "times; default: US.",
     ] = None
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the token for the server; also $MOASPEC_TOKEN.")
+        Path | None, "File with the token for the server; also $MOASPEC_TOKEN."
     ] = None
     ca: Annotated[
         str | None,
-        typer.Option(
-            help="TLS: PEM file of the CA that signed the server's certificate, or system for this "
-            "machine's CAs; default: no TLS, or system with wss://."
-        ),
+        "TLS: PEM file of the CA that signed the server's certificate, or system for this "
+        "machine's CAs; default: no TLS, or system with wss://.",
     ] = None
-    certificate: Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")] = (
-        None
-    )
-    key: Annotated[Path | None, typer.Option(help="Private key of --certificate, PEM.")] = None
+    certificate: Annotated[Path | None, "Certificate of this device, PEM."] = None
+    key: Annotated[Path | None, "Private key of --certificate, PEM."] = None
     threads: options.Threads = None
 
     def check(self, command: str, *extras: str) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
 
 import typer
 
@@ -26,57 +26,40 @@ Prompt = Annotated[
     str | None,
     typer.Argument(help="What the model should answer; - reads standard input, as a pipe does."),
 ]
-System = Annotated[str | None, typer.Option(help="System prompt.")]
+System = Annotated[str | None, "System prompt."]
 Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or hub id.")]
 DrafterName = Annotated[
     str | None, typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
+MaxNewTokens = Annotated[int, "Maximum number of new tokens."]
 Shape = Annotated[
-    str,
-    typer.Option(
-        help="Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
-    ),
+    str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
 ]
 
 
 FreeBranches = Annotated[
-    Literal["auto", "on", "off"],
-    typer.Option(help="Also draft continuations that occur earlier in the text."),
+    Literal["auto", "on", "off"], "Also draft continuations that occur earlier in the text."
 ]
-Temperature = Annotated[
-    float | None, typer.Option(help="0: greedy; default: the model's where it samples, else 0.")
-]
-TopK = Annotated[
-    int | None, typer.Option(help="Sample among this many tokens; 0: all; default: the model's.")
-]
+Temperature = Annotated[float | None, "0: greedy; default: the model's where it samples, else 0."]
+TopK = Annotated[int | None, "Sample among this many tokens; 0: all; default: the model's."]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        help="Sample among the likeliest tokens with this total probability; default: the model's."
-    ),
+    "Sample among the likeliest tokens with this total probability; default: the model's.",
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        help="Drop tokens below this share of the best one's probability; default: the model's."
-    ),
+    "Drop tokens below this share of the best one's probability; default: the model's.",
 ]
 RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Above 1, tokens that occurred before are less likely; default: the model's."
-    ),
+    float | None, "Above 1, tokens that occurred before are less likely; default: the model's."
 ]
 
 
 GenerationConfig = Annotated[
     Literal["auto", "none"],
-    typer.Option(
-        help="auto: the model's generation_config.json gives the defaults; none: it is not used."
-    ),
+    "auto: the model's generation_config.json gives the defaults; none: it is not used.",
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling; random by default.")]
+Seed = Annotated[int | None, "Seed of sampling; random by default."]
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
@@ -86,30 +69,24 @@ Dtype = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    typer.Option(
-        help="int8 or int4: round the target's weights by torchao. Its text is then the rounded "
-        "target's, with drafts and without, and not the original's."
-    ),
+    "int8 or int4: round the target's weights by torchao. Its text is then the rounded "
+    "target's, with drafts and without, and not the original's.",
 ]
 Adapter = Annotated[
     str | None,
-    typer.Option(
-        help="Directory of a LoRA adapter of peft, merged into the target's weights: its text is "
-        "then the adapted target's."
-    ),
+    "Directory of a LoRA adapter of peft, merged into the target's weights: its text is "
+    "then the adapted target's.",
 ]
 Learn = Annotated[
     Path | None,
-    typer.Option(
-        help="Let the drafter learn from the texts that are served, in a second process of lowest "
-        "priority. The directory keeps its versions and no text; the newest one drafts. Default: "
-        "it does not learn."
-    ),
+    "Let the drafter learn from the texts that are served, in a second process of lowest "
+    "priority. The directory keeps its versions and no text; the newest one drafts. Default: "
+    "it does not learn.",
 ]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads at most; default: PyTorch's number.")
 ]
-Device = Annotated[str, typer.Option(help="A torch device.")]
+Device = Annotated[str, "A torch device."]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -160,8 +137,12 @@ class DecodingOptions:
         return cast("GenerateOptions", settings)
 
 
-def with_groups(command: Callable[..., T]) -> Callable[..., T]:
-    """Let the fields of parameters that are dataclasses be options of a command."""
+def with_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Make a command of a function.
+
+    A text in an `Annotated` parameter is the help of an option, which is a flag without a `--no-`
+    form where False is its default. The fields of a parameter that is a dataclass are options, too.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     signature = inspect.signature(command, eval_str=True)
@@ -189,8 +170,17 @@ def with_groups(command: Callable[..., T]) -> Callable[..., T]:
         }
         return command(**given, **made)
 
-    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    vars(run)["__signature__"] = signature.replace(parameters=list(map(_as_option, parameters)))
     return run
+
+
+def _as_option(parameter: inspect.Parameter) -> inspect.Parameter:
+    annotation = parameter.annotation
+    if get_origin(annotation) is not Annotated or not isinstance(annotation.__metadata__[0], str):
+        return parameter
+    flag = (f"--{parameter.name.replace('_', '-')}",) if parameter.default is False else ()
+    option = typer.Option(*flag, help=annotation.__metadata__[0])
+    return parameter.replace(annotation=cast(Any, Annotated)[annotation.__origin__, option])
 
 
 def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | None:

@@ -38,18 +38,14 @@ KEY = "MOASPEC_API_KEY"
 class WritingOptions:
     """The target that writes, and how."""
 
-    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")]
+    out: Annotated[Path, "JSONL file to write (.gz allowed)."]
     model: Model = MODEL
-    drafter: Annotated[
-        str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
-    ] = None
-    system_prompts: Annotated[
-        Path | None, typer.Option(help="Text file, one system prompt per line.")
-    ] = None
+    drafter: Annotated[str | None, "Drafter, for speed: alias, directory or hub id."] = None
+    system_prompts: Annotated[Path | None, "Text file, one system prompt per line."] = None
     batch_size: Annotated[
-        int, typer.Option(help="Conversations decoded together, or asked of --endpoint together.")
+        int, "Conversations decoded together, or asked of --endpoint together."
     ] = 8
-    group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
+    group_size: Annotated[int, "Conversations saved together."] = 64
     generation_config: GenerationConfig = "auto"
     adapter: Adapter = None
     dtype: Dtype = "auto"
@@ -103,14 +99,12 @@ class EndpointOptions:
 
     endpoint: Annotated[
         str | None,
-        typer.Option(
-            help="URL of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, moaspec serve) that "
-            f"writes in place of this process; --model is then read for its tokenizer. ${KEY}: key."
-        ),
+        "URL of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, moaspec serve) that "
+        f"writes in place of this process; --model is then read for its tokenizer. ${KEY}: key.",
     ] = None
-    endpoint_model: Annotated[
-        str | None, typer.Option(help="The server's name of the model, if it has several.")
-    ] = None
+    endpoint_model: Annotated[str | None, "The server's name of the model, if it has several."] = (
+        None
+    )
 
     def checked(self, **local: object) -> Endpoint | None:
         """The server, or None.

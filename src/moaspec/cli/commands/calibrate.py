@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli.loading import load
-from moaspec.cli.options import Device, Json, LoadOptions, with_groups
+from moaspec.cli.options import Device, Json, LoadOptions, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import measuring
@@ -31,13 +31,12 @@ KEPT = (
 )
 
 
-@with_groups
+@with_options
 def calibrate(
     *,
     asked: LoadOptions,
     num_target_layers: Annotated[
-        int | None,
-        typer.Option(help="N, target layers that the drafter reuses; default: each N that it has."),
+        int | None, "N, target layers that the drafter reuses; default: each N that it has."
     ] = None,
     device: Device = "cpu",
     as_json: Json = False,

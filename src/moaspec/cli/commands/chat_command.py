@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from moaspec.cli import options
 from moaspec.cli.commands.chat_url import ServerChat
 from moaspec.cli.commands.generate import describe
@@ -24,13 +22,12 @@ if TYPE_CHECKING:
     from moaspec.generation.session import Session
 
 
-@options.with_groups
+@options.with_options
 def chat(
     *,
     asked: options.LoadOptions,
     url: Annotated[
-        str | None,
-        typer.Option(help="Chat with this server (`moaspec serve`, `moaspec edge`) instead."),
+        str | None, "Chat with this server (`moaspec serve`, `moaspec edge`) instead."
     ] = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,

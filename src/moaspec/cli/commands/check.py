@@ -23,19 +23,15 @@ if TYPE_CHECKING:
     from moaspec.evaluate.correctness.check_target import Check, CheckedText
 
 
-@options.with_groups
+@options.with_options
 def check(
     *,
     asked: options.LoadOptions,
-    suite: Annotated[
-        str, typer.Option(help="bundled, a JSONL file or a directory of them.")
-    ] = "bundled",
-    limit: Annotated[int, typer.Option(help="Prompts per suite.")] = 2,
+    suite: Annotated[str, "bundled, a JSONL file or a directory of them."] = "bundled",
+    limit: Annotated[int, "Prompts per suite."] = 2,
     max_new_tokens: options.MaxNewTokens = 32,
-    seeds: Annotated[int, typer.Option(help="Sampled texts per prompt.")] = 1,
-    alone: Annotated[
-        int, typer.Option(help="Prompts that are also decoded alone, outside the batch.")
-    ] = 1,
+    seeds: Annotated[int, "Sampled texts per prompt."] = 1,
+    alone: Annotated[int, "Prompts that are also decoded alone, outside the batch."] = 1,
     generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:

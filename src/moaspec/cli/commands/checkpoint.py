@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moaspec.cli.options import MODEL
+from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
@@ -27,17 +27,15 @@ PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.i
 
 
 @app.command("convert")
+@with_options
 def convert(
     source: Annotated[str, typer.Argument(help="Bundled alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     to: Annotated[
-        Literal["moaspec", "raw", "vllm"],
-        typer.Option(help="This package's form, or one of the authors' two."),
+        Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
     ],
-    model: Annotated[str, typer.Option(help="The target it drafts for.")] = MODEL,
-    num_target_layers: Annotated[
-        int, typer.Option(help="N of a published checkpoint, which does not record it.")
-    ] = 0,
+    model: Annotated[str, "The target it drafts for."] = MODEL,
+    num_target_layers: Annotated[int, "N of a published checkpoint, which does not record it."] = 0,
 ) -> None:
     """Convert a drafter checkpoint.
 
@@ -65,6 +63,7 @@ def convert(
 
 
 @app.command("export-device")
+@with_options
 def export_device(
     target: Annotated[str, typer.Argument(help="Target: alias, directory, GGUF or hub id.")],
     drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
@@ -75,15 +74,11 @@ def export_device(
             "--format", help="What drafts: PyTorch, onnxruntime, or the same in browsers."
         ),
     ] = "torch",
-    int8: Annotated[bool, typer.Option("--int8", help="Store eight bits per weight.")] = False,
-    int4: Annotated[
-        bool, typer.Option("--int4", help="Store four bits per weight; not for PyTorch.")
-    ] = False,
+    int8: Annotated[bool, "Store eight bits per weight."] = False,
+    int4: Annotated[bool, "Store four bits per weight; not for PyTorch."] = False,
     num_target_layers: Annotated[
         int | None,
-        typer.Option(
-            help="Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can."
-        ),
+        "Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can.",
     ] = None,
 ) -> None:
     """Write a bundle for a device.
@@ -143,13 +138,12 @@ def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
 
 
 @app.command("push")
+@with_options
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
     repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create the repository as private.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+    private: Annotated[bool, "Create the repository as private."] = False,
+    revision: Annotated[str | None, "Branch; default: main."] = None,
 ) -> None:
     """Upload a checkpoint to the hub.
 

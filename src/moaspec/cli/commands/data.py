@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli.checkout import add_tool_command
-from moaspec.cli.options import TopP, with_groups
+from moaspec.cli.options import TopP, with_options
 from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import status
@@ -27,24 +27,21 @@ if TYPE_CHECKING:
 app = typer.Typer(name="data", help="Write and inspect training data.", no_args_is_help=True)
 SAMPLES_PER_PROMPT = 20  # of `data synth`, on average, before it gives up
 
-Temperature = Annotated[float, typer.Option(help="0: greedy.")]
+Temperature = Annotated[float, "0: greedy."]
 
 
 @app.command("synth")
-@with_groups
+@with_options
 def synth_command(
     *,
     options: WritingOptions,
-    num: Annotated[int, typer.Option(help="Number of different prompts.")] = 1000,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens of a prompt; longer ones are dropped.")
-    ] = 128,
+    num: Annotated[int, "Number of different prompts."] = 1000,
+    max_new_tokens: Annotated[int, "Tokens of a prompt; longer ones are dropped."] = 128,
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
-    seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    seed: Annotated[int, "Another seed gives other prompts."] = 0,
     max_samples: Annotated[
-        int | None,
-        typer.Option(help="Give up after this many samples; default: 20 for each prompt."),
+        int | None, "Give up after this many samples; default: 20 for each prompt."
     ] = None,
 ) -> None:
     """Let the target imagine prompts.
@@ -98,22 +95,18 @@ def synth_command(
 
 
 @app.command("regenerate")
-@with_groups
+@with_options
 def regenerate_command(
     sources: Sources,
     *,
     options: WritingOptions,
     elsewhere: EndpointOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 512,
-    without_system: Annotated[
-        float, typer.Option(help="Share of conversations that get no system prompt.")
-    ] = 0.5,
+    max_new_tokens: Annotated[int, "Tokens of a response."] = 512,
+    without_system: Annotated[float, "Share of conversations that get no system prompt."] = 0.5,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of sampling and of the choice of system prompts.")
-    ] = 0,
-    limit: Annotated[int | None, typer.Option(help="Read only this many conversations.")] = None,
+    seed: Annotated[int, "Seed of sampling and of the choice of system prompts."] = 0,
+    limit: Annotated[int | None, "Read only this many conversations."] = None,
     skip_malformed: Skip = False,
 ) -> None:
     """Let the target write responses.

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moaspec.cli.entry import exit_on_interrupt
 from moaspec.cli.loading import num_threads
-from moaspec.cli.options import MODEL, Dtype, Threads
+from moaspec.cli.options import MODEL, Dtype, Threads, with_options
 from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console, panes
 from moaspec.cli.terminal.console import Screen
@@ -47,19 +47,15 @@ WARM_UP_TOKENS = 8
 METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
 
 
+@with_options
 def demo(
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens per prompt; by default as many as a short demo has time for."),
+        int | None, "Tokens per prompt; by default as many as a short demo has time for."
     ] = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     details: Annotated[
-        bool,
-        typer.Option(
-            "--details",
-            help="Then also measure transformers' own generate, and print tables per method.",
-        ),
+        bool, "Then also measure transformers' own generate, and print tables per method."
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
 ) -> None:

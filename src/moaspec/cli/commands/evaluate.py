@@ -16,7 +16,7 @@ from moaspec.cli.options import (
     Json,
     LoadOptions,
     generation_defaults,
-    with_groups,
+    with_options,
 )
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
@@ -32,77 +32,50 @@ app = typer.Typer(no_args_is_help=False)
 
 
 @app.callback(invoke_without_command=True)
-@with_groups
+@with_options
 def evaluate(
     context: typer.Context,
     *,
     suite: Annotated[
-        str,
-        typer.Option(
-            help="bundled, paper, spec-bench, a JSONL file, a directory of them, or hub:OWNER/NAME."
-        ),
+        str, "bundled, paper, spec-bench, a JSONL file, a directory of them, or hub:OWNER/NAME."
     ] = "bundled",
     methods: Annotated[
-        str, typer.Option(help="Methods to time, commas between; see docs/evaluation.md.")
+        str, "Methods to time, commas between; see docs/evaluation.md."
     ] = DEFAULT_METHODS,
-    tau_only: Annotated[
-        str, typer.Option(help="Methods measured for tau only: decoded in batches, not timed.")
-    ] = "",
-    limit: Annotated[
-        int | None, typer.Option(help="Prompts per suite, spread over its categories.")
-    ] = None,
-    turns: Annotated[int | None, typer.Option(help="Turns per conversation; default: all.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    repeats: Annotated[int, typer.Option(help="How often each method decodes each prompt.")] = 1,
-    batch: Annotated[
-        int, typer.Option(help="Prompts decoded together; above 1, speed is throughput.")
-    ] = 1,
-    temperature: Annotated[
-        float, typer.Option(help="0: greedy; above 0, all methods sample the same text.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    tau_only: Annotated[str, "Methods measured for tau only: decoded in batches, not timed."] = "",
+    limit: Annotated[int | None, "Prompts per suite, spread over its categories."] = None,
+    turns: Annotated[int | None, "Turns per conversation; default: all."] = None,
+    max_new_tokens: Annotated[int, "Tokens per answer."] = 128,
+    repeats: Annotated[int, "How often each method decodes each prompt."] = 1,
+    batch: Annotated[int, "Prompts decoded together; above 1, speed is throughput."] = 1,
+    temperature: Annotated[float, "0: greedy; above 0, all methods sample the same text."] = 0.0,
+    seed: Annotated[int, "Seed of sampling."] = 0,
     system: Annotated[
-        str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
+        str, "System prompt: default (the template's own), none, or a text."
     ] = "default",
     asked: LoadOptions,
     checkpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."),
+        list[str] | None, "Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."
     ] = None,
     generation_config: GenerationConfig = "auto",
     device: Device = "cpu",
     cost: Annotated[
-        bool,
-        typer.Option(
-            "--cost",
-            help="Measure only costs of passes and rounds, without prompts; in a checkout.",
-        ),
+        bool, "Measure only costs of passes and rounds, without prompts; in a checkout."
     ] = False,
     cut: Annotated[
         int | None,
-        typer.Option(
-            help="Remove the target after this many tokens; judge the drafters' texts; in a "
-            "checkout."
-        ),
+        "Remove the target after this many tokens; judge the drafters' texts; in a checkout.",
     ] = None,
     accuracy: Annotated[
         bool,
-        typer.Option(
-            "--accuracy",
-            help="With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
-            "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
-        ),
+        "With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
+        "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
     ] = False,
     unsafe: Annotated[
-        bool,
-        typer.Option(
-            "--unsafe",
-            help="With --accuracy: where there is no sandbox, run that code with your rights.",
-        ),
+        bool, "With --accuracy: where there is no sandbox, run that code with your rights."
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Directory for results; the same command resumes what is there."),
+        Path | None, "Directory for results; the same command resumes what is there."
     ] = None,
     as_json: Json = False,
 ) -> None:

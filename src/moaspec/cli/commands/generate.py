@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moaspec.target.target import Target
 
 
-@options.with_groups
+@options.with_options
 def generate(
     prompt: options.Prompt = None,
     *,
@@ -29,11 +29,9 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 128,
     decoding: options.DecodingOptions,
     system: options.System = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
-    ] = None,
-    num_choices: Annotated[int, typer.Option(help="Number of answers, sampled independently.")] = 1,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    stop: Annotated[list[str] | None, "Stop at this string; may be given several times."] = None,
+    num_choices: Annotated[int, "Number of answers, sampled independently."] = 1,
+    raw: Annotated[bool, "No chat template."] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
     """Answer a prompt, streaming verified tokens.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moaspec.cli.options import with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.progress_bar import ProgressBar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from moaspec.train.trainer import Trainer
 
 
+@with_options
 def train(
     config: Annotated[
         Path | None, typer.Argument(help="YAML file of settings; with --init: a name.")
@@ -39,19 +41,9 @@ def train(
     for_: Annotated[
         str | None, typer.Option("--for", help="Stop after this time, ready to resume: 8m, 1.5h.")
     ] = None,
-    init: Annotated[
-        bool,
-        typer.Option("--init", help="Write a ready configuration here; without a name: list them."),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show memory, disk, time and expected tau; load no weights."
-        ),
-    ] = False,
-    gpu: Annotated[
-        str, typer.Option(help="GPUs that --dry-run reckons with, such as h100 or 8xh100.")
-    ] = "h100",
+    init: Annotated[bool, "Write a ready configuration here; without a name: list them."] = False,
+    dry_run: Annotated[bool, "Show memory, disk, time and expected tau; load no weights."] = False,
+    gpu: Annotated[str, "GPUs that --dry-run reckons with, such as h100 or 8xh100."] = "h100",
 ) -> None:
     """Train a drafter, or resume its training.
 

@@ -3,23 +3,20 @@
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from moaspec.cli import device_options, options
 from moaspec.cli.commands.serving.serve import Active, HttpOptions, Port, Waiting, check_defaults
 from moaspec.cli.terminal.status import loading
 from moaspec.support.ports import bind
 
 
-@options.with_groups
+@options.with_options
 def edge(
     *,
     device: device_options.DeviceOptions,
     http: HttpOptions,
     port: Port = 8001,
     emulate: Annotated[
-        str | None,
-        typer.Option(help="Delay the link as on lan, 4g or 5g, or none; the page can cut it."),
+        str | None, "Delay the link as on lan, 4g or 5g, or none; the page can cut it."
     ] = None,
     max_active: Active = 8,
     max_waiting: Waiting = 64,

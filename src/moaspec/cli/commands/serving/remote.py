@@ -27,7 +27,7 @@ PROVISIONAL, NOTE = "yellow", "dim"
 PATIENCE_S = 2.0  # the user is told of a missing link after this time
 
 
-@options.with_groups
+@options.with_options
 def remote(
     prompt: options.Prompt = None,
     *,
@@ -36,7 +36,7 @@ def remote(
         int | None, typer.Option(help="Cut the link after this many tokens.", min=0)
     ] = None,
     cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.", min=0)] = 3.0,
-    link: Annotated[str, typer.Option(help="Delay the link as on lan, 4g or 5g.")] = "none",
+    link: Annotated[str, "Delay the link as on lan, 4g or 5g."] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
     seed: options.Seed = None,

@@ -33,22 +33,16 @@ if TYPE_CHECKING:
 class HttpOptions:
     """Where an HTTP server listens, who may use it, and what its requests may ask for."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1"
+    host: Annotated[str, "Address to listen on; 0.0.0.0: all."] = "127.0.0.1"
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of API keys, one per line; also $MOASPEC_API_KEY. Default: no key."
-        ),
+        Path | None, "File of API keys, one per line; also $MOASPEC_API_KEY. Default: no key."
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Web origin that may call; may be given several times; * allows all."),
+        list[str] | None, "Web origin that may call; may be given several times; * allows all."
     ] = None
     name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Another name of the model; may be given several times; * accepts any name."
-        ),
+        "Another name of the model; may be given several times; * accepts any name.",
     ] = None
     default_max_tokens: Annotated[
         int, typer.Option(help="Tokens of an answer where the request sets no limit.", min=1)
@@ -98,7 +92,7 @@ Active = Annotated[int, typer.Option(help="Requests decoded together.", min=1)]
 Waiting = Annotated[int, typer.Option(help="Requests that may wait.", min=0)]
 
 
-@options.with_groups
+@options.with_options
 def serve(
     *,
     asked: options.LoadOptions,
@@ -110,7 +104,7 @@ def serve(
     generation_config: options.GenerationConfig = "auto",
     max_active: Active = 64,
     max_waiting: Waiting = 256,
-    cache_gib: Annotated[float, typer.Option(help="GiB for keys and values.")] = 4.0,
+    cache_gib: Annotated[float, "GiB for keys and values."] = 4.0,
     learn: options.Learn = None,
 ) -> None:
     """Serve OpenAI's API, and a page to chat on.

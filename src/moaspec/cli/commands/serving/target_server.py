@@ -33,51 +33,39 @@ if TYPE_CHECKING:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 
 
-@options.with_groups
+@options.with_options
 def target_server(
     *,
     asked: options.LoadOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, "Address to listen on."] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = 50051,
     websocket: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT to listen on for WebSockets too; default: gRPC only."),
+        str | None, "HOST:PORT to listen on for WebSockets too; default: gRPC only."
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Origin whose web pages may connect over WebSockets, as https://example.org; may "
-            "be given several times; default: none."
-        ),
+        "Origin whose web pages may connect over WebSockets, as https://example.org; may "
+        "be given several times; default: none.",
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(
-            help="ONNX bundle of a page that drafts in the browser, which --websocket's address "
-            "then serves to everybody; default: no page."
-        ),
+        "ONNX bundle of a page that drafts in the browser, which --websocket's address "
+        "then serves to everybody; default: no page.",
     ] = None,
     page_scripts: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the page's scripts; default: where they are built."),
+        Path | None, "Directory of the page's scripts; default: where they are built."
     ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Certificate chain of this server, PEM.")
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Private key of --tls-certificate, PEM.")
-    ] = None,
+    tls_certificate: Annotated[Path | None, "Certificate chain of this server, PEM."] = None,
+    tls_key: Annotated[Path | None, "Private key of --tls-certificate, PEM."] = None,
     client_ca: Annotated[
-        Path | None, typer.Option(help="Devices must show a certificate that this CA signed.")
+        Path | None, "Devices must show a certificate that this CA signed."
     ] = None,
     tokens: Annotated[
         Path | None,
-        typer.Option(
-            help='JSON file of tokens: {"owner": {"sha256": "...", "expires": seconds, '
-            '"max_sessions": number}}; the last two may be left out.'
-        ),
+        'JSON file of tokens: {"owner": {"sha256": "...", "expires": seconds, '
+        '"max_sessions": number}}; the last two may be left out.',
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -85,9 +73,7 @@ def target_server(
             help="Port of Prometheus metrics, on --host; default: none.", min=0, max=65535
         ),
     ] = None,
-    traces: Annotated[
-        bool, typer.Option("--traces", help="Print OpenTelemetry spans on standard error.")
-    ] = False,
+    traces: Annotated[bool, "Print OpenTelemetry spans on standard error."] = False,
     max_sessions: Annotated[
         int, typer.Option(help="Largest number of sessions; fewer where memory is short.", min=1)
     ] = 64,
@@ -110,7 +96,7 @@ def target_server(
     ] = 10,
     engine: Annotated[
         Literal["torch", "vllm"],
-        typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
+        "What runs the target; vllm has to be installed, see docs/vllm.md.",
     ] = "torch",
     tensor_parallel_size: Annotated[
         int,

@@ -6,20 +6,21 @@ from typing import Annotated
 
 import typer
 
-from moaspec.cli.options import MODEL
+from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import MismatchError
 
 
+@with_options
 def vllm_config(
     drafter: Annotated[
         str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
     ] = MODEL,
     model: Annotated[
-        str | None, typer.Option(help="Target as vLLM loads it; default: what the drafter records.")
+        str | None, "Target as vLLM loads it; default: what the drafter records."
     ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of one draft.")] = 3,
+    num_speculative_tokens: Annotated[int, "Tokens of one draft."] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
