@@ -221,15 +221,15 @@ def test_an_interrupted_run_reports_the_prompts_before(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = methods("plain", "moa@chain:3")
-    real, calls = Method.run, []
+    real, calls = Method.run_many, []
 
-    def run(self: Method, *arguments: Any) -> MethodRun:
+    def run_many(self: Method, *arguments: Any) -> list[MethodRun]:
         calls.append(self.name)
         if len(calls) == len(asked) + call:  # after the untimed ones
             raise KeyboardInterrupt
         return real(self, *arguments)
 
-    monkeypatch.setattr(Method, "run", run)
+    monkeypatch.setattr(Method, "run_many", run_many)
     settings = EvalSettings(max_new_tokens=LIMIT)
     if call <= len(asked):
         with pytest.raises(KeyboardInterrupt):

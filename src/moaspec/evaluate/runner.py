@@ -65,7 +65,6 @@ class EvalSettings:
 @dataclass
 class _Session:
     methods: Sequence[Method]
-    tau_only: Sequence[Method]
     settings: EvalSettings
     trusted: Target
     store: ResultsStore
@@ -100,7 +99,7 @@ class _Session:
                     self.skipped.append(item)
             items = [item for item, _ in fit]
             if items:
-                self.run_timed(items)
+                self.run(self.methods, items, self.settings.batch, self.settings.repeats)
             self.items += items
             talks = [
                 (item.prompt, [*answers, self.answer(item)])
@@ -108,25 +107,29 @@ class _Session:
                 if item.turn + 1 < len(item.prompt.turns)
             ]
 
-    def run_timed(self, items: Sequence[PromptTurn]) -> None:
-        """Run all methods in turn on these items, with another one first each time."""
-        batch = self.settings.batch
-        missing = [method for method in self.methods if not self._have(method, items, batch)]
+    def run(
+        self, methods: Sequence[Method], items: Sequence[PromptTurn], batch: int, repeats: int = 1
+    ) -> None:
+        """Run methods in turn on these items, with another one first each time."""
+        missing = [
+            method
+            for method in methods
+            if any(self.store.get(method.key, item, batch) is None for item in items)
+        ]
         runs: dict[str, list[list[MethodRun]]] = {method.name: [] for method in missing}
-        for _ in range(self.settings.repeats):
+        for _ in range(repeats):
             for turn in range(len(missing)):
                 method = missing[(self.number + turn) % len(missing)]
                 runs[method.name].append(self._decode(method, items))
             self.number += 1
         for method in sorted(missing, key=lambda method: method.name != self.base.name):
             self._keep(method, items, runs[method.name], batch)
-        self._collect(self.methods, items, batch)
-
-    def run_untimed(self, items: Sequence[PromptTurn]) -> None:
-        for method in self.tau_only:
-            if not self._have(method, items, TAU_BATCH):
-                self._keep(method, items, [self._decode(method, items)], TAU_BATCH)
-        self._collect(self.tau_only, items, TAU_BATCH)
+        for method in methods:
+            for item in items:
+                sample = self.store.get(method.key, item, batch)
+                assert sample is not None, "measured or read before"
+                self.outcomes[method.name].samples.append(sample)
+                self.advance()
 
     def drop_unfinished(self) -> bool:
         """Keep prompts that all timed methods finished; KeyboardInterrupt if there is none."""
@@ -148,13 +151,8 @@ class _Session:
         assert sample is not None, "the base has run before anyone asks for its text"
         return sample.runs[0].token_ids
 
-    def _have(self, method: Method, items: Sequence[PromptTurn], batch: int) -> bool:
-        return all(self.store.get(method.key, item, batch) is not None for item in items)
-
     def _decode(self, method: Method, items: Sequence[PromptTurn]) -> list[MethodRun]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
-        if len(prompts) == 1:
-            return [method.run(prompts[0], limit, self.settings.sampling())]
         return method.run_many(prompts, limit, self.settings.sampling())
 
     def _keep(
@@ -185,14 +183,6 @@ class _Session:
             return audit(trusted, prompt_ids, token_ids, sampling, max_new_tokens=limit)
 
         return audited
-
-    def _collect(self, methods: Sequence[Method], items: Sequence[PromptTurn], batch: int) -> None:
-        for method in methods:
-            for item in items:
-                sample = self.store.get(method.key, item, batch)
-                assert sample is not None, "measured or read before"
-                self.outcomes[method.name].samples.append(sample)
-                self.advance()
 
 
 def measure(
@@ -229,7 +219,6 @@ def measure(
     outcomes |= {method.name: Outcome(method, timed=False) for method in tau_only}
     session = _Session(
         methods,
-        tau_only,
         settings,
         trusted or methods[0].target,
         store or ResultsStore(),
@@ -249,7 +238,7 @@ def measure(
         for group in _chunks(prompts, settings.batch):
             session.measure_turns(group, encode)
         for chunk in _chunks(session.items, TAU_BATCH):
-            session.run_untimed(chunk)
+            session.run(tau_only, chunk, TAU_BATCH)
     except KeyboardInterrupt:
         interrupted = session.drop_unfinished()
     if not session.items:
