@@ -59,8 +59,11 @@ def message_ids(
     if tokenizer is None:
         raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
     if raw or not tokenizer.chat_template:
-        _require_text(messages)
-        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+        from moaspec.data.templates.chat_template import require_characters
+
+        text = "\n".join(message["content"] for message in messages)
+        require_characters(text)
+        return list(tokenizer(text)["input_ids"])
     return conversation_ids(target, messages)
 
 
@@ -74,14 +77,4 @@ def conversation_ids(target: DeviceTarget, messages: Sequence[Mapping[str, str]]
             f"The target {target.name} has no chat template, so it holds no conversation; use "
             "`moaspec generate`."
         )
-    _require_text(messages)
     return template.tokenize(template.rendered([dict(message) for message in messages]))
-
-
-def _require_text(messages: Sequence[Mapping[str, str]]) -> None:
-    """Refuse text with half surrogate pairs, which no tokenizer takes."""
-    try:
-        for message in messages:
-            message["content"].encode()
-    except UnicodeEncodeError as error:
-        raise InputError("The prompt is not valid UTF-8 text.") from error

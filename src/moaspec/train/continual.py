@@ -240,8 +240,6 @@ class ContinualTrainer:
             range(len(self._held_out)),
             batch_size=1,
             draft_token_ids=self._module.draft_token_ids,
-            process=(0, 1),
-            total=lambda values: values,
             head=self._head,
         )
         assert found[0].tau is not None, "responses of `MIN_RESPONSE_TOKENS` fill a block"

@@ -349,6 +349,5 @@ def require_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"The text holds half of a surrogate pair at character {error.start}, which is no "
-            "character."
+            f"The text is not valid UTF-8: character {error.start} is half of a surrogate pair."
         ) from error

@@ -46,9 +46,9 @@ def measure_held_out(
     *,
     batch_size: int,
     draft_token_ids: Tensor | None,
-    process: tuple[int, int],
-    total: Callable[[Tensor], Tensor],
     head: LogitsFunction,
+    process: tuple[int, int] = (0, 1),
+    total: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> list[HeldOutMetrics]:
     """Measure every exit.
 
