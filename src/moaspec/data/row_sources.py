@@ -306,7 +306,7 @@ def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """Elements of a JSON list, one at a time, each with its number."""
     number, place = 1, _after(_START, text, 0)
     while not text.startswith("]", place):
-        where = f"{path}:{number}"
+        where = f"{path}, element {number}"
         try:
             value, place = _DECODER.raw_decode(text, place)
             place = _after(_SEPARATOR, text, place)
