@@ -98,7 +98,7 @@ class PageServer:
     async def _serve(self, ready: threading.Event) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self.stop = lambda: loop.call_soon_threadsafe(stop.set)
-        page = DevicePage(self.directory / "bundle", self.scripts, model="tiny")
+        page = DevicePage(self.directory / "bundle", self.scripts, model="tiny", learns=True)
         sockets = WebSocketOptions(port=self.port, tls=self.tls, http=page_protocols(page))
         service = TargetService(self.target, memorised_target.drafter())
         self.adopt = lambda drafter: loop.call_soon_threadsafe(

@@ -11,6 +11,8 @@ import torch
 import tiny
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
+from moaspec.train.continual import LearnConfig
+from moaspec.train.learning_process import LearningSettings
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,6 +39,21 @@ def stream() -> tuple[Text, ...]:
     drawn = random.Random(0)
     prompts = [(drawn.randrange(tiny.VOCAB), drawn.randrange(tiny.VOCAB)) for _ in range(60)]
     return tuple((one, text_after(one[-1])) for one in prompts)
+
+
+def saved_settings(directory: Path) -> LearningSettings:
+    """Both on disk, and settings with which the drafter soon learns the rule."""
+    of = target()
+    of.model.save_pretrained(directory / "target")
+    assert of.tokenizer is not None
+    of.tokenizer.save_pretrained(directory / "target")
+    return LearningSettings(
+        target=str(directory / "target"),
+        dtype="float32",
+        initial=str(save_initial(directory / "initial")),
+        directory=directory / "learned",
+        config=LearnConfig(batch_size=4, steps=3, held_out=4, learning_rate=3e-3),
+    )
 
 
 def save_initial(directory: Path) -> Path:

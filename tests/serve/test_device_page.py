@@ -85,6 +85,15 @@ def test_server_js_is_the_device_s(client: httpx.Client) -> None:
     assert client.get("/server.js").text == "// server.js\n"
 
 
+def test_the_page_is_told_whether_there_may_be_versions(
+    client: httpx.Client, device_models: Path, tmp_path: Path
+) -> None:
+    scripts = fake_scripts(tmp_path)
+    page = DevicePage(device_models / "bundle", scripts, model="tiny", learns=False)
+    assert not json.loads(page._texts["/device.json"])["learns"]
+    assert client.get("/device.json").json()["learns"]
+
+
 def test_the_runtime_is_stored_compressed(client: httpx.Client) -> None:
     answer = client.get("/ort-wasm-simd-threaded.wasm")
     assert answer.headers["content-encoding"] == "gzip"
@@ -286,5 +295,5 @@ def test_no_bundle(scripts: Path, tmp_path: Path) -> None:
 def test_a_bundle_of_another_drafter(device_models: Path, scripts: Path) -> None:
     service: Any = SimpleNamespace(capabilities=SimpleNamespace(serves=lambda _: False))
     with pytest.raises(InputError, match="another drafter"):
-        _page(device_models / "bundle", scripts, "tiny", service)
-    assert _page(None, None, "tiny", service) is None
+        _page(device_models / "bundle", scripts, "tiny", service, learns=False)
+    assert _page(None, None, "tiny", service, learns=False) is None

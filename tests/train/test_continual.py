@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_the_newest_versions_are_kept(
     assert {path.name for path in tmp_path.glob("version-*")} == {
         *("version-3", "version-4", "version-5"),
     }
+
+
+def test_the_outcome_of_a_cycle_is_one_sentence() -> None:
+    made = CycleReport(
+        cycle=2,
+        version=1,
+        accepted=True,
+        tau_before=1.0,
+        tau_after=1.25,
+        texts=9,
+        fingerprint="",
+    )
+    assert made.sentence() == "Learning cycle 2 made version 1: held-out tau 1.000 -> 1.250."
+    rolled_back = dataclasses.replace(made, accepted=False, tau_after=None)
+    assert rolled_back.sentence() == (
+        "Learning cycle 2 is rolled back to version 1: held-out tau 1.000 -> not finite."
+    )
 
 
 def test_versions_share_their_encoder(initial: Path, tmp_path: Path, stream: list[Text]) -> None:

@@ -2,7 +2,7 @@ import type { GenerationDefaults } from "./bundle/generation_defaults.js";
 import { GRAPH_FILE } from "./bundle/manifest.js";
 import type { Manifest } from "./bundle/manifest.js";
 import { readBundle, readChecked } from "./bundle/bundle.js";
-import type { ReadFile } from "./bundle/bundle.js";
+import type { Bundle, ReadFile } from "./bundle/bundle.js";
 import { OnnxDrafter } from "./bundle/onnx_drafter.js";
 import type { Drafter, OnnxRuntime } from "./bundle/onnx_drafter.js";
 import { DeviceTokenizer } from "./bundle/tokenizer.js";
@@ -47,40 +47,67 @@ export interface LoadedDevice extends Device {
  * @param read `fromUrl(...)`, or `fromDirectory(...)` of moaspec-device/node
  * @param runtime the module onnxruntime-web, or another with its interface
  * @param options of the runtime's session, such as `executionProviders`
+ * @param kept a version that `update` has returned for the same bundle: its graph is loaded in place of the bundle's own,
+ *   which takes its place where it does not fit
  * @throws BundleError no such bundle, a damaged one, or one that the runtime cannot run
  */
 export async function loadDevice(
   read: ReadFile,
   runtime: OnnxRuntime,
   options: Parameters<typeof OnnxDrafter.load>[2] = {},
+  kept?: (manifest: Manifest) => Promise<DrafterVersion | undefined>,
 ): Promise<LoadedDevice> {
   const bundle = await readBundle(read);
   const { manifest, generationDefaults } = bundle;
   const tokenizer = new DeviceTokenizer(bundle);
-  const drafter = await OnnxDrafter.load(bundle, runtime, options);
+  const [drafter, version] = await newestDrafter(bundle, await kept?.(manifest), runtime, options);
   const device = {
-    ...{ manifest, generationDefaults, drafter, tokenizer, version: manifest.fingerprint },
+    ...{ manifest, generationDefaults, drafter, tokenizer, version },
     async update(server: WebSocketTransport): Promise<DrafterVersion | undefined> {
       const found = manifest.versions && (await newerVersion(server, manifest.versions, device.version));
       if (found) await device.take(found);
       return found;
     },
-    async take({ version, data }: DrafterVersion): Promise<void> {
-      const graph = (await readChecked(read, GRAPH_FILE, manifest)).slice();
-      let first = 0;
-      for (const [start, count] of manifest.versions?.ranges ?? []) {
-        graph.set(data.subarray(first, first + count), start);
-        first += count;
-      }
+    async take(version: DrafterVersion): Promise<void> {
+      const graph = await readChecked(read, GRAPH_FILE, manifest);
       try {
-        if (first !== data.length) throw new BundleError(`they have ${data.length} bytes, expected ${first}`);
-        await drafter.prepare(graph);
+        await drafter.prepare(patched(graph, manifest, version));
       } catch (error) {
         if (!(error instanceof BundleError)) throw error;
         throw new RefusedError(`The server's weights do not fit this bundle: ${error.message}`);
       }
-      device.version = version;
+      device.version = version.version;
     },
   };
   return device;
+}
+
+/** A drafter with a version's graph, or with the bundle's own where it does not fit; and which one it is. */
+async function newestDrafter(
+  bundle: Bundle,
+  kept: DrafterVersion | undefined,
+  ...how: [OnnxRuntime, Parameters<typeof OnnxDrafter.load>[2]]
+): Promise<[OnnxDrafter, string]> {
+  if (kept) {
+    try {
+      const graph = patched(bundle.files.get(GRAPH_FILE)!, bundle.manifest, kept);
+      const files = new Map(bundle.files).set(GRAPH_FILE, graph);
+      return [await OnnxDrafter.load({ ...bundle, files }, ...how), kept.version];
+    } catch (error) {
+      if (!(error instanceof BundleError)) throw error;
+    }
+  }
+  return [await OnnxDrafter.load(bundle, ...how), bundle.manifest.fingerprint];
+}
+
+/** A copy of the bundle's graph with the weights of a version; BundleError where they do not fit. */
+function patched(own: Uint8Array, { versions }: Manifest, { data }: DrafterVersion): Uint8Array {
+  const graph = own.slice();
+  let first = 0;
+  for (const [start, count] of versions?.ranges ?? []) {
+    graph.set(data.subarray(first, first + count), start);
+    first += count;
+  }
+  if (first !== data.length) throw new BundleError(`they have ${data.length} bytes, expected ${first}`);
+  return graph;
 }

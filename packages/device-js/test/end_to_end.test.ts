@@ -28,6 +28,7 @@ import { ClientMessageSchema } from "../src/protocol/target_pb.js";
 import type { Open } from "../src/protocol/target_pb.js";
 import { WebSocketTransport } from "../src/protocol/websocket.js";
 import type { WebSocketOptions } from "../src/protocol/websocket.js";
+import type { DrafterVersion } from "../src/session/server_calls.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { RemoteText } from "../src/session/server_text.js";
@@ -285,6 +286,15 @@ describe.skipIf(!hasPython)("a real server", () => {
           await expect(changed.take({ version: "damaged", data })).rejects.toThrow(RefusedError);
         }
         expect([await drafts(changed), changed.version]).toEqual([found, given.version]);
+        let sessions = 0;
+        const create: any = (...args: [any]) => (sessions++, ort.InferenceSession.create(...args));
+        const runtime = { ...ort, InferenceSession: { create } };
+        const again = (kept: DrafterVersion) =>
+          loadDevice(fromDirectory(join(directory, bundle)), runtime, {}, async () => kept);
+        const kept = await again(given);
+        expect([sessions, kept.version, await drafts(kept)]).toEqual([1, given.version, found]);
+        const own = await again({ version: "damaged", data: given.data.slice(1) });
+        expect([sessions, own.version, await drafts(own)]).toEqual([2, own.manifest.fingerprint, before]);
       }
     } finally {
       end();

@@ -1,10 +1,11 @@
 /** The page's parts without a browser: sessions that are renewed, texts that are forgotten, a full cache. */
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import type { ReadFile } from "../src/bundle/bundle.js";
+import type { loadDevice } from "../src/device.js";
 import { BundleError } from "../src/errors.js";
 import { BundleCache } from "../src/page/bundle_cache.js";
 import { download } from "../src/page/download.js";
 import type { FromWorker, ToWorker } from "../src/page/messages.js";
+import type { DrafterVersion } from "../src/session/server_calls.js";
 
 const KEPT = "http://here/prefix/print";
 const FACTS = JSON.stringify({
@@ -71,7 +72,7 @@ class FakeSession {
 }
 
 /** What servers have of a version, and what became of it. */
-const versions = { newest: undefined as { version: string; data: Uint8Array } | Error | undefined, asked: 0, taken: [] as unknown[] };
+const versions = { learns: true, newest: undefined as DrafterVersion | Error | undefined, asked: 0, loaded: [] as unknown[] };
 
 vi.mock("onnxruntime-web/wasm", () => ({ env: { wasm: {} } }));
 vi.mock("../src/session/remote_session.js", () => ({ RemoteSession: FakeSession }));
@@ -83,16 +84,20 @@ vi.mock("../src/bundle/manifest.js", () => ({
   parseManifest: (data: Uint8Array) => JSON.parse(new TextDecoder().decode(data)),
 }));
 vi.mock("../src/device.js", () => ({
-  loadDevice: async (read: ReadFile) => ({
-    manifest: JSON.parse(new TextDecoder().decode(await read("manifest.json", 1 << 20))),
-    tokenizer: { chat: () => [1], decode: () => "" },
-    update: async () => {
-      versions.asked += 1;
-      if (versions.newest instanceof Error) throw versions.newest;
-      return versions.newest;
-    },
-    take: async (version: unknown) => void versions.taken.push(version),
-  }),
+  loadDevice: async (...[read, , , kept]: Parameters<typeof loadDevice>) => {
+    const manifest = JSON.parse(new TextDecoder().decode(await read("manifest.json", 1 << 20)));
+    const version = await kept?.(manifest);
+    if (version) versions.loaded.push(version);
+    return {
+      ...{ manifest, version: version?.version ?? manifest.fingerprint },
+      tokenizer: { chat: () => [1], decode: () => "" },
+      update: async () => {
+        versions.asked += 1;
+        if (versions.newest instanceof Error) throw versions.newest;
+        return versions.newest;
+      },
+    };
+  },
 }));
 let storage: FakeCaches;
 
@@ -102,11 +107,14 @@ const soon = (check: () => void) => vi.waitFor(check, { timeout: 60_000 });
 beforeEach(() => {
   storage = new FakeCaches();
   FakeSession.made.length = 0;
-  Object.assign(versions, { newest: undefined, asked: 0, taken: [] });
+  Object.assign(versions, { learns: true, newest: undefined, asked: 0, loaded: [] });
   vi.resetModules();
   vi.stubGlobal("caches", storage);
   vi.stubGlobal("navigator", { hardwareConcurrency: 2, onLine: true });
-  vi.stubGlobal("fetch", async ({ href }: URL) => new Response(href.endsWith(".json") ? FACTS : "graph"));
+  vi.stubGlobal("fetch", async ({ href }: URL) => {
+    if (href.endsWith("/device.json")) return Response.json({ model: "tiny", learns: versions.learns });
+    return new Response(href.endsWith(".json") ? FACTS : "graph");
+  });
 });
 afterEach(() => vi.unstubAllGlobals());
 
@@ -175,10 +183,19 @@ test("a version is kept for the next visit, and not asked for while an answer is
     update();
     expect(versions.asked).toBeGreaterThan(1);
   });
-  expect(versions.taken).toEqual([]);
+  expect(versions.loaded).toEqual([]);
   vi.resetModules();
   await worker();
-  await soon(() => expect(versions.taken).toEqual([version]));
+  expect(versions.loaded).toEqual([version]);
+});
+
+test("a server whose drafter does not learn is never asked for a version", async () => {
+  versions.learns = false;
+  await (await storage.open("moaspec-version")).put("http://here/version/00", new Response("of an earlier server"));
+  const { update } = await worker();
+  update();
+  expect([versions.asked, versions.loaded]).toEqual([0, []]);
+  expect(storage.stored.has("moaspec-version")).toBe(false);
 });
 
 test("a server whose version is of no use is not asked again", async () => {

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moaspec.cli.terminal import console
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.paths import make_private, require_writable
@@ -48,7 +49,8 @@ def with_learning(
         initial=initial,
         directory=directory,
     )
-    return replace(asked, drafter=settings.newest()), LearningProcess(settings)
+    learning = LearningProcess(settings, lambda said: console.err.print(said, style="dim"))
+    return replace(asked, drafter=settings.newest()), learning
 
 
 def announce(service: TargetService, learning: LearningProcess | None) -> None:

@@ -89,6 +89,7 @@ class DevicePage:
         bundle: directory of an ONNX bundle, see `moaspec checkpoint export-device`.
         scripts: see `find_scripts`.
         model: the model's name, which the page shows.
+        learns: whether the server's drafter learns; only then the page asks for versions.
 
     Attributes:
         manifest: of the bundle.
@@ -97,7 +98,7 @@ class DevicePage:
         CheckpointError: no ONNX bundle.
     """
 
-    def __init__(self, bundle: Path, scripts: Path, *, model: str) -> None:
+    def __init__(self, bundle: Path, scripts: Path, *, model: str, learns: bool = False) -> None:
         self.manifest: Manifest = read_manifest(bundle)
         page = page_directory()
         files = {
@@ -110,7 +111,9 @@ class DevicePage:
         self._files = {path: _File(place) for path, place in files.items()}
         worker = self._files.pop(SERVICE_WORKER)
         texts = {
-            "/device.json": json.dumps({"model": model, "version": moaspec.__version__}),
+            "/device.json": json.dumps(
+                {"model": model, "version": moaspec.__version__, "learns": learns}
+            ),
             "/app.webmanifest": json.dumps(_web_manifest(model)),
         }
         self._texts = {path: text.encode() for path, text in texts.items()}

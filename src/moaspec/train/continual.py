@@ -94,6 +94,14 @@ class CycleReport:
     texts: int
     fingerprint: str
 
+    def sentence(self) -> str:
+        """The outcome, for messages."""
+        after = "not finite" if self.tau_after is None else f"{self.tau_after:.3f}"
+        tau = f"held-out tau {self.tau_before:.3f} -> {after}"
+        if self.accepted:
+            return f"Learning cycle {self.cycle} made version {self.version}: {tau}."
+        return f"Learning cycle {self.cycle} is rolled back to version {self.version}: {tau}."
+
 
 class ContinualTrainer:
     """Trains versions of one drafter from a stream of texts; goes on from the state in `directory`.

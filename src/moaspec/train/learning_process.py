@@ -86,6 +86,9 @@ class LearningStatus:
 class LearningProcess:
     """Starts the process, sends it texts, and reports new versions.
 
+    Args:
+        tell: gets a sentence when a cycle begins and when it ends, in a thread of its own.
+
     Attributes:
         status: as it is now.
         versions: fingerprints of the initial drafter and of its versions at the start; empty where
@@ -95,8 +98,10 @@ class LearningProcess:
         TrainingError: the saved state is damaged.
     """
 
-    def __init__(self, settings: LearningSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: LearningSettings, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.settings, self._tell = settings, tell
         self.versions = fingerprints(settings.directory)
         self.status = LearningStatus(version=max(0, len(self.versions) - 1))
         self._texts: queue.Queue[Text | None] = queue.Queue(MAX_WAITING_TEXTS)
@@ -157,10 +162,15 @@ class LearningProcess:
 
     def _exchange(self) -> None:
         """Send one text after another and take the report on each."""
+        begins = True
         try:
             while (text := self._texts.get()) is not None:
+                if begins:
+                    self._tell("A learning cycle begins.")
                 self._connection.send(text)
-                self._take(self._connection.recv())
+                report = self._connection.recv()
+                self._take(report)
+                begins = report is not None
         except (EOFError, OSError, MoaSpecError) as error:
             if self.status.running:
                 log.warning("The drafter learns no more: %s", str(error) or "its process ended.")
@@ -183,12 +193,15 @@ class LearningProcess:
             self.status.tau = report.tau_after or 0.0
             self._on_version(version_directory(self.settings.directory, report.version))
         self.status.version = report.version
+        self._tell(report.sentence())
 
 
 def _learn(settings: LearningSettings, connection: Connection) -> None:
     """The process: learn from each text and report, until the server ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which then ends this
-    os.nice(LOWEST_PRIORITY)
+    threading.Thread(target=_end_with_server, daemon=True).start()
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(LOWEST_PRIORITY)
     import torch
 
     from moaspec.backends.load import load_target
@@ -212,3 +225,11 @@ def _learn(settings: LearningSettings, connection: Connection) -> None:
                 connection.send(trainer.add(*connection.recv()))
         except MoaSpecError as error:
             connection.send(str(error))
+
+
+def _end_with_server() -> None:
+    """End the process with the server, also in the middle of a step; what is saved stays whole."""
+    server = multiprocessing.parent_process()
+    assert server is not None
+    server.join()
+    os._exit(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ from moaspec.serve.sources.local_source import LocalSource
 from moaspec.serve.sources.source import Job, Update
 from moaspec.target.target import Target
 from moaspec.target.token_rules import TokenRules
-from moaspec.train.continual import ContinualTrainer, LearnConfig, newest_version
+from moaspec.train.continual import ContinualTrainer, newest_version
 from moaspec.train.learning_process import (
     MAX_WAITING_TEXTS,
     LearningProcess,
@@ -279,20 +281,48 @@ def test_a_process_that_fails_is_reported_and_harms_nothing(
     process.close()
 
 
+BUSY_SERVER = """
+import sys, threading
+from pathlib import Path
+from moaspec.train import learning_process
+
+class Busy(learning_process.ContinualTrainer):
+    def add(self, *_):
+        print("in a step", flush=True)
+        threading.Event().wait()
+
+learning_process.ContinualTrainer = Busy  # also in the second process, which imports this file
+
+if __name__ == "__main__":
+    target, initial, directory = sys.argv[1:]
+    settings = learning_process.LearningSettings(
+        target=target, dtype="float32", initial=initial, directory=Path(directory)
+    )
+    learning = learning_process.LearningProcess(settings)
+    learning.start(print)
+    learning.offer((1,), (2,))
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_a_killed_server_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Otherwise the next server could not learn in the directory until a cycle has ended."""
+    script, settings = tmp_path / "busy_server.py", ruled_target.saved_settings(tmp_path)
+    script.write_text(BUSY_SERVER)
+    arguments = settings.target, settings.initial, str(settings.directory)
+    command = [sys.executable, str(script), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "in a step\n"
+        server.kill()
+        assert server.stdout.read() == ""  # once both processes have ended
+
+
 @pytest.mark.slow
 def test_a_served_domain_is_learned(tmp_path: Path) -> None:
     """From texts that are served to a version that drafts, and to the next start of the server."""
-    of = ruled_target.target()
-    of.model.save_pretrained(tmp_path / "target")
-    assert of.tokenizer is not None
-    of.tokenizer.save_pretrained(tmp_path / "target")
-    settings = LearningSettings(
-        target=str(tmp_path / "target"),
-        dtype="float32",
-        initial=str(ruled_target.save_initial(tmp_path / "initial")),
-        directory=tmp_path / "learned",
-        config=LearnConfig(batch_size=4, steps=3, held_out=4, learning_rate=3e-3),
-    )
+    of, settings = ruled_target.target(), ruled_target.saved_settings(tmp_path)
     first = load_drafter(settings.newest(), target=of)
     learning, adopted = LearningProcess(settings), threading.Event()
     source = LocalSource(of, first, shaping=DraftSettings(Chain(4)), learning=learning)

@@ -24,13 +24,17 @@ export async function keepVersion(manifest: Manifest, { version, data }: Drafter
 
 /** The version that was kept for this bundle; undefined for none. */
 export async function keptVersion(manifest: Manifest): Promise<DrafterVersion | undefined> {
-  const found = await (await caches.open(CACHE)).match(key(manifest));
-  if (!found) return undefined;
-  const version = decodeURIComponent(found.headers.get(HEADER) ?? "");
-  return { version, data: new Uint8Array(await found.arrayBuffer()) };
+  try {
+    const found = await (await caches.open(CACHE)).match(key(manifest));
+    if (!found) return undefined;
+    const version = decodeURIComponent(found.headers.get(HEADER) ?? "");
+    return { version, data: new Uint8Array(await found.arrayBuffer()) };
+  } catch {
+    return undefined; // the browser gives no storage
+  }
 }
 
-/** Forget a version that cannot be used. */
+/** Forget a version that is of no use. */
 export async function forgetVersion(): Promise<void> {
-  await caches.delete(CACHE);
+  await caches.delete(CACHE).catch(() => {});
 }

@@ -23,7 +23,7 @@ const UPDATE_EVERY_MS = 60_000;
 const BASE = new URL("/", self.location.href);
 
 let device: LoadedDevice | undefined;
-/** Where new versions of the drafter come from. */
+/** Where new versions of the drafter come from; undefined where it does not learn. */
 let updates: WebSocketTransport | undefined;
 let isUpdating = false;
 /** Whether a loaded version waits for the next answer: another one would take memory beside it. */
@@ -52,7 +52,7 @@ function numThreads(): number {
   return Math.max(1, Math.min(MAX_THREADS, Math.floor(navigator.hardwareConcurrency / 2)));
 }
 
-async function loadBundle(): Promise<number> {
+async function loadBundle(learns: boolean): Promise<number> {
   let isLoading = true; // a version of the drafter is made from the cached graph later
   const cache = new BundleCache(new URL("bundle/", BASE).href, (loaded, total) => {
     if (isLoading) post({ kind: "progress", loaded, total });
@@ -62,53 +62,49 @@ async function loadBundle(): Promise<number> {
     const data = await cache.read(name, maxBytes);
     if (name === MANIFEST_FILE) manifest = data as Uint8Array<ArrayBuffer>;
     return data;
-  }, ort);
+  }, ort, {}, learns ? keptVersion : undefined);
+  if (device.version === device.manifest.fingerprint) await forgetVersion();
   await cache.keep(manifest);
   isLoading = false;
   return cache.bytes;
 }
 
 /** Load the bundle; one that was damaged in the cache is downloaded again. */
-async function loadTwice(): Promise<number> {
+async function loadTwice(learns: boolean): Promise<number> {
   try {
-    return await loadBundle();
+    return await loadBundle(learns);
   } catch (error) {
     if (!(error instanceof BundleError) || !navigator.onLine) throw error;
     await BundleCache.forget();
-    return loadBundle();
+    return loadBundle(learns);
   }
 }
 
 async function load(token: string): Promise<void> {
   ort.env.wasm.wasmPaths = BASE.href;
   ort.env.wasm.numThreads = numThreads();
-  const bytes = device ? 0 : await loadTwice();
   const response = await fetch(new URL("device.json", BASE));
-  const { model } = (await response.json()) as { model: string };
+  const { model, learns } = (await response.json()) as { model: string; learns: boolean };
+  const bytes = device ? 0 : await loadTwice(learns);
   const address = BASE.href.replace(/^http/, "ws");
   const cut = transport?.cut ?? false;
-  updates = new WebSocketTransport(address, token ? { token } : {});
-  transport = new CuttableTransport(updates);
+  const server = new WebSocketTransport(address, token ? { token } : {});
+  updates = learns ? server : undefined;
+  transport = new CuttableTransport(server);
   transport.cut = cut;
   await renew();
   const context = device!.manifest.max_positions;
   post({ kind: "ready", facts: { model, context, bytes, threads: ort.env.wasm.numThreads } });
-  void update(true);
+  void update();
 }
 
-/**
- * Take a new version of the drafter, unless an answer is being written.
- *
- * @param isFirst whether a version of an earlier visit comes first
- */
-async function update(isFirst = false): Promise<void> {
+/** Take a new version of the drafter, unless an answer is being written. */
+async function update(): Promise<void> {
   const server = updates;
   if (!server || stopping || isUpdating || transport!.cut || isPrepared) return;
   isUpdating = true;
   const { manifest } = device!;
   try {
-    const kept = isFirst ? await keptVersion(manifest) : undefined;
-    if (kept) await device!.take(kept).catch(forgetVersion);
     const found = await device!.update(server);
     isPrepared = found !== undefined;
     if (found) await keepVersion(manifest, found);

@@ -179,7 +179,7 @@ def target_server(
             port=beside[1],
             tls=tls,
             origins=origins,
-            http=_page(page, scripts, asked.model, service),
+            http=_page(page, scripts, asked.model, service, learns=learn is not None),
         )
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard, websocket=sockets)
     # Made inside the loop, to which gRPC ties a server when it is made.
@@ -208,7 +208,7 @@ def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path |
 
 
 def _page(
-    bundle: Path | None, scripts: Path | None, model: str, service: TargetService
+    bundle: Path | None, scripts: Path | None, model: str, service: TargetService, *, learns: bool
 ) -> Callable[[], Any] | None:
     """Make protocols that serve the page; None without one.
 
@@ -220,7 +220,7 @@ def _page(
         return None
     from moaspec.serve.device_page import DevicePage, page_protocols
 
-    app = DevicePage(bundle, scripts, model=Path(model).name)
+    app = DevicePage(bundle, scripts, model=Path(model).name, learns=learns)
     if not service.capabilities.serves(app.manifest.fingerprint):
         raise InputError(
             f"The bundle at {bundle} is of another drafter than this server's. Export it again: "
