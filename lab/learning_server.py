@@ -160,6 +160,7 @@ async def measured(devices: list[Any], prompts: list[list[int]], version: str) -
             await device.turn(prompts[0], UNUSED)
         texts, tau = await decoded(device, prompts)
         say(device=device.name, state=await device.state(), decoded_tau=tau)
+        if isinstance(device, PythonDevice): say(noticed=device.session.stats.noticed_s, reopened=device.session.stats.reopened)
         found.append((texts, tau))
     return found
 
@@ -178,16 +179,17 @@ async def run(scratch: Path, num_cycles: int, facts: dict[str, Any]) -> None:
     prompts = [chat_ids(bundle.target, DOMAIN.format(name)) for name in sorted(names, key=hash_of)]
     before = await measured(devices, prompts[:DECODED], "")
     history, served_texts, tokens, seen = [[tau for _, tau in before]], 0, 0, 0
+    begun = 0
     equal = True
     for prompt, device in zip(stream(prompts[DECODED:]), itertools.cycle(devices), strict=False):
         text, _ = await device.turn(prompt, {})
-        served_texts, tokens = served_texts + 1, tokens + len(text)
-        if served_texts % 64 == 0:  # a cycle's worth: the learner has the lowest priority
-            waiting = time.monotonic() + 900
+        served_texts, tokens, begun = served_texts + 1, tokens + len(text), begun + 1
+        if begun > 64:  # a cycle's worth: the learner has the lowest priority
+            waiting = time.monotonic() + 20
             while len(cycles(learned)) == seen and time.monotonic() < waiting:
-                await asyncio.sleep(1)
+                await asyncio.sleep(0.5)
         for report in cycles(learned)[seen:]:
-            seen += 1
+            seen, begun = seen + 1, 0
             say(served_texts=served_texts, **report)
             if report["accepted"]:
                 after = await measured(devices, prompts[:DECODED], report["fingerprint"])
