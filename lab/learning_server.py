@@ -3,7 +3,7 @@
 The domain is Go structs. A device drafts in PyTorch, one in onnxruntime, and one in Node where
 `packages/device-js` is built. They write answers in turn, ask for versions meanwhile, and decode
 questions outside the stream at the beginning and after each version; a bias that changes no
-token keeps these from the learner. All texts must be equal, and no link may break.
+token keeps these from the learner. All texts must be equal.
 
     python lab/learning_server.py SCRATCH_DIRECTORY [CYCLES]
 
@@ -160,7 +160,6 @@ async def measured(devices: list[Any], prompts: list[list[int]], version: str) -
             await device.turn(prompts[0], UNUSED)
         texts, tau = await decoded(device, prompts)
         say(device=device.name, state=await device.state(), decoded_tau=tau)
-        if isinstance(device, PythonDevice): say(noticed=device.session.stats.noticed_s, reopened=device.session.stats.reopened)
         found.append((texts, tau))
     return found
 
