@@ -1,24 +1,31 @@
 """Speed-up of drafts on targets of 135M to 8B, by the costs of random models and an assumed tau.
 
 Costs do not depend on the numbers in the weights. So targets of the shapes of SmolLM2 and Llama 3,
-and their drafters, are made of random numbers on the device. After 512 tokens of context the script
-times passes over 1 to 64 tokens (head and choice included), drafts, encodings and whole rounds. The
-overhead is a round's time less that of its parts. For an assumed tau the speed-up is
+and their drafters, are made of random numbers on the device, layer by layer. Layers beyond
+`--layers-gb` share the weights of earlier ones: no cache holds as much, so they are read as slowly.
+`--quantize int4` rounds the layers' weights as `load_target` does.
 
-    tau * (pass over one token + overhead) / (draft + pass over all drafts + encoding + overhead)
+After 512 tokens of context all parts are timed in turns: passes over 1 to 64 tokens (head and
+choice included), encodings, plain rounds, and rounds with drafts. Figures are medians; a row whose
+quartiles are over 10% of the median apart has a star. For an assumed tau the speed-up is the median
+over turns of
 
-On a GPU all is measured with and without CUDA graphs. An overhead below zero tells of parts that
-overlap, or of a busy machine.
+    tau * plain round / (round with drafts + encoding of tau tokens - encoding of those it accepted)
 
-    python benchmarks/scale.py --device cuda --json scale.json --plot scale.svg
+On a GPU all is measured with and without CUDA graphs. Targets that `--json` has are not measured
+again.
+
+    python benchmarks/scale.py --device cuda --quantize none int4 --json scale.json --plot scale.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import io
 import json
-import statistics
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,31 +34,42 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import setting
+from common import setting, spread
+from torch import nn
 from transformers import LlamaConfig
 
 from moaspec import Target, Tree
 from moaspec.backends.fast_target import FastDecoderLayers, accelerate
-from moaspec.backends.weight_only import quantise
-from moaspec.calibration.round_parts import RoundParts, timed
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.linear_backends import can_pack
+from moaspec.backends.pack import pack_linears
+from moaspec.backends.weight_only import BITS, quantise
+from moaspec.calibration.round_parts import RoundParts, pass_over, timed
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.kv_cache import KVCache
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain, parse_shape
-from moaspec.evaluate.methods import Method
-from moaspec.generation.local_engine import local_engine
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Timing
+from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.support.extras import require
 from moaspec.target.registry import DTYPES, skeleton_of
 from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from eval_studies.pass_costs import RoundCost, measure_costs
+from eval_report.plots import NO_METADATA, TEXT, scalable
+from eval_studies.pass_costs import linear_layers, weight_bytes
 
 CONTEXT = 512
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 TAUS = (2.0, 3.0, 4.2, 4.8)
 ENCODED = (1, 2, 4, 8)
 ONE, LONG = Chain(1), Chain(7)
-REPEATS, WARM_UPS = 5, 3
+TURNS = (5, 25)  # at least and at most; between them `--seconds` decides
+RECORDED_AFTER = 3  # turns of a GPU before its passes are replayed
+NOISY = 0.1  # of the median between the quartiles
+NONE = "none"  # of `--quantize`
 Figures = dict[str, Any]
 
 
@@ -88,61 +106,130 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 
 def main() -> None:
     """Measure one target after another, then print tables and JSON."""
-    options = argparse.ArgumentParser(description="Speed-up of drafts by the target's size.")
-    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--quantize", help="int8 or int4 rounds the target's weights by torchao.")
-    options.add_argument("--draft-vocab", type=int, default=0, help="16384, say; 0 drafts any id.")
-    options.add_argument("--drafts", nargs="+", default=[str(LONG), "tree:6x8x62"])
-    options.add_argument("--json", type=Path, help="A file for the last line, figures in JSON.")
-    options.add_argument("--plot", type=Path, help="A file for a plot: .svg, .png or .pdf.")
-    args = options.parse_args()
+    args = options().parse_args()
     torch.set_num_threads(args.threads)
-    found: list[Figures] = []
-    for name in args.shapes:
-        started = time.perf_counter()
-        found += scaled(name, args)
-        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-        figures = json.dumps({"benchmark": "scale", "context": CONTEXT, "targets": found})
-        if args.json is not None:  # after each target, so that a time limit leaves some
-            args.json.write_text(figures + "\n", encoding="utf-8")
+    found = known(args)
+    done = {(facts["target"], facts["quantize"]) for facts in found}
+    asked = [(name, quantize) for name in args.shapes for quantize in args.quantize]
+    left = [one for one in asked if one not in done]
+    sizes = [layer_size(SHAPES[name]) * SHAPES[name].num_hidden_layers for name, _ in left]
+    started = time.perf_counter()
+    for i, (name, quantize) in enumerate(left):
+        found += scaled(name, quantize, args)
+        if args.json is not None:  # after each target: an interrupted run goes on behind it
+            args.json.write_text(as_json(found, args) + "\n", encoding="utf-8")
         gc.collect()  # modules refer to one another, and the next target needs the room
+        spent_s = time.perf_counter() - started
+        rest_s = spent_s * sum(sizes[i + 1 :]) / sum(sizes[: i + 1])
+        print(f"{name}, {quantize}: {spent_s:.0f} s so far, at most {rest_s:.0f} left", flush=True)
+    found.sort(key=lambda facts: asked.index((facts["target"], facts["quantize"])))
     print(tables(found))
     if args.plot is not None:
         draw(found, args.plot)
-    print(figures)
+    print(as_json(found, args))
 
 
-def scaled(name: str, args: argparse.Namespace) -> list[Figures]:
+def options() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(description="Speed-up of drafts by the target's size.")
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
+    add("--device", default="cpu")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--threads", type=int, default=2)
+    add("--quantize", nargs="+", choices=[NONE, *BITS], default=[NONE], help="By torchao.")
+    add("--layers-gb", type=float, default=0, help="Of layers that are made; 0 makes all.")
+    add("--draft-vocab", type=int, default=0, help="16384, say; 0 drafts any id.")
+    add("--drafts", nargs="+", default=[str(LONG), "tree:6x8x62"])
+    add("--seconds", type=float, default=60, help="Of the turns of a target.")
+    add("--json", type=Path, help="A file of figures, which is continued.")
+    add("--plot", type=Path, help="An SVG file.")
+    return parser
+
+
+def known(args: argparse.Namespace) -> list[Figures]:
+    """Figures of the file that the run continues."""
+    if args.json is None or not args.json.exists():
+        return []
+    facts = json.loads(args.json.read_text(encoding="utf-8"))
+    if facts["settings"] != settings(args):
+        sys.exit(f"{args.json} has figures of other settings: {facts['settings']}. Name another.")
+    return list(facts["targets"])
+
+
+def settings(args: argparse.Namespace) -> Figures:
+    """What is the same for all figures of a file."""
+    names = ("device", "dtype", "threads", "layers_gb", "draft_vocab", "drafts")
+    return {name: getattr(args, name) for name in names} | {"context": CONTEXT}
+
+
+def as_json(found: Sequence[Figures], args: argparse.Namespace) -> str:
+    """All figures in one line."""
+    return json.dumps({"benchmark": "scale", "settings": settings(args), "targets": found})
+
+
+def layer_size(config: LlamaConfig) -> int:
+    """Weights of a layer."""
+    wide, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    return int(wide * (2 * heads * config.head_dim + 3 * config.intermediate_size))
+
+
+def scaled(name: str, quantize: str, args: argparse.Namespace) -> list[Figures]:
     """Figures of one target: with and without CUDA graphs on a GPU."""
-    target = random_target(SHAPES[name], name, args)
+    target = random_target(name, quantize, args)
     drafter = random_drafter(target, SIZES.get(name, {}), args.draft_vocab)
-    drafts = {text: parse_shape(text) for text in args.drafts}
+    shapes = {text: parse_shape(text) for text in args.drafts}
     found: list[Figures] = []
     for graphs in (True, False) if target.layers.records else (False,):
         if not graphs and isinstance(target.layers, FastDecoderLayers):
             target.layers.graphs = None
         facts = setting(target) | {"graphs": graphs, "drafter": drafter.num_parameters}
-        facts |= {"quantize": args.quantize, "draft_vocabulary": args.draft_vocab}
-        found.append(facts | measured(target, drafter, drafts))
+        facts |= {"quantize": quantize, "weight_bytes": pass_bytes(target)}
+        turns = Turns(target, drafter, shapes)
+        found.append(facts | figures_of(turns, args.drafts, args.seconds, graphs=graphs))
     return found
 
 
-def random_target(config: LlamaConfig, name: str, args: argparse.Namespace) -> Target:
+def random_target(name: str, quantize: str, args: argparse.Namespace) -> Target:
     """A Llama made on the device and accelerated."""
+    config = copy.deepcopy(SHAPES[name])
+    layers, most = config.num_hidden_layers, args.layers_gb * 1e9 / 2 / layer_size(config)
+    config.num_hidden_layers = min(layers, math.ceil(most)) if most else layers
     model = skeleton_of(config, args.dtype).to_empty(device=args.device)
     model.tie_weights()
     with torch.no_grad(), torch.device(args.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are no weights
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
-    if args.quantize is not None:
-        quantise(model, args.quantize, name=name, packed=True)
-    target = Target(model, None, name=name, quantize=args.quantize)
+    if quantize != NONE:
+        quantise(model, quantize, name=name, packed=True)
+    if can_pack(model.dtype, model.device):
+        pack_linears(model.model.layers)  # once what several layers are to share
+    lengthen(model, layers)
+    target = Target(model, None, name=name, quantize=None if quantize == NONE else quantize)
     accelerate(target)
     return target
+
+
+def lengthen(model: Any, layers: int) -> None:
+    """Add layers that share all modules with those which are there, in turns."""
+    made, config = [*model.model.layers], model.config
+    config.num_hidden_layers = layers
+    for index in range(len(made), layers):
+        source = made[index % len(made)]
+        with torch.device("meta"):
+            layer = type(source)(config, index)
+        for name, module in source.named_modules():
+            if not [*module.children()]:
+                layer.set_submodule(name, module)
+        model.model.layers.append(layer.eval())
+
+
+def pass_bytes(target: Target) -> int:
+    """Bytes of weights that a pass reads; those that layers share count for each."""
+    parts: list[nn.Module] = [*target.model.base_model.layers, target.draft_head(None)]
+    linears = [linear for part in parts for linear in linear_layers(part.modules())]
+    return sum(weight_bytes(linear, target.dtype) for linear in linears)
 
 
 def random_drafter(target: Target, sizes: Mapping[str, Any], draft_vocab: int) -> MoADrafter:
@@ -153,99 +240,196 @@ def random_drafter(target: Target, sizes: Mapping[str, Any], draft_vocab: int) -
     return drafter.to(target.dtype).eval().requires_grad_(requires_grad=False)
 
 
-def measured(target: Target, drafter: MoADrafter, drafts: Mapping[str, Tree]) -> Figures:
-    """Milliseconds of all parts, and speed-ups by tau for each shape of the drafts."""
-    shapes = {str(ONE): ONE, str(LONG): LONG, **drafts}
-    methods = {name: Method(name, target, drafter, shape) for name, shape in shapes.items()}
-    costs = measure_costs([*methods.values()], contexts=[CONTEXT], batches=[1], widths=WIDTHS)
-    rounds = {cost.method: cost for cost in costs.rounds}
-    one_s, encode_s = costs.widths[0].seconds, encoding(target, drafter)
-    plain_s = one_s + rest_s(Method("plain", target), lambda _: one_s)
-    steps_s = rounds[str(LONG)].draft_s - rounds[str(ONE)].draft_s
+class Chosen(DraftPolicy):
+    """Drafts what the benchmark chose for the round."""
 
-    def drafted(cost: RoundCost) -> Figures:
-        def parts_s(emitted: float) -> float:
-            return cost.draft_s + cost.verify_s + encode_s(emitted)
+    tree: Tree | None = None
+    wants_features = True
 
-        more_s = rest_s(methods[cost.method], parts_s)
-        parts = {"draft": cost.draft_s, "verify": cost.verify_s, "overhead": more_s}
-        speedup = {tau: tau * plain_s / (parts_s(tau) + more_s) for tau in TAUS}
-        return {part: 1000 * seconds for part, seconds in parts.items()} | {"speedup": speedup}
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        del length, num_rows
+        return self.tree
+
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        del tree, accepted
+
+
+class Turns:
+    """All parts of one target, which each turn times once: milliseconds by part.
+
+    Args:
+        shapes: of drafts, by name.
+    """
+
+    def __init__(self, target: Target, drafter: MoADrafter, shapes: Mapping[str, Tree]) -> None:
+        self._device, self._chosen = target.device, Chosen()
+        self._shapes = {str(ONE): ONE, str(LONG): LONG, **shapes}
+        verifier, proposer = local_parts(target, drafter)
+        assert isinstance(proposer, MoAProposer)
+        parts, cache = RoundParts(target, proposer), KVCache(target)
+        self._passes = {n: whole_pass(target, cache, n) for n in WIDTHS}
+        self._encodings = {n: parts.encode(n).run for n in ENCODED}
+        self._drafting = Engine(verifier, proposer, target=target)
+        self._plain = Engine(local_parts(target)[0], target=target)
+        prompt = [(7 * i) % min(target.vocab_size, 499) for i in range(CONTEXT)]
+        self._timing = self._begun(self._drafting, prompt, self._chosen)
+        self._begun(self._plain, prompt, None)
+
+    def _begun(self, engine: Engine, prompt: Sequence[int], shape: DraftPolicy | None) -> Timing:
+        handle = engine.add(prompt, max_new_tokens=4 * CONTEXT, shape=shape)
+        engine.step()
+        return engine.result(handle).timing
+
+    def turn(self) -> dict[str, float]:
+        found = {}
+        for n, run in self._passes.items():
+            found[f"pass {n}"], _ = self._ms(run)
+            if n in self._encodings:  # behind a pass, as in a round
+                found[f"encode {n}"], _ = self._ms(self._encodings[n])
+        found["plain"], _ = self._ms(self._plain.step)
+        for name, tree in self._shapes.items():
+            self._chosen.tree = tree
+            before_s = self._timing.draft_s
+            found[f"round {name}"], (event,) = self._ms(self._drafting.step)
+            found[f"draft {name}"] = 1000 * (self._timing.draft_s - before_s)
+            found[f"emitted {name}"] = 1 + len(event.accepted)
+        longer = found[f"draft {LONG}"] - found[f"draft {ONE}"]
+        return found | {"step": longer / (LONG.depth - ONE.depth)}
+
+    def _ms(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        with torch.inference_mode():
+            seconds, result = timed(run, self._device)
+        return 1000 * seconds, result
+
+
+def whole_pass(target: Target, cache: KVCache, tokens: int) -> Callable[[], object]:
+    """A pass with the head and the choice of each next token."""
+    run = pass_over(target, cache, tokens, CONTEXT)
+    return lambda: target.best(run().flatten(0, 1)).tolist()
+
+
+def figures_of(turns: Turns, names: Sequence[str], seconds: float, *, graphs: bool) -> Figures:
+    """Medians and quartiles of all parts, and of speed-ups by tau for each shape of drafts."""
+    for _ in range(RECORDED_AFTER if graphs else 1):
+        turns.turn()
+    found, (least, most), end = [], TURNS, time.perf_counter() + seconds
+    while len(found) < least or (len(found) < most and time.perf_counter() < end):
+        found.append(turns.turn())
+
+    def of(part: str) -> Figures:
+        return spread([one[part] for one in found])
+
+    encode = [of(f"encode {n}")["median"] for n in ENCODED]
+
+    def speedups(name: str, tau: float) -> list[float]:
+        ratios = []
+        for one in found:
+            more, less = np.interp([tau, one[f"emitted {name}"]], ENCODED, encode)
+            ratios.append(float(tau * one["plain"] / (one[f"round {name}"] + more - less)))
+        return ratios
+
+    def drafted(name: str) -> Figures:
+        parts = {part: of(f"{part} {name}") for part in ("draft", "round")}
+        return parts | {"speedup": {str(tau): spread(speedups(name, tau)) for tau in TAUS}}
 
     return {
-        "weight_bytes": costs.bound.weight_bytes,
-        "pass": {cost.tokens: 1000 * cost.seconds for cost in costs.widths},
-        "plain_overhead": 1000 * (plain_s - one_s),
-        "chain_step": 1000 * steps_s / (LONG.depth - ONE.depth),
-        "encode": {n: 1000 * encode_s(n) for n in ENCODED},
-        "drafts": {name: drafted(rounds[name]) for name in drafts},
+        "turns": len(found),
+        "pass": {str(n): of(f"pass {n}") for n in WIDTHS},
+        "encode": {str(n): of(f"encode {n}") for n in ENCODED},
+        "step": of("step"),
+        "plain": of("plain"),
+        "drafts": {name: drafted(name) for name in names},
     }
-
-
-def encoding(target: Target, drafter: MoADrafter) -> Callable[[float], float]:
-    """Seconds of encoding by number of tokens, interpolated."""
-    bench = RoundParts(target, FastMoAProposer(drafter, target))
-    timings = [bench.encode(n) for n in ENCODED]
-    with torch.inference_mode():
-        for turn in range(1 + REPEATS):
-            for part in timings:
-                part.time(counts=turn > 0)
-    return lambda tokens: float(np.interp(tokens, ENCODED, [part.median_s for part in timings]))
-
-
-def rest_s(method: Method, parts_s: Callable[[float], float]) -> float:
-    """Seconds of a round beyond its parts, which take `parts_s` of the tokens that it emits."""
-    engine = local_engine(method.target, method.drafter)
-    shape = None if method.drafter is None else method.fixed_shape
-    prompt = [(7 * i) % min(method.target.vocab_size, 499) for i in range(CONTEXT)]
-    engine.add(prompt, max_new_tokens=CONTEXT, shape=shape)
-    for _ in range(1 + WARM_UPS):
-        engine.step()
-    rests = []
-    for _ in range(REPEATS):
-        elapsed, (event,) = timed(engine.step, method.target.device)
-        rests.append(elapsed - parts_s(1 + len(event.accepted)))
-    engine.abort_all()
-    return statistics.median(rests)
 
 
 def tables(found: Sequence[Figures]) -> str:
     """Costs, then speed-ups, in Markdown."""
     names = list(found[0]["drafts"])
-    kinds = [(name, part) for name in names for part in ("draft", "overhead")]
-    head = ["ms", "GB", *(f"pass {n}" for n in WIDTHS), "encode 4", "step", *map(" ".join, kinds)]
-    heads = ["target", "drafts", *(f"tau {tau:g}" for tau in TAUS)]
+    rounds = [f"{part}, {name}" for name in names for part in ("draft", "round")]
+    head = [
+        "ms",
+        "GB",
+        *(f"pass {n}" for n in WIDTHS),
+        "encode 4",
+        "step",
+        "plain",
+        *rounds,
+        "apart",
+    ]
+    heads = ["target", "drafts", *(f"tau {tau:g}" for tau in TAUS), "apart"]
     costs, speeds = [head, ["---"] * len(head)], [[], heads, ["---"] * len(heads)]
     for facts in found:
-        target = facts["target"] + (", graphs" if facts["graphs"] else "")
-        numbers = [facts["weight_bytes"] / 1e9, *facts["pass"].values(), facts["encode"][4]]
-        numbers += [facts["chain_step"], *(facts["drafts"][name][part] for name, part in kinds)]
-        costs.append([target, *(f"{number:.2f}" for number in numbers)])
+        shown = [*facts["pass"].values(), facts["encode"]["4"], facts["step"], facts["plain"]]
+        shown += [facts["drafts"][name][part] for name in names for part in ("draft", "round")]
+        large = [*facts["pass"].values(), facts["plain"]]
+        large += [facts["drafts"][name]["round"] for name in names]
+        cells = [f"{facts['weight_bytes'] / 1e9:.2f}", *(f"{one['median']:.1f}" for one in shown)]
+        costs.append([label(facts), *cells, apart(large)])
         for name in names:
-            ratios = facts["drafts"][name]["speedup"].values()
-            speeds.append([target, name, *(f"{ratio:.2f}x" for ratio in ratios)])
+            ratios = [*facts["drafts"][name]["speedup"].values()]
+            cells = [f"{ratio['median']:.2f}x" for ratio in ratios]
+            speeds.append([label(facts), name, *cells, apart(ratios)])
     return "\n".join(f"| {' | '.join(row)} |" if row else "" for row in costs + speeds)
 
 
+def label(facts: Figures) -> str:
+    """The target and its precision."""
+    parts = [facts["target"], facts["dtype"] if facts["quantize"] == NONE else facts["quantize"]]
+    return ", ".join(parts + ["graphs"] * facts["graphs"])
+
+
+def apart(figures: Sequence[Figures]) -> str:
+    """The most that quartiles are apart, of their median."""
+    most = max((one["high"] - one["low"]) / one["median"] for one in figures)
+    return f"{100 * most:.0f}%" + "*" * (most > NOISY)
+
+
 def draw(found: Sequence[Figures], path: Path) -> None:
-    """Draw passes by tokens, and speed-ups by target for the last shape of drafts."""
+    """Draw, for each precision, passes by tokens and speed-ups by target."""
     require("--plot", "report")
+    import matplotlib
     from matplotlib.figure import Figure
 
-    shown, drafts = [one for one in found if one["graphs"]] or found, list(found[0]["drafts"])[-1]
-    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for facts in shown:
-        passes = [*facts["pass"].values()]
-        left.plot(WIDTHS, np.array(passes) / passes[0], "o-", label=facts["target"])
-    left.set_xscale("log", base=2)
-    left.set(xlabel="tokens in a pass", ylabel="time over that of one token")
-    for tau in TAUS:
-        values = [facts["drafts"][drafts]["speedup"][tau] for facts in shown]
-        right.plot([facts["target"] for facts in shown], values, "o-", label=f"tau {tau:g}")
-    right.set(xlabel="target", ylabel=f"speed-up by {drafts}")
-    figure.legend(loc="outside right", frameon=False)
-    figure.savefig(path)
+    shown = [one for one in found if one["graphs"]] or found
+    kinds = list(dict.fromkeys(one["quantize"] for one in shown))
+    with matplotlib.rc_context({**TEXT, "svg.hashsalt": "scale"}):
+        figure = Figure(figsize=(3.6 * len(kinds) + 1.2, 6.0), layout="constrained")
+        grid = figure.subplots(2, len(kinds), sharey="row", squeeze=False)
+        for (upper, lower), kind in zip(grid.T, kinds, strict=True):
+            facts = [one for one in shown if one["quantize"] == kind]
+            upper.set_title(facts[0]["dtype"] if kind == NONE else kind)
+            draw_passes(upper, facts)
+            draw_speedups(lower, facts)
+        grid[0, 0].set_ylabel("time over that of one token")
+        grid[1, 0].set_ylabel("speed-up")
+        for axes in grid[:, -1]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=NO_METADATA)
+    path.write_text(scalable(buffer.getvalue(), "Drafts by the target's size"), encoding="utf-8")
+
+
+def draw_passes(axes: Any, found: Sequence[Figures]) -> None:
+    """A line for each target."""
+    for facts in found:
+        passes = [one["median"] for one in facts["pass"].values()]
+        axes.plot(WIDTHS, np.array(passes) / passes[0], "o-", label=facts["target"])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(WIDTHS, [str(n) for n in WIDTHS])
+    axes.set_xlabel("tokens in a pass")
+    axes.set_ylim(bottom=0)
+
+
+def draw_speedups(axes: Any, found: Sequence[Figures]) -> None:
+    """A line for each tau and shape of drafts."""
+    for name, style in zip(found[0]["drafts"], ("o-", "s--", "^:", "v-."), strict=False):
+        for i, tau in enumerate(TAUS):
+            medians = [one["drafts"][name]["speedup"][str(tau)]["median"] for one in found]
+            names = [one["target"] for one in found]
+            axes.plot(names, medians, style, color=f"C{i}", label=f"{name}, tau {tau:g}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("target")
+    axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ other values.
 Legend: B rows, T tokens, L target layers, K one layer's key and value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
@@ -224,7 +224,7 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
     layers = _linear_layers(target)
-    num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
+    num_bytes = sum(weight_bytes(layer, target.dtype) for layer in layers)
     products = sum(layer.in_features * layer.out_features for layer in layers)
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
     one = passes[0].seconds
@@ -244,16 +244,23 @@ def _linear_layers(target: Target) -> set[nn.Linear | PackedLinear]:
     """The linear layers of a pass as they are computed, with the head."""
     model: Any = target.model
     plain_head = model.get_output_embeddings()
-    layers = [layer for layer in model.modules() if layer is not plain_head]
-    layers = [layer.joined if isinstance(layer, FusedPart) else layer for layer in layers]
-    found = {*layers, *target.draft_head(None).modules()}
-    return {layer for layer in found if isinstance(layer, nn.Linear | PackedLinear)}
+    modules = [module for module in model.modules() if module is not plain_head]
+    return linear_layers([*modules, *target.draft_head(None).modules()])
 
 
-def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
-    """Size of a weight in the kernels' format, or in its dtype."""
+def linear_layers(modules: Iterable[nn.Module]) -> set[nn.Linear | PackedLinear]:
+    """The linear layers among modules, as they are computed."""
+    layers = {one.joined if isinstance(one, FusedPart) else one for one in modules}
+    return {layer for layer in layers if isinstance(layer, nn.Linear | PackedLinear)}
+
+
+def weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
+    """Size of a weight in the kernels' format, in torchao's, or in its dtype."""
     if isinstance(layer, PackedLinear) and layer.matrix is not None:
         return layer.matrix.num_bytes
+    if isinstance(layer, nn.Linear) and hasattr(layer.weight, "__tensor_flatten__"):
+        names, _ = layer.weight.__tensor_flatten__()
+        return sum(getattr(layer.weight, name).nbytes for name in names)
     return layer.in_features * layer.out_features * dtype.itemsize
 
 

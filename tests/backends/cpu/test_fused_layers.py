@@ -5,6 +5,7 @@ Legend: B rows, T tokens, S slots, X joined heads, D head dim, E hidden size, R 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -331,6 +332,17 @@ def test_a_device_has_only_the_last_layers_of_a_cache() -> None:
     got = stack.run(x_BTE, cos_BTR, sin_BTR, mask, slots=slots, num=2)
     assert same_bits(got, expected)
     assert same_bits(at_once.data, apart.data)
+
+
+def test_weights_that_layers_share_lie_in_one_place() -> None:
+    layer, other = (some_layer(seed=100 * i).fused for i in range(2))
+    same = copy.copy(layer)
+    before = layer.finish(normal(1, 3, 64), normal(1, 3, 128, seed=1))
+    FusedStack([layer, other, same], 0.2)
+    places = [one.described.output.panels for one in (layer, other, same)]
+    assert places[0] == places[2] != places[1]
+    for one in (layer, same):
+        assert same_bits(one.finish(normal(1, 3, 64), normal(1, 3, 128, seed=1)), before)
 
 
 def test_layers_of_a_stack_still_work_alone() -> None:

@@ -50,10 +50,11 @@ class FusedLayer:
         self._weights = (*norms, *(None,) * (2 - len(norms)), *(head_norms or (None, None)))
         self._sizes = (eps, *heads, head_dim)
         self._num_heads, self._head_dim = heads[0] + 2 * heads[1], head_dim
-        self._describe()
+        self.describe()
         self._project, self._finish = library().moaspec_project, library().moaspec_finish
 
-    def _describe(self) -> None:
+    def describe(self) -> None:
+        """Note where the weights are; again after one was moved."""
         absent = (MatrixFacts(),) * (NUM_MATRICES - len(self.matrices))
         self.described = LayerFacts(
             *(matrix.described for matrix in self.matrices),
@@ -62,17 +63,6 @@ class FusedLayer:
             *self._sizes,
         )
         self._reference = ctypes.byref(self.described)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-    def move(self, room: Tensor) -> None:
-        """Let the matrices live in these bytes, one after another; there are `num_bytes`."""
-        parts = room.split([matrix.num_bytes for matrix in self.matrices])
-        for matrix, part in zip(self.matrices, parts, strict=True):
-            matrix.move(part)
-        self._describe()
 
     @classmethod
     def of(
@@ -159,15 +149,18 @@ class FusedStack:
     """Neighbouring layers in one call, their weights in one piece of memory.
 
     Args:
-        layers: in order; their weights are moved. A layer without keys and values of its own
-            attends to the stored ones and stores none.
+        layers: in order; their weights are moved, one that several share once. A layer without keys
+            and values of its own attends to the stored ones and stores none.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
         self.layers, self.scale = tuple(layers), scale
-        sizes = [layer.num_bytes for layer in layers]
-        for layer, room in zip(layers, large_pages(sum(sizes)).split(sizes), strict=True):
-            layer.move(room)
+        matrices = dict.fromkeys(matrix for layer in layers for matrix in layer.matrices)
+        sizes = [matrix.num_bytes for matrix in matrices]
+        for matrix, room in zip(matrices, large_pages(sum(sizes)).split(sizes), strict=True):
+            matrix.move(room)
+        for layer in layers:
+            layer.describe()
         self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
         self._call = library().moaspec_stack
 
