@@ -15,7 +15,7 @@ struct Words { __m256i part[2]; };
 struct Pairs { __m256 first[2], second[2]; };
 using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
 
-constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 2 of weights and what loads them fit 16 registers
+constexpr int kRowsOfTile = 6;  // 6 * 2 sums, 2 of weights, a number and a mask fill 16 registers
 // Several panels are several streams from memory, which the CPU fetches ahead faster than one.
 constexpr int panels_of_tile(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 constexpr int kAhead = 64;    // pairs that weights are fetched ahead of their use
@@ -192,6 +192,13 @@ inline void as_inputs(const bf16* from, int64_t count, Input* to) {
   for (; i < count; i++) to[i] = widened(from[i]);
 }
 
+// sum += a * b in the register of the sum. A compiler that puts sums in place of `a` runs out of registers.
+inline void add_product(__m256 a, __m256 b, __m256& sum) {
+  __m256 same = sum;
+  asm("vfmadd231ps %2, %1, %0" : "+x"(same) : "x"(a), "x"(b));
+  sum = same;
+}
+
 // Adds one pair of inputs of M rows, times V panels.
 template <int M, int V>
 [[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
@@ -201,8 +208,7 @@ template <int M, int V>
       unrolled<M>([&](auto m) {
         const __m256 number = _mm256_broadcast_ss(from + m * stride);
         Floats& sum = sums[m][v];
-        sum.part[0] = _mm256_fmadd_ps(number, half[0], sum.part[0]);
-        sum.part[1] = _mm256_fmadd_ps(number, half[1], sum.part[1]);
+        for (int i = 0; i < 2; i++) add_product(number, half[i], sum.part[i]);
       });
     };
     const uint8_t *panel = panels + v * panel_size, *again = panel;
