@@ -312,7 +312,8 @@ def figures_of(turns: Turns, names: Sequence[str], seconds: float, *, graphs: bo
     """Medians and quartiles of all parts, and of speed-ups by tau for each shape of drafts."""
     for _ in range(RECORDED_AFTER if graphs else 1):
         turns.turn()
-    found, (least, most), end = [], TURNS, time.perf_counter() + seconds
+    (least, most), end = TURNS, time.perf_counter() + seconds
+    found: list[dict[str, float]] = []
     while len(found) < least or (len(found) < most and time.perf_counter() < end):
         found.append(turns.turn())
 
