@@ -403,6 +403,8 @@ def draw(found: Sequence[Figures], path: Path) -> None:
             draw_speedups(lower, facts)
         grid[0, 0].set_ylabel("time over that of one token")
         grid[1, 0].set_ylabel("speed-up")
+        for axes in grid[:, 0]:  # which share it with the others of their row
+            axes.set_ylim(bottom=0)
         for axes in grid[:, -1]:
             axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
         buffer = io.StringIO()
@@ -418,7 +420,6 @@ def draw_passes(axes: Any, found: Sequence[Figures]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(WIDTHS, [str(n) for n in WIDTHS])
     axes.set_xlabel("tokens in a pass")
-    axes.set_ylim(bottom=0)
 
 
 def draw_speedups(axes: Any, found: Sequence[Figures]) -> None:
@@ -430,7 +431,6 @@ def draw_speedups(axes: Any, found: Sequence[Figures]) -> None:
             axes.plot(names, medians, style, color=f"C{i}", label=f"{name}, tau {tau:g}")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xlabel("target")
-    axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":
