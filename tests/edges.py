@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import memorised_target
 import serving
 import tiny
 from moaspec.errors import LinkError, RefusedError
@@ -16,6 +17,7 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
 from moaspec.remote.device.server_text import RemoteText
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
@@ -74,6 +76,37 @@ class _CutConnection:
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+class HeldTransport(InProcessTransport):
+    """A transport that may stop in the middle of an answer, for as long as it is told to."""
+
+    most: int | None = None
+    """Tokens of a text, prompt included, beyond which verdicts are lost."""
+
+    async def connect(self) -> Connection:
+        connection = await super().connect()
+        receive = connection.receive
+
+        async def receive_held() -> bytes:
+            while True:
+                frame = await receive()
+                base = pb.ServerMessage.FromString(frame).verdict.base
+                if self.most is None or base <= self.most:
+                    return frame
+
+        vars(connection)["receive"] = receive_held
+        return connection
+
+    @contextmanager
+    def holding(self, tokens: int, question: str) -> Iterator[None]:
+        """Stop an answer of the memorised target after about so many tokens."""
+        prompt = memorised_target.prompt_ids(memorised_target.target(), question)
+        self.most = len(prompt) + tokens
+        try:
+            yield
+        finally:
+            self.most = None
 
 
 class Edge:

@@ -226,6 +226,7 @@ def test_an_edge_asks_again_after_a_cut(
 
     monkeypatch.setattr(DeviceBundle, "update", update)
     monkeypatch.setattr(edge_source, "UPDATE_EVERY_S", 0.0)
+    monkeypatch.setattr(edge_source, "REACH_EVERY_S", 0.0)
     device = load_device(bundle, dtype="float32")
 
     async def run() -> None:
@@ -245,25 +246,38 @@ def test_an_edge_asks_again_after_a_cut(
 def test_an_edge_says_once_that_there_is_no_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the device takes no new versions."""
-    answers = [LinkError("none"), LinkError("none"), RefusedError("the end")]
+    """Also where the device takes no new versions. The link is down until the server answers."""
+    answers: list[Exception | pb.Description] = [
+        LinkError("none"),
+        LinkError("none"),
+        pb.Description(),
+        RefusedError("the end"),
+    ]
+    states = list[str]()
 
     class Away(Sender):
         async def describe(self) -> pb.Description:
-            raise answers.pop(0)
+            assert source.link is not None
+            states.append(source.link.state)
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     monkeypatch.setattr(edge_source, "UPDATE_EVERY_S", 0.0)
+    monkeypatch.setattr(edge_source, "REACH_EVERY_S", 0.0)
+    transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type]
+    device = LocalDevice(tiny.target(), moaspec.NgramProposer())
+    source = EdgeSource(device, transport, name="tiny", updates=transport)
 
     async def run() -> None:
-        transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type]
-        device = LocalDevice(tiny.target(), moaspec.NgramProposer())
-        source = EdgeSource(device, transport, name="tiny", updates=transport)
         await source.start()
         await asyncio.wait_for(source._updating, 60)  # type: ignore[arg-type]
         await source.close()
 
     asyncio.run(run())
     assert caplog.text.count("No link to 127.0.0.1:1; trying again.") == 1
+    assert states == ["down", "down", "down", "up"]
 
 
 def test_texts_are_offered_when_a_turn_is_over(tmp_path: Path) -> None:

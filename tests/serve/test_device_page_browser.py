@@ -142,15 +142,7 @@ def test_on_a_phone(server: PageServer, browser: Browser, tmp_path: Path) -> Non
         visited.page.screenshot(path=pictures / "device-phone.png")
         assert not violations(visited)
         visited.page.click("#fresh")
-        with server.holding(SENT):
-            ask(visited)
-            visited.shows(STARTED)
-            with without_network(visited, server):
-                visited.shows(PROVISIONAL)
-                visited.shows(DOWN)
-                visited.page.screenshot(path=pictures / "device-phone-offline.png")
-                assert not violations(visited)
-        visited.shows(DONE)
+        look_offline(visited, server, pictures / "device-phone-offline.png")
         assert raw_text(visited) == ANSWER
         assert not visited.complaints
 
@@ -222,6 +214,19 @@ def without_server(visited: Visit, server: PageServer) -> Iterator[None]:  # noq
         server.start()
 
 
+def look_offline(visited: Visit, server: PageServer, picture: Path) -> None:
+    """Look at an answer whose network is gone in the middle, then await its end."""
+    with server.holding(SENT):
+        ask(visited)
+        visited.shows(STARTED)
+        with without_network(visited, server):
+            visited.shows(PROVISIONAL)
+            visited.shows(DOWN)
+            visited.page.screenshot(path=picture)
+            assert not violations(visited)
+    visited.shows(DONE)
+
+
 @pytest.mark.parametrize("cut", [without_network, without_server])
 def test_cuts_change_no_text(page: Visit, server: PageServer, cut: Cut) -> None:
     """Ten answers, greedy and sampled, are cut once each; most show words within a second."""
@@ -255,15 +260,7 @@ def test_offline_in_the_middle(
 ) -> None:
     if seed is not None:
         sampled(page, seed)
-    with server.holding(SENT):
-        ask(page)
-        page.shows(STARTED)
-        with without_network(page, server):
-            page.shows(PROVISIONAL)
-            page.shows(DOWN)
-            page.page.screenshot(path=browsing.screenshots(tmp_path) / "device-offline.png")
-            assert not violations(page)
-    page.shows(DONE)
+    look_offline(page, server, browsing.screenshots(tmp_path) / "device-offline.png")
     settings = {} if seed is None else {"temperature": 0.8, "seed": seed}
     assert raw_text(page) == own_text(QUESTION, **settings)
     assert "provisional tokens were right" in page.text(".notes")

@@ -13,12 +13,12 @@ import memorised_target
 import serving
 from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
+from edges import HeldTransport
 from memorised_target import ANSWER, QUESTION
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
 from moaspec.remote.emulation import Faults, LinkProfile, ShapedTransport
-from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import TargetService
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
@@ -31,16 +31,25 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 LINK = LinkProfile(name="slow", delay_s=0.04)
-"""Slow enough that there is time to cut it, quick enough for a test."""
+"""Longer than a round of the drafter."""
+
+HELD = 20
+"""Tokens of an answer, over 60 characters, at which a test may hold it."""
 
 
 @pytest.fixture(scope="module")
-def edge(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
+def transport() -> HeldTransport:
+    target, drafter = memorised_target.target(), memorised_target.drafter()
+    return HeldTransport(TargetService(target, drafter))
+
+
+@pytest.fixture(scope="module")
+def edge(browser: Browser, transport: HeldTransport) -> Iterator[Served]:  # noqa: ARG001 - skips
     target, drafter, faults = memorised_target.target(), memorised_target.drafter(), Faults()
     quick = LinkOptions(heartbeat_s=0.1, dead_after_s=1.0, backoff_s=0.05, max_backoff_s=0.1)
     source = EdgeSource(
         LocalDevice(target, drafter),
-        ShapedTransport(InProcessTransport(TargetService(target, drafter)), LINK, faults),
+        ShapedTransport(transport, LINK, faults),
         name=serving.MODEL,
         options=RemoteOptions(link=quick, draft="tree:2x2x3"),
         faults=faults,
@@ -147,13 +156,16 @@ def test_the_race_is_run_where_things_may_move(browser: Browser, local: Served) 
         ]
 
 
-def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
+def test_through_a_cut(
+    browser: Browser, edge: Served, transport: HeldTransport, pictures: Path
+) -> None:
     with browsing.visit(browser, edge.url) as visited:
-        ask(visited)
-        visited.shows("document.querySelector('.answer .text').textContent.length > 60")
-        visited.page.click("#cut")
-        # No more than a few can be asked for: by itself the drafter may see an end soon.
-        visited.shows("CSS.highlights.get('provisional').size > 3")
+        with transport.holding(HELD, QUESTION):
+            ask(visited)
+            visited.shows("document.querySelector('.answer .text').textContent.length > 60")
+            visited.page.click("#cut")
+            # No more than a few can be asked for: by itself the drafter may see an end soon.
+            visited.shows("CSS.highlights.get('provisional').size > 3")
         visited.shows("document.querySelector('#link-state').dataset.state === 'down'")
         assert visited.page.get_attribute("#cut", "aria-checked") == "false"
         visited.page.screenshot(path=pictures / "edge-cut.png")
@@ -296,7 +308,7 @@ def test_a_wide_table_scrolls_on_a_phone(browser: Browser, local: Served) -> Non
         assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_keyboard(browser: Browser, edge: Served) -> None:
+def test_keyboard(browser: Browser, edge: Served, transport: HeldTransport) -> None:
     with browsing.visit(browser, edge.url) as visited:
         page = visited.page
         visited.shows("document.querySelector('#where').textContent !== ''")
@@ -308,10 +320,11 @@ def test_keyboard(browser: Browser, edge: Served) -> None:
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("not?")
         assert page.input_value("#message") == "Why\nnot?"
-        page.keyboard.press("Enter")
-        visited.shows("document.querySelector('.answer .text')?.textContent.length > 20")
-        page.keyboard.press("Escape")
-        visited.shows(DONE)
+        with transport.holding(HELD, "Why\nnot?"):
+            page.keyboard.press("Enter")
+            visited.shows("document.querySelector('.answer .text')?.textContent.length > 20")
+            page.keyboard.press("Escape")
+            visited.shows(DONE)
         assert "Stopped." in visited.text(".answer")
         assert page.evaluate("document.activeElement.id") == "message"
         assert not visited.complaints

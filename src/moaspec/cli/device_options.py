@@ -41,7 +41,13 @@ class DeviceOptions:
         Path | None,
         "Device bundle directory; default: made once, of --model and its bundled drafter.",
     ] = None
-    model: options.Model = options.MODEL
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Target with a bundled drafter; default: smollm2-135m. With --bundle it is the "
+            "name that `moaspec edge` serves the model by; default: the directory's."
+        ),
+    ] = None
     on_cut: Annotated[
         str,
         "While the link is down: rollback (write on, correct later), keep (write on, "
@@ -114,7 +120,13 @@ class DeviceOptions:
     @property
     def name(self) -> str:
         """The bundle or, without one, the model."""
-        return str(self.bundle or self.model)
+        return str(self.bundle or self.served)
+
+    @property
+    def served(self) -> str:
+        """The model's name: --model, or that of the bundle's directory."""
+        bundle = None if self.bundle is None else self.bundle.resolve().name
+        return self.model or bundle or options.MODEL
 
     @property
     def servers(self) -> list[str]:
@@ -160,7 +172,7 @@ class DeviceOptions:
             return OnnxDevice(self.bundle, threads=self.threads or 1)
         from moaspec.remote.device.bundle import load_device
 
-        return load_device(self.bundle or _made_bundle(self.model))
+        return load_device(self.bundle or _made_bundle(self.served))
 
     def transport(self) -> Fleet:
         """The connections to the servers, not opened yet.

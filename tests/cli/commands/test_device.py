@@ -93,11 +93,15 @@ def test_options_that_exclude_each_other(
 
 
 def test_what_cannot_be_exported(tmp_path: Path, cli: Cli) -> None:
-    save_target(tmp_path / "target")
-    missing = cli("checkpoint", "export-device", str(tmp_path / "target"), "nothing", "out")
+    missing = cli("checkpoint", "export-device", "no/target", "nothing", str(tmp_path / "out"))
     assert missing.code == 2
-    assert "nothing" in missing.err
+    assert "No drafter 'nothing'" in missing.err  # a target takes longer to load
     (tmp_path / "taken").write_text("mine")
-    taken = cli("checkpoint", "export-device", "x", "y", str(tmp_path / "taken"))
-    assert taken.code == 2
+    for place, options in ((tmp_path / "taken", ()), (tmp_path, ("--num-target-layers", "-1"))):
+        refused = cli("checkpoint", "export-device", "x", "y", str(place), *options)
+        assert refused.code == 2
+        assert "Loading" not in refused.err
+    others = cli("checkpoint", "export-device", "x", "y", str(tmp_path))
+    assert "holds no device bundle" in others.err
+    assert "Loading" not in others.err
     assert (tmp_path / "taken").read_text() == "mine"

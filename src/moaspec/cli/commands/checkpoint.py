@@ -78,7 +78,10 @@ def export_device(
     int4: Annotated[bool, "Store four bits per weight; not for PyTorch."] = False,
     num_target_layers: Annotated[
         int | None,
-        "Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can.",
+        typer.Option(
+            help="Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can.",
+            min=0,
+        ),
     ] = None,
 ) -> None:
     """Write a bundle for a device.
@@ -95,6 +98,10 @@ def export_device(
             "--int4 needs --format onnx or onnx-web; PyTorch's bundles have 16 or 8 bits."
         )
     weights = _onnx_weights(form, int8=int8, int4=int4)
+    # Imported here, because the command line starts without it; it loads nothing large.
+    from moaspec.remote.device.bundle_place import require_free
+
+    require_free(out)
     with loading(target):
         if form == "torch":
             from moaspec.remote.device.bundle import export_bundle

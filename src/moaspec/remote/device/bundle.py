@@ -187,8 +187,8 @@ def load_models(
     target: str | Path, drafter: str | Path, *, dtype: str = "bfloat16"
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
     """Load what a bundle is made of, in this dtype; errors as `export_bundle` raises them."""
-    whole = load_target(target, dtype=dtype, packed=False)
     source = find_drafter(drafter)
+    whole = load_target(target, dtype=dtype, packed=False)
     loaded = load_any_drafter(source, target=whole)
     module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
     problem = device_problem(module, whole)

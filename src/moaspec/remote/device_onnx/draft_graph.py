@@ -21,7 +21,6 @@ E hidden size, V draft vocabulary, K drafts per run.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,11 +200,8 @@ class _DraftGraph(GraphBuilder):
         rope = self.drafter.decoder.self_rope
         normed_TE = self.norm(x_TE, layer.input_layernorm)
         new = self.keys_and_values(normed_TE, layer.key_value, self.positions_T, sizes, rope)
-        names = ("text_key", "text_value")
-        key, value = (
-            self.store(name, one, self.positions_T, sizes)
-            for name, one in zip(names, new, strict=True)
-        )
+        heads = sizes.num_kv_heads
+        key, value = (self.store(f"text_{k}", new[k], self.positions_T, heads) for k in new)
         query = self.queries(self.newest(normed_TE), layer, sizes, rope)
         hidden = self.hidden(self.earlier_WS, sizes)
         return self.finish(self.newest(x_TE), layer, self.attend(query, key, value, hidden, sizes))
@@ -227,48 +223,42 @@ class _DraftGraph(GraphBuilder):
         """
         known_S = self.op("GreaterOrEqual", self.slots_S, self.num_encoded)
         known_S = self.op("Or", known_S, "memory_mask")
-        held_W = self.op("Gather", "memory_mask", self.positions_W, axis=0)
-        held_W11 = self.op("Unsqueeze", held_W, self.constant([1, 2]))
+        at = self.positions_W
+        held_W = self.op("Gather", "memory_mask", at, axis=0)
+        held = self.op("Unsqueeze", held_W, self.constant([1, 2]))
         visible_WS = self.op("And", self.earlier_WS, known_S)
-        sizes, rope = reused.sizes, reused.rope
+        sizes, rope, heads = reused.sizes, reused.rope, reused.sizes.num_kv_heads
         hidden = self.hidden(visible_WS, sizes)
         for index, layer in enumerate(reused.layers):
             normed_WE = self.norm(x_WE, layer.input_layernorm)
             part = layer.self_attn
-            new = self.keys_and_values(normed_WE, part, self.positions_W, sizes, rope)
-            key, value = (
-                self.store(f"{name}_{index}", one, self.positions_W, sizes, held_W11)
-                for name, one in zip(("layer_key", "layer_value"), new, strict=True)
-            )
+            new = self.keys_and_values(normed_WE, part, at, sizes, rope)
+            key, value = (self.store(f"layer_{k}_{index}", new[k], at, heads, held) for k in new)
             query = self.queries(normed_WE, layer, sizes, rope)
             x_WE = self.finish(x_WE, layer, self.attend(query, key, value, hidden, sizes))
         return self.norm(x_WE, reused.norm)
 
     def keys_and_values(
         self, normed_TE: str, part: Any, positions_T: str, sizes: Sizes | LayerConfig, rope: Any
-    ) -> tuple[str, str]:
-        """Rotated keys, and values, (T, J, D) each."""
+    ) -> dict[str, str]:
+        """Rotated "key", and "value", (T, J, D) each."""
         heads = self.constant([-1, sizes.num_kv_heads, sizes.head_dim])
         key_TJD, value_TJD = (
             self.op("Reshape", self.linear(normed_TE, one), heads)
             for one in (part.k_proj, part.v_proj)
         )
-        return self.rotated(key_TJD, positions_T, rope, sizes.head_dim), value_TJD
+        key_TJD = self.rotated(key_TJD, positions_T, rope, sizes.head_dim)
+        return {"key": key_TJD, "value": value_TJD}
 
     def store(
-        self,
-        cache: str,
-        new_TJD: str,
-        positions_T: str,
-        sizes: Sizes | LayerConfig,
-        held_T11: str | None = None,
+        self, cache: str, new_TJD: str, positions_T: str, num_heads: int, held_T11: str = ""
     ) -> str:
         """The cache with the keys or values of these positions, except where it holds them."""
-        if held_T11 is not None:
+        if held_T11:
             old_JTD = self.op("Gather", cache, positions_T, axis=1)
             old_TJD = self.op("Transpose", old_JTD, perm=[1, 0, 2])
             new_TJD = self.op("Where", held_T11, old_TJD, new_TJD)
-        slots = self._slots(positions_T, sizes.num_kv_heads)
+        slots = self._slots(positions_T, num_heads)
         new_JTD = self.op("Transpose", new_TJD, perm=[1, 0, 2])
         return self.op("ScatterND", cache, slots, new_JTD, name=f"new_{cache}")
 
@@ -278,15 +268,16 @@ class _DraftGraph(GraphBuilder):
         query = self.op("Reshape", query, self.constant([-1, sizes.num_heads, sizes.head_dim]))
         query = self.rotated(query, self.positions_W, rope, sizes.head_dim)
         query = self.op("Mul", query, self.constant(sizes.head_dim**-0.5))
-        heads = [sizes.num_kv_heads, _groups(sizes)]
-        query = self.op("Reshape", query, self.constant([0, *heads, sizes.head_dim]))
+        heads = sizes.num_kv_heads
+        query = self.op("Reshape", query, self.constant([0, heads, -1, sizes.head_dim]))
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])
-        return self.op("Reshape", query, self.constant([heads[0], -1, sizes.head_dim]))
+        return self.op("Reshape", query, self.constant([heads, -1, sizes.head_dim]))
 
     def hidden(self, visible_WS: str, sizes: Sizes | LayerConfig) -> str:
         """The mask of R queries, (R, S): added to their scores."""
         hidden_WS = self.op("Where", visible_WS, self.constant(0.0), self.constant(HIDDEN))
-        return self.op("Tile", hidden_WS, self.constant([_groups(sizes), 1]))
+        groups = sizes.num_heads // sizes.num_kv_heads
+        return self.op("Tile", hidden_WS, self.constant([groups, 1]))
 
     def attend(
         self, query_JRD: str, key_JSD: str, value_JSD: str, hidden: str, sizes: Sizes | LayerConfig
@@ -295,8 +286,8 @@ class _DraftGraph(GraphBuilder):
         scores = self.op("MatMul", query_JRD, self.op("Transpose", key_JSD, perm=[0, 2, 1]))
         weights = self.op("Softmax", self.op("Add", scores, hidden), axis=-1)
         output = self.op("MatMul", weights, value_JSD)
-        shape = [sizes.num_kv_heads, _groups(sizes), -1, sizes.head_dim]
-        output = self.op("Reshape", output, self.constant(shape))
+        heads = [sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads]
+        output = self.op("Reshape", output, self.constant([*heads, -1, sizes.head_dim]))
         output = self.op("Transpose", output, perm=[2, 0, 1, 3])
         return self.op("Reshape", output, self.constant([0, -1]))
 
@@ -316,11 +307,8 @@ class _DraftGraph(GraphBuilder):
         angles = self.op("Mul", position, self.constant(to_numpy(rope.inv_freq)))
         scaling = self.constant(float(rope.attention_scaling))
         cos, sin = (self.op("Mul", self.op(name, angles), scaling) for name in ("Cos", "Sin"))
-        first, second, *rest = (
-            self.op("Slice", x_THD, *(self.constant([one]) for one in (start, stop, 2)))
-            for start, stop in ((0, half), (half, 2 * half), (2 * half, head_dim))
-            if start < stop
-        )
+        bounds = (0, half), (half, 2 * half), (2 * half, head_dim)
+        first, second, *rest = (self.cut(x_THD, a, b, axis=2) for a, b in bounds if a < b)
         parts = (("Sub", (first, cos), (second, sin)), ("Add", (second, cos), (first, sin)))
         turned = (self.op(sign, self.op("Mul", *a), self.op("Mul", *b)) for sign, a, b in parts)
         return self.op("Concat", *turned, *rest, axis=-1)
@@ -352,7 +340,7 @@ class _DraftGraph(GraphBuilder):
             self.op("Gather", self.constant(ids.cpu().numpy()), index, name="top_token_ids")
         return count
 
-    @cached_property
+    @property
     def num_encoded(self) -> str:
         """Tokens up to the last one with activations, (1,) int64."""
         numbers_S = self._up_to(self._size("memory_mask", 0))
@@ -363,9 +351,8 @@ class _DraftGraph(GraphBuilder):
     def _first_without_activations(self) -> str:
         """Index of the first of the T tokens that has none, at most of the last one, (1,) int64."""
         first = self.op("Max", self.op("Sub", self.num_encoded, "start"), self.constant([0]))
-        return self.op(
-            "Min", first, self.op("Sub", self.op("Shape", "token_ids"), self.constant([1]))
-        )
+        last = self.op("Sub", self.op("Shape", "token_ids"), self.constant([1]))
+        return self.op("Min", first, last)
 
     def _slots(self, positions_T: str, num_heads: int) -> str:
         """Indices of positions in a cache, (J, T, 2)."""
@@ -400,20 +387,13 @@ class _DraftGraph(GraphBuilder):
         outputs |= {"top_token_ids": (top,), "top_log_q": (top,)}
         kinds = {"memory_mask": TensorProto.BOOL}
         kinds |= dict.fromkeys(("token_ids", "start", "top_token_ids"), TensorProto.INT64)
-
-        def values(shapes: dict[str, Any]) -> list[onnx.ValueInfoProto]:
-            return [
+        ends = (
+            [
                 helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), shape)
-                for name, shape in shapes.items()
+                for name, shape in one.items()
             ]
-
-        graph = helper.make_graph(
-            self.nodes, "draft", values(inputs), values(outputs), self.initializers
+            for one in (inputs, outputs)
         )
+        graph = helper.make_graph(self.nodes, "draft", *ends, self.initializers)
         versions = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         return helper.make_model(graph, opset_imports=versions, ir_version=IR_VERSION)
-
-
-def _groups(sizes: Sizes | LayerConfig) -> int:
-    """Query heads of a KV head."""
-    return sizes.num_heads // sizes.num_kv_heads

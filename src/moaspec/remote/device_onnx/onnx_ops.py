@@ -4,6 +4,7 @@ Legend: T tokens, R rows of a matrix, I its inputs, Q blocks of a row, B inputs 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class Matrix:
 class GraphBuilder:
     """Collects nodes and initializers (`weights`: their bits); methods name tensors.
 
+    The same operation on the same inputs is added once, and so are equal constants.
+
     Attributes:
         learned: the initializers of weights that were stored while `is_learning`. Their number and
             sizes depend on the weights' shapes alone.
@@ -66,38 +69,49 @@ class GraphBuilder:
         self.initializers: list[onnx.TensorProto] = []
         self.learned: list[onnx.TensorProto] = []
         self.is_learning = False
-        self._splits: dict[str, tuple[str, str]] = {}
-        self._wide: dict[str, str] = {}
+        self._outputs: dict[bytes, Sequence[str]] = {}
+        self._constants: dict[bytes, str] = {}
 
-    def op(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
+    def op(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:
         """Add a node with one output, whose name matters only where the graph has it as output."""
-        name = name or f"{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [name], **attributes))
-        return name
+        return self.ops(kind, *inputs, names=[name] if name else (), **attributes)[0]
 
-    def ops(self, kind: str, *inputs: str, count: int, **attributes: Any) -> list[str]:
+    def ops(
+        self, kind: str, *inputs: str, count: int = 1, names: Sequence[str] = (), **attributes: Any
+    ) -> Sequence[str]:
         """Add a node with several outputs."""
-        names = [f"{kind}_{len(self.nodes)}_{i}" for i in range(count)]
-        self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
-        return names
+        key = helper.make_node(kind, inputs, (), **attributes).SerializeToString()
+        if names or key not in self._outputs:
+            self._outputs[key] = names or [f"{kind}_{len(self.nodes)}_{i}" for i in range(count)]
+            self.nodes.append(helper.make_node(kind, inputs, self._outputs[key], **attributes))
+        return self._outputs[key]
 
     def constant(self, value: ArrayLike) -> str:
         """Store numbers: floating ones in float32, whole ones as they are (int64 from Python)."""
-        array = np.array(value, order="C")
+        array = np.asarray(value)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
-        name = f"constant_{len(self.initializers)}"
-        self.initializers.append(numpy_helper.from_array(array, name))
-        return name
+        tensor = numpy_helper.from_array(array)
+        key = tensor.SerializeToString()
+        if key not in self._constants:
+            self._constants[key] = self._stored(tensor)
+        return self._constants[key]
 
     def weight(self, value: Array) -> str:
         """Store a trained weight, or a constant that is computed from one."""
-        name = self.constant(value)
-        self._learn()
-        return name
+        return self._trained(numpy_helper.from_array(value))
 
-    def _learn(self) -> None:
+    def _trained(self, tensor: onnx.TensorProto) -> str:
         if self.is_learning:
-            self.learned.append(self.initializers[-1])
+            self.learned.append(tensor)
+        return self._stored(tensor)
+
+    def _stored(self, tensor: onnx.TensorProto) -> str:
+        tensor.name = f"constant_{len(self.initializers)}"
+        self.initializers.append(tensor)
+        return tensor.name
+
+    def cut(self, x: str, start: int, stop: int, axis: int) -> str:
+        return self.op("Slice", x, *(self.constant([one]) for one in (start, stop, axis)))
 
     def matrix(self, weight_RI: Array, *, fine: bool = False) -> Matrix:
         """Store a matrix in this graph's bits; `fine`: in four more, with int8 and int8-web."""
@@ -154,7 +168,7 @@ class GraphBuilder:
         ]
         x_IR = self.op("Concat", *parts, axis=1)
         if num_inputs % WEB_BLOCK:
-            x_IR = self.op("Slice", x_IR, *(self.constant([one]) for one in (0, num_inputs, 0)))
+            x_IR = self.cut(x_IR, 0, num_inputs, axis=0)
         return Matrix(x_IR, self.weight(scale_R11.ravel()), num_inputs, num_rows)
 
     def _multiplied(self, steps_RQB: Array, factor_RQ1: Array) -> str:
@@ -173,11 +187,8 @@ class GraphBuilder:
     def _int4(self, values: Array) -> str:
         """Store whole numbers from -8 to 7; an even number of them."""
         low, high = (values.reshape(-1, 2).astype(np.uint8) & 15).T
-        name, data = f"constant_{len(self.initializers)}", (low | high << 4).tobytes()
-        made = helper.make_tensor(name, TensorProto.INT4, values.shape, data, raw=True)
-        self.initializers.append(made)
-        self._learn()
-        return name
+        data = (low | high << 4).tobytes()
+        return self._trained(helper.make_tensor("", TensorProto.INT4, values.shape, data, raw=True))
 
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
@@ -204,19 +215,18 @@ class GraphBuilder:
         """(T, I) -> (T, R)."""
         if self.weights == "float32":
             return self.op("MatMul", x, matrix.name)
-        if matrix.is_fine:
-            x = self._padded(x, matrix.num_inputs)
-            found = self.op("MatMul", self._for_twelve_bits(x), self._floats(matrix.name))
-            return self.op("Mul", found, matrix.scale)
         if self.weights == "int4-web":
             quantised, x_scale, zero = self.ops("DynamicQuantizeLinear", x, count=3)
             sums = self.op("MatMulInteger", quantised, matrix.name, zero)
             sums = self.op("Cast", sums, to=TensorProto.FLOAT)
             return self.op("Mul", sums, self.op("Mul", x_scale, matrix.scale))
-        if self.weights == "int8-web":
-            return self._web_product(self._padded(x, matrix.num_inputs), matrix)
-        scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
         x = self._padded(x, matrix.num_inputs)
+        if matrix.is_fine:
+            found = self.op("MatMul", self._for_twelve_bits(x), self._floats(matrix.name))
+            return self.op("Mul", found, matrix.scale)
+        if self.weights == "int8-web":
+            return self._web_product(x, matrix)
+        scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
         if not matrix.rest:
             return self._block_product(x, matrix, matrix.name, scale, self.bits)
         high, both = self._split(x)
@@ -246,12 +256,10 @@ class GraphBuilder:
 
     def _for_twelve_bits(self, x: str) -> str:
         """Inputs of a product with what `_twelve_bits` stores, (T, I) -> (T, I * 3 / 2)."""
-        if x not in self._wide:
-            first, second = self.ops("Split", x, count=2, axis=1, num_outputs=2)
-            step = self.constant(float(LOW_STEPS))
-            both = self.op("Add", first, self.op("Div", second, step))
-            self._wide[x] = self.op("Concat", self.op("Mul", x, step), both, axis=1)
-        return self._wide[x]
+        first, second = self.ops("Split", x, count=2, axis=1, num_outputs=2)
+        step = self.constant(float(LOW_STEPS))
+        both = self.op("Add", first, self.op("Div", second, step))
+        return self.op("Concat", self.op("Mul", x, step), both, axis=1)
 
     def _floats(self, name: str) -> str:
         """Bytes in float32, in each run: runtimes do not compute this operation as they load."""
@@ -259,18 +267,10 @@ class GraphBuilder:
 
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
         """`MatMulNBits` with inputs of whole blocks."""
-        return self.op(
-            "MatMulNBits",
-            x,
-            name,
-            scale,
-            domain=CONTRIB,
-            K=matrix.num_inputs + -matrix.num_inputs % BLOCK,
-            N=matrix.num_rows,
-            bits=bits,
-            block_size=BLOCK,
-            accuracy_level=INT8_PRODUCTS,
-        )
+        num_inputs = matrix.num_inputs + -matrix.num_inputs % BLOCK
+        sizes = {"K": num_inputs, "N": matrix.num_rows, "bits": bits, "block_size": BLOCK}
+        fast = {"domain": CONTRIB, "accuracy_level": INT8_PRODUCTS}
+        return self.op("MatMulNBits", x, name, scale, **fast, **sizes)
 
     def _padded(self, x: str, num_inputs: int) -> str:
         """Inputs with zeros up to the end of a block."""
@@ -282,18 +282,15 @@ class GraphBuilder:
 
         `MatMulNBits` rounds its inputs in the same way, which leaves the former as they are.
         """
-        if x not in self._splits:
-            shape = self.op("Shape", x)
-            blocks = self.op("Reshape", x, self.constant([0, -1, BLOCK]))
-            largest = self.op("ReduceMax", self.op("Abs", blocks), self.constant([2]), keepdims=1)
-            scale = self.op("Mul", largest, self.constant(1 / 127))
-            scale = self.op("Max", scale, self.constant(SMALLEST))
-            steps = self.op("Round", self.op("Div", blocks, scale))
-            high = self.op("Reshape", self.op("Mul", steps, scale), shape)
-            first = self.constant([0])
-            parts = (self.op("Unsqueeze", one, first) for one in (high, self.op("Sub", x, high)))
-            self._splits[x] = high, self.op("Concat", *parts, axis=0)
-        return self._splits[x]
+        blocks = self.op("Reshape", x, self.constant([0, -1, BLOCK]))
+        largest = self.op("ReduceMax", self.op("Abs", blocks), self.constant([2]), keepdims=1)
+        scale = self.op("Mul", largest, self.constant(1 / 127))
+        scale = self.op("Max", scale, self.constant(SMALLEST))
+        steps = self.op("Round", self.op("Div", blocks, scale))
+        high = self.op("Reshape", self.op("Mul", steps, scale), self.op("Shape", x))
+        first = self.constant([0])
+        parts = (self.op("Unsqueeze", one, first) for one in (high, self.op("Sub", x, high)))
+        return high, self.op("Concat", *parts, axis=0)
 
     def rows(self, ids: str, matrix: Matrix) -> str:
         """Rows of a matrix in float32, (T,) -> (T, I)."""
@@ -314,10 +311,8 @@ class GraphBuilder:
         scale = self.op("Cast", scale, to=TensorProto.FLOAT)
         found = self.op("Mul", found, self.op("Unsqueeze", scale, self.constant([2])))
         padded = self.op("Reshape", found, self.constant([0, -1]))
-        if not matrix.num_inputs % BLOCK:
-            return padded
-        bounds = [self.constant([one]) for one in (0, matrix.num_inputs, 1)]
-        return self.op("Slice", padded, *bounds)
+        whole = matrix.num_inputs % BLOCK == 0
+        return padded if whole else self.cut(padded, 0, matrix.num_inputs, axis=1)
 
     def _unpacked(self, packed_TQB: str) -> str:
         """The two halves of each byte, the lower one first."""

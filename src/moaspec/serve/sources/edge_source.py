@@ -46,6 +46,7 @@ from moaspec.target.generation_defaults import GenerationDefaults
 log = logging.getLogger(__name__)
 
 UPDATE_EVERY_S = 60.0  # interval at which a device asks for a new version of its drafter
+REACH_EVERY_S = 2.0  # the same while no server has answered
 CUT_POLL_S = 0.05  # interval at which a text checks whether its cut emulated link is restored
 
 
@@ -144,6 +145,7 @@ class EdgeSource(TextSource):
     ) -> None:
         self._device, self._transport, self._updates = device, transport, updates
         self._updating: asyncio.Task[None] | None = None
+        self._reached = updates is None  # whether the server has answered the latest question
         self._closing: asyncio.Task[None] | None = None
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
@@ -175,15 +177,17 @@ class EdgeSource(TextSource):
         while True:
             try:
                 await server.describe()  # some devices' `update` asks nothing
+                self._reached = True
                 await self._device.update(server)
             except LinkError:
+                self._reached = False
                 if first:
                     log.warning(server.no_link)
             except (RefusedError, WireError) as error:
                 log.warning("The drafter is not updated: %s", error)
                 return
             first = False
-            await asyncio.sleep(UPDATE_EVERY_S)
+            await asyncio.sleep(UPDATE_EVERY_S if self._reached else REACH_EVERY_S)
 
     async def close(self) -> None:
         """See `TextSource`; a second call, also during the first, waits for the same end."""
@@ -236,11 +240,15 @@ class EdgeSource(TextSource):
 
     @property
     def link(self) -> LinkState | None:
-        """State of the session that was used last, and bytes of all sessions."""
+        """State of the session that was used last, and bytes of all sessions.
+
+        Without a session, it says whether the server answers.
+        """
         stats = [pooled.session.stats for pooled in self._sessions]
         latest = max(self._sessions, key=_last_used, default=None)
+        reached: Literal["up", "down"] = "up" if self._reached else "down"
         return LinkState(
-            state="up" if latest is None else _link_state(latest.session),
+            state=reached if latest is None else _link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
             bytes_sent=self._closed_bytes[0] + sum(each.bytes_up for each in stats),
             bytes_received=self._closed_bytes[1] + sum(each.bytes_down for each in stats),

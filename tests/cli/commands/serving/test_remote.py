@@ -85,12 +85,14 @@ def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str
     cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "10")
     output = cli(*arguments, *cut)
     assert output.code == 0, output.err
-    assert "link cut for 10 s" in output.words
-    assert "link back" in output.words
+    notes = " ".join(output.err.split())
+    for note in ("[link cut for 10 s]", "[no link: text waits", "[link back", "16 tokens in"):
+        assert note in notes
     facts = json.loads(cli(*arguments, *cut, "--json").out)
     assert facts["token_ids"] == expected(bundle, "w1 w2", 16)
     assert facts["cuts"] >= 1
     assert facts["provisional"] > 0
+    assert output.out == facts["text"] + "\n"  # no terminal, so nothing that was taken back
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:
 
 
 def test_edge_loads_a_bundle_and_never_the_target(
-    cli: Cli, bundled: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, bundle: Path, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[Any] = []
     monkeypatch.setattr(
@@ -147,6 +149,9 @@ def test_edge_loads_a_bundle_and_never_the_target(
     assert bundled.is_dir()
     assert isinstance(served[0]._device, DeviceBundle)
     assert served[0]._options.give_up_s == 5
+    for options, name in (((), "bundle"), (("--model", "mine"), "mine")):
+        assert cli("edge", "--bundle", str(bundle), *options).code == 0
+        assert served.pop().facts.name == name
 
 
 def test_the_options_of_the_link(cli: Cli, bundle: Path, address: str, tmp_path: Path) -> None:
@@ -304,7 +309,7 @@ class Noting(_Show):
     """Notes what it tells of the link."""
 
     def __init__(self) -> None:
-        super().__init__(tiny.tokenizer(), Vault(()), quiet=True)
+        super().__init__(tiny.tokenizer(), Vault(()), quiet=True, live=True)
         self.notes: list[str] = []
 
     def note(self, words: str) -> None:
@@ -323,6 +328,24 @@ def event(start: int, *token_ids: int, **facts: Any) -> RemoteEvent:
     return RemoteEvent(start=start, token_ids=token_ids, sources=tuple(drafts), **facts)
 
 
+@pytest.mark.parametrize(("live", "shown"), [(True, "w1 w2 w4w1 w3\n"), (False, "w1 w3\n")])
+def test_only_a_terminal_shows_text_before_it_is_verified(
+    capsys: pytest.CaptureFixture[str], live: bool, shown: str
+) -> None:
+    tokenizer = tiny.tokenizer()
+    one, two, three, four = tokenizer("w1 w2 w3 w4")["input_ids"]
+    show = _Show(tokenizer, Vault(()), quiet=False, live=live)
+    show.event(event(0, one))
+    show.event(event(1, two, num_provisional=1, link="down"))
+    show.event(event(2, four, num_provisional=1, link="down"))
+    show.event(event(1, three, num_corrected=2, stop_reason="length"))
+    show.close()
+    printed = capsys.readouterr()
+    assert printed.out.replace("\n", "") + "\n" == shown
+    assert "[link back: 2 replaced]" in printed.err
+    assert ("[no link: text waits until it is verified]" in printed.err) is not live
+
+
 @pytest.mark.parametrize(
     ("corrected", "note"), [(0, "[link back: all of it stays]"), (2, "[link back: 2 replaced]")]
 )
@@ -336,6 +359,9 @@ def test_the_return_of_a_link_is_told_once_all_is_verified(corrected: int, note:
 
 
 def test_what_cannot_be(cli: Cli, bundle: Path) -> None:
+    both = cli("remote", "w1", "--model", "tiny", "--bundle", str(bundle))
+    assert both.code == 2
+    assert "leave --model out" in both.err
     open_mark = cli("remote", "w1 <private>w2", "--bundle", str(bundle))
     assert open_mark.code == 2
     assert "never closed" in open_mark.err

@@ -59,7 +59,7 @@ def edge(
             transport
             if link is None
             else transport.through(lambda one: ShapedTransport(one, link, faults)),
-            name=device.model,
+            name=device.served,
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),
             faults=faults,
@@ -68,4 +68,4 @@ def edge(
             updates=transport,
         )
         settings = replace(settings, make_vault=device.vault)
-        http.run(source, settings, listener, what=f"{device.model} at {device.server}")
+        http.run(source, settings, listener, what=f"{device.served} at {device.server}")

@@ -14,6 +14,7 @@ from moaspec.cli.loading import with_model_defaults
 from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
+from moaspec.errors import InputError
 from moaspec.support.tasks import end_tasks
 
 if TYPE_CHECKING:
@@ -44,13 +45,16 @@ def remote(
 ) -> None:
     """Draft here and verify on a server.
 
-    Verified drafts are green; text written while the link is down is yellow.
+    Verified drafts are green; text written while the link is down is yellow. Where standard output
+    is no terminal, it holds verified text only.
 
     Text between `<private>` and `</private>`, and text that recognisers find, never leaves this
     process: the server sees placeholders.
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
+    if device.bundle is not None and device.model is not None:
+        raise InputError("--bundle says which model answers; leave --model out.")
     device.check("`moaspec remote`", "device")
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
@@ -69,7 +73,8 @@ def remote(
     loaded = device.load()
     ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
-    show = _Show(loaded.target.tokenizer, vault, quiet=as_json)
+    live = console.is_live(console.out)
+    show = _Show(loaded.target.tokenizer, vault, quiet=as_json, live=live)
     cut = _Cut(faults, cut_after, cut_s)
     settings: GenerateOptions = {
         "max_new_tokens": max_new_tokens,
@@ -112,7 +117,7 @@ async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_li
         stays = session.stats.state != "up" and session.stats.down_s == down_s
         if stays and down_s not in told and not cut.lasts:
             told.append(down_s)
-            show.close()
+            show.break_line()
             console.err.print(no_link)
 
 
@@ -143,17 +148,25 @@ class _Cut:
 
 
 class _Show:
-    """Prints text as it comes; what is taken back is said, and written anew."""
+    """Prints text as it comes; what is taken back is said, and written anew.
 
-    def __init__(self, tokenizer: Any, vault: Vault, *, quiet: bool) -> None:
-        self._tokenizer, self._vault, self._quiet = tokenizer, vault, quiet
+    Where it is not `live`, text waits until it is verified.
+    """
+
+    def __init__(self, tokenizer: Any, vault: Vault, *, quiet: bool, live: bool) -> None:
+        self._tokenizer, self._vault, self._quiet, self._live = tokenizer, vault, quiet, live
         self.text: list[int] = []
-        self._shown = ""
+        self._shown, self._num_final = "", 0
         self._waiting, self._replaced = False, 0
 
     def event(self, event: RemoteEvent) -> None:
         self.text[event.start :] = event.token_ids
+        if event.start <= self._num_final:
+            final = len(self.text) - event.num_provisional
+            self._num_final = max(self._num_final, final)
         alone = event.link != "up" and event.num_provisional > 0
+        if alone and not self._waiting and not self._live:
+            self.note("[no link: text waits until it is verified]")
         self._waiting |= alone
         self._replaced += event.num_corrected
         # A server that has to read the text anew confirms it in several steps.
@@ -165,11 +178,13 @@ class _Show:
     def _back(self) -> None:
         kept = f"{self._replaced} replaced" if self._replaced else "all of it stays"
         self.note(f"[link back: {kept}]")
-        self._shown, self._waiting, self._replaced = "", False, 0
+        self._shown = "" if self._live else self._shown
+        self._waiting, self._replaced = False, 0
 
     def words(self, *, final: bool = False) -> str:
         """The text so far with private spans restored; what may still change waits."""
-        text = self._tokenizer.decode(self.text, skip_special_tokens=True)
+        ids = self.text if final or self._live else self.text[: self._num_final]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
         restorer = self._vault.restorer()
         # A character that is split over tokens ends in a replacement character until it is whole.
         shown = restorer.push(text if final else text.rstrip("\N{REPLACEMENT CHARACTER}"))
@@ -177,8 +192,13 @@ class _Show:
 
     def note(self, words: str) -> None:
         if not self._quiet:
-            console.out.print()
-            console.out.print(Text(words, style=NOTE))
+            self.break_line()
+            console.err.print(Text(words, style=NOTE))
+
+    def break_line(self) -> None:
+        """Let what is told next begin a line; a pipe's text goes on."""
+        if self._live:
+            self.close()
 
     def close(self) -> None:
         """End the line of the text."""
@@ -219,4 +239,4 @@ def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) 
     line += f"; {stats.bytes_up} bytes up, {stats.bytes_down} down"
     if stats.cuts:
         line += f"; {stats.provisional} tokens without a link, {stats.corrected} replaced"
-    console.print_wrapped(line, NOTE)
+    console.err.print(Text(line, style=NOTE))
