@@ -194,7 +194,7 @@ def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, s
     try:
         said = next((line for line in edge.stderr if "page at" in line), None)
         assert said is not None, edge.wait()
-        asked = {"prompt": "w1 w2", "max_tokens": 16, "temperature": 0, "model": "smollm2-135m"}
+        asked = {"prompt": "w1 w2", "max_tokens": 16, "temperature": 0, "model": "bundle"}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60)
         assert answer.status_code == 200, answer.text
         tokenizer = load_target(directory / "target").tokenizer

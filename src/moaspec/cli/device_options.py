@@ -94,9 +94,10 @@ class DeviceOptions:
         """
         require(command, *extras, *(["private"] if self.recognise else []))
         if self.needs_torch and not has_torch():
+            found = self.bundle and f"; {self.bundle} is none, or its manifest.json is damaged"
             raise InputError(
-                "PyTorch is not installed, so --bundle must name an ONNX bundle. `moaspec "
-                "checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on a "
+                f"PyTorch is not installed, so --bundle must name an ONNX bundle{found or ''}. "
+                "`moaspec checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on a "
                 "machine that has it."
             )
         for server in self.servers:
