@@ -207,13 +207,17 @@ def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, s
     assert "Error" not in rest
 
 
-def test_other_commands_and_bundles_tell_what_is_missing() -> None:
+def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None:
     told = run("generate", "Hi")
     assert told.returncode == 2
     assert "`moaspec generate` needs PyTorch, which moaspec-device does not install" in told.stderr
     told = run("remote", "Hi")
     assert told.returncode == 2
     assert "--bundle must name an ONNX bundle" in told.stderr
+    (tmp_path / "manifest.json").write_text('{"format"')
+    told = run("remote", "Hi", "--bundle", str(tmp_path))
+    assert told.returncode == 2
+    assert "its manifest.json is damaged" in " ".join(told.stderr.split())
     told = run("edge")
     assert "pip install 'moaspec-device[serve]'" in told.stderr
 

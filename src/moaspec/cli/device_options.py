@@ -97,8 +97,8 @@ class DeviceOptions:
             found = self.bundle and f"; {self.bundle} is none, or its manifest.json is damaged"
             raise InputError(
                 f"PyTorch is not installed, so --bundle must name an ONNX bundle{found or ''}. "
-                "`moaspec checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on a "
-                "machine that has it."
+                "`moaspec checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on "
+                "a machine that has it."
             )
         for server in self.servers:
             if server.startswith(("ws://", "wss://")):

@@ -279,6 +279,17 @@ def test_parts_of_a_layer_for_browsers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.all(np.abs(found - bias - weight_IR) <= 0.51 * step_R)
 
 
+def test_a_graph_has_the_same_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a layer share their padded inputs."""
+    monkeypatch.setattr(onnx_ops, "MOST_FLOATS", 10 * BLOCK)
+    builder = GraphBuilder("int8-web")
+    builder.linear("x", nn.Linear(BLOCK + 16, 200))
+    kinds = [node.op_type for node in builder.nodes]
+    assert kinds.count("MatMul") == 4
+    assert kinds.count("Pad") == kinds.count("Split") == 1
+    assert builder.constant([1]) == builder.constant([1]) != builder.constant(1)
+
+
 GEMMA: dict[str, Any] = {
     "hidden_size": 640,
     "intermediate_size": 2048,
