@@ -268,9 +268,9 @@ class GraphBuilder:
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
         """`MatMulNBits` with inputs of whole blocks."""
         num_inputs = matrix.num_inputs + -matrix.num_inputs % BLOCK
-        sizes = {"K": num_inputs, "N": matrix.num_rows, "bits": bits, "block_size": BLOCK}
-        fast = {"domain": CONTRIB, "accuracy_level": INT8_PRODUCTS}
-        return self.op("MatMulNBits", x, name, scale, **fast, **sizes)
+        sizes: dict[str, Any] = {"K": num_inputs, "N": matrix.num_rows, "bits": bits}
+        fast: dict[str, Any] = {"domain": CONTRIB, "accuracy_level": INT8_PRODUCTS}
+        return self.op("MatMulNBits", x, name, scale, block_size=BLOCK, **fast, **sizes)
 
     def _padded(self, x: str, num_inputs: int) -> str:
         """Inputs with zeros up to the end of a block."""
