@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_any_order_of_prefixes_gives_the_same() -> None:
     shared = made.processor(grammar, 0)
     for one in itertools.chain(prefixes, reversed(prefixes), prefixes[::3]):
         assert torch.equal(shared(one, logits_V), fresh[one])
+
+
+def test_masks_along_drafts_are_those_of_each_prefix() -> None:
+    """Up to a draft that the grammar forbids, after which nothing is chosen."""
+    made = grammars()
+    processor = made.processor(made.json_schema(SCHEMA), prompt_length=2)
+    prompt, logits_V = (5, 6), torch.zeros(serving.VOCAB)
+    for drafts, num_masks in ((ids('"abd"'), 6), (ids('"ax'), 3), ([], 1)):
+        masks = pickle.loads(pickle.dumps(processor.along(prompt, drafts)))
+        assert len(masks.bitmasks) == num_masks
+        for end in range(num_masks):
+            prefix = (*prompt, *drafts[:end])
+            assert torch.equal(masks(prefix, logits_V), processor(prefix, logits_V))
 
 
 def test_a_trial_lets_servers_go_first() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 import hybrid_models
 import tiny
 from links import Faults, FaultyTransport, Restartable
+from moaspec import NgramProposer
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.protocols import VerifyRequest
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.recurrent_verifier import RecurrentVerifier, local_verifier
 from moaspec.errors import UnsupportedTargetError
@@ -28,6 +29,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.sampling.params import SamplingParams
@@ -208,6 +210,43 @@ def test_across_a_link_that_is_cut(kind: str) -> None:
         return text
 
     assert asyncio.run(run()) == own_text(kind, prompt)
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("lfm2", False), ("jamba", True)])
+def test_a_server_reads_each_token_of_a_prompt_once(kind: str, whole: bool) -> None:
+    """In pieces, or whole where a piece would be read again with each later one."""
+    target, prompts = hybrid_models.target(kind), ([3, 4, 5] * 8, [6, 7] * 9)
+    options = ServiceOptions(passes=PassOptions(prefill_tokens=5, owner_tokens=4))
+    passes: list[list[int]] = []  # tokens of each pass's rows, also those read again
+
+    async def run() -> None:
+        service = TargetService(target, None, options)
+        verify = service.verifier.verify
+
+        async def counted(requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+            results: list[VerifyResult] = await verify(requests)
+            tokens = [len(request.new_tokens) for request in requests]
+            again = [result.num_read_again for result in results]
+            passes.append([sum(pair) for pair in zip(tokens, again, strict=True)])
+            return results
+
+        service.verifier.verify = counted
+        await asyncio.gather(*(open_text(service, prompt) for prompt in prompts))
+        await service.stop()
+
+    async def open_text(service: TargetService, prompt: list[int]) -> None:
+        transport = InProcessTransport(service, owner=str(len(prompt)))
+        session = RemoteSession(LocalDevice(target, NgramProposer()), transport)
+        result = await session.generate(prompt, max_new_tokens=1)
+        assert result.token_ids == tiny.own_text(target, prompt, 1)
+        await session.close()
+
+    asyncio.run(run())
+    assert sum(map(sum, passes)) == sum(map(len, prompts))
+    if whole:
+        assert sorted(passes) == [[18], [24]]  # each in a pass of its own
+    else:
+        assert len(passes) > 4
 
 
 def test_an_interrupted_round_is_repeated() -> None:

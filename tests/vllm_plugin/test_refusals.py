@@ -20,6 +20,8 @@ def settings(**changes: Any) -> Any:
     values: dict[str, Any] = {
         "parallel_config.worker_cls": WORKER,
         "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.prefill_context_parallel_size": 1,
         "scheduler_config.scheduler_cls": SCHEDULER,
         "model_config.use_mla": False,
         "model_config.logits_processors": None,

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,18 +20,30 @@ import moaspec
 import tiny
 import vllm_serving as serving
 from moaspec import Chain
-from moaspec.errors import RefusedError
 from moaspec.generation.drafters import load_drafter
+from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
 from moaspec.remote.server.session_store import StoreOptions
+from moaspec.sampling.grammar import Grammars
 from moaspec.target.registry import target_facts
 from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+EAGER_SERVER = """
+import functools
+from moaspec.cli.entry import run
+from moaspec.vllm_plugin import vllm_settings as settings
+settings.VLLMVerifierSettings = functools.partial(
+    settings.VLLMVerifierSettings, extra_arguments={"enforce_eager": True}
+)
+run()
+"""
+REGEX = r"(w1|w5|w7)(w9|w2|w4)+"
 
 
 def test_two_ranks_write_and_accept_what_one_does(tmp_path: Path) -> None:
@@ -72,9 +91,15 @@ def test_two_ranks_verify_drafts_of_devices(
     engine: Any = VLLMVerifier(settings, encoder, on_failure=failed.set)
     options = ServiceOptions(max_tokens=64, sessions=StoreOptions(max_sessions=4))
     sampled = {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 3}
+    grammars = Grammars(tiny.tokenizer(), vocab_size=tiny.VOCAB, stop_token_ids=(0,))
+    grammar = grammars.lark(f"start: /{REGEX}/")
+    structured = {"temperature": 0.9, "seed": 3}
 
     async def device(service: TargetService, prompt: tuple[int, ...], changes: Any) -> int:
-        asked = {"max_new_tokens": tiny.NEW_TOKENS, "stop_token_ids": (), **changes}
+        asked = {"max_new_tokens": tiny.NEW_TOKENS, "stop_token_ids": (0,), **changes}
+        if changes is structured:
+            processor = grammars.processor(grammar, len(prompt))
+            asked = {**asked, "logits_processors": (processor,)}
         remote = RemoteSession(
             LocalDevice(models.target, drafter),
             InProcessTransport(service),
@@ -82,20 +107,22 @@ def test_two_ranks_verify_drafts_of_devices(
         )
         result = await remote.generate(list(prompt), **asked)
         assert result.token_ids == moaspec.generate(models.target, prompt, **asked).token_ids
+        if changes is structured:
+            assert re.fullmatch(REGEX, "".join(f"w{token}" for token in result.token_ids))
         await remote.close()
         return result.num_rounds
 
     async def all_of_them() -> None:
         service = TargetService(facts, drafter, options, engine=engine)
         local = TargetService(models.target, drafter, options)
-        for changes in ({}, sampled):
+        for one in (service, local):
+            one.capabilities._grammars = grammars
+        for changes in ({}, sampled, structured):
             rounds = [
                 await asyncio.gather(*(device(one, prompt, changes) for prompt in tiny.PROMPTS))
                 for one in (service, local)
             ]
             assert rounds[0] == rounds[1]
-        with pytest.raises(RefusedError, match="several ranks"):
-            await service.capabilities.with_grammar(moaspec.SamplingParams(), "x", 1, "me")
         await service.stop()
         await local.stop()
 
@@ -106,3 +133,53 @@ def test_two_ranks_verify_drafts_of_devices(
         assert failed.wait(120)
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_server_ends_as_asked_or_with_its_rank(tmp_path: Path, name: str) -> None:
+    """A stop may reach all processes of its group, ranks first; a rank may also be killed."""
+    import psutil
+
+    models, number = serving.write_models(tmp_path), signal.Signals[name]
+    command = [sys.executable, "-c", EAGER_SERVER, "target-server", "--model", str(models.path)]
+    command += ["--drafter", str(models.taught), "--engine", "vllm", "--tensor-parallel-size", "2"]
+    command += ["--port", "0", "--dtype", "float32", "--max-tokens", "64", "--max-sessions", "4"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        try:
+            assert server.stdout is not None
+            first_line = server.stdout.readline()
+            assert first_line, (tmp_path / "log").read_text()[-5000:]
+            children = psutil.Process(server.pid).children()
+            ranks = [one for one in children if "resource_tracker" not in " ".join(one.cmdline())]
+            assert len(ranks) == 2
+            if number is signal.SIGKILL:
+                ranks[1].kill()
+            else:
+                for rank in ranks:
+                    rank.send_signal(number)
+                asyncio.run(_read(models, json.loads(first_line)["address"]))
+                os.killpg(server.pid, number)
+            code = server.wait(300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+    told = (tmp_path / "log").read_text()
+    dies = number is signal.SIGKILL
+    assert (code, told.count("Draining"), "A process of vLLM has ended" in told) == (
+        (1, 0, True) if dies else (0, 1, False)
+    )
+
+
+async def _read(models: serving.Models, address: str) -> None:
+    link = LinkOptions(dead_after_s=60.0, connect_s=60.0)
+    remote = RemoteSession(
+        LocalDevice(models.target, moaspec.NgramProposer()),
+        GrpcTransport(address),
+        RemoteOptions(link=link),
+    )
+    result = await remote.generate(tiny.PROMPTS[0], max_new_tokens=8, stop_token_ids=())
+    assert result.token_ids == tiny.own_text(models.target, tiny.PROMPTS[0], 8)
+    await remote.close()

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -225,15 +226,23 @@ class GrammarProcessor:
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""
-        import torch  # not at an edge, which only sends the grammar
+        return _masked(logits_V, self._bitmask(prefix_ids))
 
+    def along(self, prefix_ids: Sequence[int], drafts: Sequence[int]) -> DraftMasks:
+        """The same after a prefix and after each of these drafts, for another process."""
+        text, bitmasks = list(prefix_ids), [self._bitmask(prefix_ids)]
+        for token in drafts:
+            bits = bitmasks[-1]
+            if bits is None or not bits[token // 8] >> token % 8 & 1:
+                break  # all is allowed from here on, or the draft will be rejected
+            text.append(token)
+            bitmasks.append(self._bitmask(text))
+        return DraftMasks(len(prefix_ids), tuple(bitmasks))
+
+    def _bitmask(self, prefix_ids: Sequence[int]) -> bytes | None:
+        """Allowed tokens, one bit each; None if the matcher has failed."""
         self._go_to(list(prefix_ids[self._prompt_length :]))
-        if self._matcher.is_error():
-            return logits_V
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little", count=logits_V.shape[0])
-        forbidden_V = torch.from_numpy(allowed == 0).to(logits_V.device)
-        return logits_V.masked_fill(forbidden_V, -math.inf)
+        return None if self._matcher.is_error() else self._matcher.compute_bitmask()
 
     def _go_to(self, output: list[int]) -> None:
         common = common_length(self._read, output)
@@ -241,3 +250,32 @@ class GrammarProcessor:
             self._matcher.rollback(len(self._read) - common)
         self._matcher.consume_tokens(output[common:])
         self._read = output
+
+
+@dataclass(frozen=True)
+class DraftMasks:
+    """What a `GrammarProcessor` allows along one chain of drafts; can be sent to a process.
+
+    Attributes:
+        length: tokens before the first draft.
+        bitmasks: allowed tokens after the drafts; those after the last one are never asked for.
+    """
+
+    length: int
+    bitmasks: tuple[bytes | None, ...]
+
+    def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
+        """See `GrammarProcessor`."""
+        place = min(len(prefix_ids) - self.length, len(self.bitmasks) - 1)
+        return _masked(logits_V, self.bitmasks[place])
+
+
+def _masked(logits_V: Tensor, bitmask: bytes | None) -> Tensor:
+    import torch  # not at an edge, which only sends the grammar
+
+    if bitmask is None:
+        return logits_V
+    bits = np.frombuffer(bitmask, dtype=np.uint8)
+    allowed = np.unpackbits(bits, bitorder="little", count=logits_V.shape[0])
+    forbidden_V = torch.from_numpy(allowed == 0).to(logits_V.device)
+    return logits_V.masked_fill(forbidden_V, -math.inf)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -45,10 +44,6 @@ class CustomProposer:
 
     def note_pass(self) -> None:
         """Called by the worker after each pass of the target over at least one token."""
-
-    def empty_like_target(self, target: Any) -> torch.Tensor:
-        dtype = self.vllm_config.model_config.dtype
-        return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
     def target_layers(self) -> list[Any]:
         """The target's attention layers in order, before the drafter adds its own.

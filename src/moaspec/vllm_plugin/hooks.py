@@ -10,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moaspec.errors import ServingError
-from moaspec.vllm_plugin.vllm_settings import SUPPORTED_VERSIONS
+from moaspec.vllm_plugin.vllm_settings import SUPPORTED_VERSIONS, TESTED_VERSION
 
 MODULE_HOOKS = (
     ("vllm._custom_ops", "fused_add_rms_norm"),
@@ -115,6 +115,6 @@ def require(owner: Any, path: str, *, owner_name: str | None = None) -> Any:
 
 def _missing(what: str) -> ServingError:
     return ServingError(
-        f"vLLM {installed_version()} has no {what}, which drafting relies on. This plugin was "
-        f"made for vLLM {SUPPORTED_VERSIONS}."
+        f"vLLM {installed_version()} has no {what}, which drafting relies on. Install vLLM "
+        f"{TESTED_VERSION}, on which this plugin is tested."
     )

@@ -9,7 +9,7 @@ Legend: R requests that can be drafted for, most promising first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -172,7 +172,7 @@ class Candidate:
 
     row: int
     name: str
-    left: int = field(default=HORIZON)
+    left: int = HORIZON
 
 
 class LoadAwareDrafts:

@@ -57,8 +57,6 @@ SECONDS = Counter(
 )
 SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}
 
-NO_DRAFT: list[int] = []
-
 
 class VLLMMoAProposer(CustomProposer):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
@@ -96,8 +94,8 @@ class VLLMMoAProposer(CustomProposer):
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name)
         layers = self.target_layers()
-        like = self.empty_like_target(target)
-        drafter = self._load_drafter().to(like).requires_grad_(False)
+        device, dtype = next(target.parameters()).device, self.vllm_config.model_config.dtype
+        drafter = self._load_drafter().to(device, dtype).requires_grad_(False)
         index = len(layers)
         self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
@@ -173,7 +171,7 @@ class VLLMMoAProposer(CustomProposer):
             sampled_token_ids: tokens that the step verified and sampled, per request.
             num_tokens_no_spec: number of tokens of each request, including the sampled ones.
         """
-        drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is not None:
             with self._failures_logged():
                 self._count_step(sampled_token_ids)

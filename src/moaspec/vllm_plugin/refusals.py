@@ -26,9 +26,9 @@ _RULES: tuple[_Rule, ...] = (
         f"{SCHEDULER}",
     ),
     (
-        lambda c: getattr(c.model_config, "use_mla", False),
+        lambda c: c.model_config.use_mla,
         "the target's attention (MLA) keeps one compressed vector per token instead of the keys "
-        "and values that a drafter reads",
+        "and values that a drafter reads: use `moaspec serve`",
     ),
     (
         lambda c: c.cache_config.cache_dtype not in PLAIN_CACHES,
@@ -38,7 +38,7 @@ _RULES: tuple[_Rule, ...] = (
     (
         lambda c: c.model_config.logits_processors,
         "vLLM applies custom logits processors to one token per request and step, and speculation "
-        "verifies several: it refuses the two together",
+        "verifies several: leave --logits-processors out",
     ),
     (
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
@@ -47,8 +47,8 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         lambda c: (
-            getattr(c.parallel_config, "decode_context_parallel_size", 1) > 1
-            or getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
         ),
         "context parallelism spreads one text's tokens over ranks: use tensor parallelism",
     ),

@@ -5,7 +5,7 @@ penalties or a grammar. This class applies `engine.accept` to vLLM's logits, as 
 so the text equals that of every other deployment.
 
 Legend: N logits of a step (for each request those of its newest token, then of its drafts),
-V vocabulary, T tokens, L target layers, G KV heads.
+V vocabulary, T tokens, L target layers, K one layer's key and value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PendingVerification:
     name: str  # vLLM's id of the request
     request: VerifyRequest  # its tree is the chain that vLLM verifies
     text: list[int]  # all tokens up to the newest. Accepted tokens are appended.
-    # Of the tokens after the request's `num_verified`, all KV heads, (T, L, G, 2 D); None until
+    # Of the tokens after the request's `num_verified`, (T, L, K); None until
     # there is an outcome, and where no drafter reads them.
     keys_values: Tensor | None = None
     # The result or error; None while vLLM reads the prompt.
@@ -92,8 +92,10 @@ class SeededSampler(CustomProposer):
         """
         super().start(runner)
         if multiprocessing.parent_process() is not None:
-            # Ctrl-C reaches each rank, while the server still lets texts end.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # A stop may reach all processes of a group, while the server lets texts end. A rank
+            # ends when the server closes its pipe.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         runner._sample = self._sample
         if self._layers:
             require_kept(runner, self._layers)
@@ -155,8 +157,8 @@ class SeededSampler(CustomProposer):
         drafts = row.logits.stop - row.logits.start - 1
         position_N = np.arange(request.num_verified, row.stop - drafts + len(outcome.accepted))
         slots_N = torch.from_numpy(self._group.slots_of(np.array(place), position_N))
-        own_TLGK = self._reader.read_own(slots_N.to(self._reader.device))
-        row.pending.keys_values = self.share.join(own_TLGK, tensor_model_parallel_all_gather)
+        slots_N = slots_N.to(self._reader.device)
+        row.pending.keys_values = self._reader.read(slots_N, tensor_model_parallel_all_gather)
 
 
 def _own(row: _SampledRow, logits_NV: Tensor) -> Tensor:

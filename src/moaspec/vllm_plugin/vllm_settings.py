@@ -9,8 +9,9 @@ from typing import Any
 
 from moaspec.errors import InputError, ServingError
 
+TESTED_VERSION = "0.32.0"
 SUPPORTED_VERSIONS = ">=0.32,<0.34"
-"""Releases of vLLM that have the hooks of this plugin. Tests run on 0.32.0."""
+"""Releases of vLLM that have the hooks of this plugin."""
 
 PACKAGE = "moaspec.vllm_plugin"
 PROPOSER = f"{PACKAGE}.proposer.VLLMMoAProposer"

@@ -25,6 +25,7 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
+from moaspec.sampling.grammar import GrammarProcessor
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.vllm_sampling import PendingVerification
 from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, VLLMVerifierSettings
@@ -69,7 +70,6 @@ class VLLMVerifier:
             name="vllm",
             max_drafted=options.max_drafted,
             chains_only=True,
-            grammars=options.tensor_parallel_size == 1,
         )
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
@@ -166,7 +166,15 @@ class VLLMVerifier:
         name = str(row.request_id)
         self._scheduler.requests[name].spec_token_ids = list(tokens)
         self._scheduler.wanted.add(name)
-        return PendingVerification(name, replace(request, tree=chain_of(tokens)), text)
+        # Ranks in other processes get a grammar's masks, because its matcher cannot be sent.
+        processors = tuple(
+            one.along(text, tokens) if isinstance(one, GrammarProcessor) else one
+            for one in request.sampling.processors
+        )
+        sampling = replace(request.sampling, processors=processors)
+        return PendingVerification(
+            name, replace(request, tree=chain_of(tokens), sampling=sampling), text
+        )
 
     def _submit(self, row: _RequestRow, request: VerifyRequest, text: list[int]) -> None:
         from vllm import SamplingParams
@@ -236,7 +244,7 @@ class VLLMVerifier:
             for i, size in zip(encoded_rows, counts, strict=True)
             for offset in range(size)
         ]
-        keys_values_1NLK = torch.cat(parts).flatten(2)[None].to(self._encoder.device)
+        keys_values_1NLK = torch.cat(parts)[None].to(self._encoder.device)
         position_ids_1N = torch.tensor([position_ids], device=keys_values_1NLK.device)
         encoded = self._encoder.encode(keys_values_1NLK, position_ids_1N, counts)
         for i, feature in zip(encoded_rows, encoded, strict=True):

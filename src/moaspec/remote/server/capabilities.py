@@ -35,7 +35,6 @@ class EngineCapabilities:
     # Drafted tokens that it verifies in one round; more are cut.
     max_drafted: int = limits.MAX_DRAFTED
     chains_only: bool = False  # it verifies only the chain of first children of a tree
-    grammars: bool = True  # it can apply a grammar to logits
 
 
 class Capabilities:
@@ -135,11 +134,6 @@ class Capabilities:
         """
         if not grammar:
             return sampling
-        if not self._engine.grammars:
-            raise RefusedError(
-                "This server's target runs on several ranks, to which a grammar's state cannot be "
-                "sent. Ask without a grammar, or start the server with one rank."
-            )
         grammars = self._known_grammars()
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:

@@ -156,7 +156,7 @@ class ServerSession:
         """Encode the text in pieces and choose the next token; yields after each piece."""
         if self.records is not None:
             self.records.reading = True
-        size, total = self.shared.options.prefill_tokens, len(self.token_ids)
+        size, total = self.shared.prompt_piece, len(self.token_ids)
         while total - self.num_verified > size:
             await self._decide(
                 self.token_ids[self.num_verified : self.num_verified + size], total=total

@@ -5,6 +5,7 @@ take turns, and each has a share of a pass, so no owner waits longer than a pass
 """
 
 import asyncio
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class PassOptions:
 
     Attributes:
         max_rows: requests.
-        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size.
+        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size, or in a
+            pass of their own where the verifier reads prompts whole.
         max_drafted: drafted tokens.
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
             Longer drafts are cut, which changes no text.
@@ -81,9 +83,9 @@ class _QueuedRequest:
 
         Args:
             room: most tokens of text and drafts.
-            piece: most tokens of the text.
+            piece: most tokens of the text; `sys.maxsize` does not split it.
         """
-        most = min(room, piece)
+        most = piece if piece == sys.maxsize else min(room, piece)
         whole = self.request
         known, length = whole.new_tokens, whole.num_verified + len(whole.new_tokens)
         if len(known) > most:
@@ -99,7 +101,7 @@ class _QueuedRequest:
                 encode=False,
                 text_length=whole.text_length or length,
             )
-        self.cut(room - len(self.request.new_tokens))
+        self.cut(max(0, room - len(self.request.new_tokens)))
 
 
 @dataclass
@@ -107,6 +109,7 @@ class _Pass:
     """Requests of the pass that is being formed.
 
     Attributes:
+        prompt_piece: most tokens of one prompt.
         owner_drafted: most drafted tokens of one owner.
         owner_rows: most requests of one owner, or as many as all others have in this pass.
         owner_tokens: the same of its tokens.
@@ -114,6 +117,7 @@ class _Pass:
     """
 
     options: PassOptions
+    prompt_piece: int
     owner_drafted: int
     owner_rows: int
     owner_tokens: int
@@ -141,7 +145,7 @@ class _Pass:
         if not fits and self.jobs:
             return False
         job.cut(self.owner_drafted)
-        job.split(max(1, room), self.options.prefill_tokens)
+        job.split(max(1, room), self.prompt_piece)
         self.jobs.append(job)
         self.rows[job.owner] += 1
         self.tokens[job.owner] += job.tokens
@@ -167,6 +171,9 @@ class SharedVerifier:
         verifier: called in a thread of its own, one pass at a time.
         on_idle: called when the last leased row is returned.
         budget: of the drafts of all rows of a pass; None verifies all.
+
+    Attributes:
+        prompt_piece: most prompt tokens of one request; `sys.maxsize` where prompts are read whole.
     """
 
     def __init__(
@@ -178,6 +185,8 @@ class SharedVerifier:
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle, self._budget = on_idle, budget
+        whole = getattr(verifier, "prompt_tokens", 0) == sys.maxsize
+        self.prompt_piece = sys.maxsize if whole else self.options.prefill_tokens
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
@@ -274,7 +283,7 @@ class SharedVerifier:
         for job in jobs:
             order.append((seen[job.owner], self._served.get(job.owner, 0), job))
             seen[job.owner] += 1
-        taken = _Pass(self.options, *self._owner_limits())
+        taken = _Pass(self.options, self.prompt_piece, *self._owner_limits())
         left = [job for *_, job in sorted(order, key=lambda one: one[:2]) if not taken.take(job)]
         waiting = set(map(id, left))
         self._jobs = deque(job for job in jobs if id(job) in waiting)

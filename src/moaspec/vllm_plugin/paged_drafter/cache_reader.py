@@ -153,13 +153,13 @@ def require_readable(layers: Sequence[Any], num_layers: int) -> None:
     if len(layers) != num_layers:
         raise ServingError(
             f"vLLM runs {len(layers)} attention layers for a target of {num_layers} layers; a "
-            "drafter reads the keys and values of every layer."
+            "drafter reads the keys and values of every layer. Use `moaspec serve`."
         )
     for layer in layers:
         if layer.kv_sharing_target_layer_name is not None:
             raise ServingError(
                 f"{layer.layer_name} shares the keys and values of another layer; a drafter reads "
-                "those of every layer."
+                "those of every layer. Use `moaspec serve`."
             )
         if layer.attn_backend.forward_includes_kv_cache_update:
             raise ServingError(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,20 @@ def test_bad_settings_are_noticed_before_anything_is_loaded(
 def test_a_server_whose_rank_has_died_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codes = list[int]()
-    monkeypatch.setattr(os, "_exit", codes.append)
-    _end_process()
-    assert codes == [1]
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    stopping = threading.Event()
+    with pytest.raises(SystemExit) as ended:
+        _end_process(stopping)
+    assert ended.value.code == 1
     assert "A process of vLLM has ended" in capsys.readouterr().err
+    stopping.set()  # a stop was asked for
+    with pytest.raises(SystemExit) as ended:
+        _end_process(stopping)
+    assert ended.value.code == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -69,17 +79,20 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "moaspec", *arguments],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=environment,
     ) as server:
         try:
             assert server.stdout is not None
+            assert server.stderr is not None
             facts = json.loads(server.stdout.readline())
             read = moaspec.load_target(str(tmp_path))
             asyncio.run(_read(read, GrpcTransport(facts["address"])))
             asyncio.run(_read(read, WebSocketTransport(facts["websocket"])))
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0
+            assert server.stderr.read().count("Draining") == 1
         finally:
             server.kill()
 

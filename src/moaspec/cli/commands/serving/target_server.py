@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +168,8 @@ def target_server(
             ),
         )
         prepare_process()
-        load = functools.partial(_in_vllm, ranks=tensor_parallel_size)
+        stopping = threading.Event()
+        load = functools.partial(_in_vllm, ranks=tensor_parallel_size, stopping=stopping)
         service = (load if engine == "vllm" else _here)(asked, limits)
     announce(service, learning)
     if metrics_port is not None:
@@ -186,7 +188,8 @@ def target_server(
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
         facts["quantize"] = asked.quantize
-    asyncio.run(_serve(service, lambda: GrpcServer(service, where), drain_s, facts, learning))
+    make = functools.partial(GrpcServer, service, where)
+    asyncio.run(_serve(service, make, drain_s, facts, learning, stopping))
 
 
 def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
@@ -247,7 +250,9 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     return TargetService(target, module, limits, shaping=shaping)
 
 
-def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) -> TargetService:
+def _in_vllm(
+    asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int, stopping: threading.Event
+) -> TargetService:
     """The target inside vLLM; of the drafter only the encoder is used."""
     from moaspec.vllm_plugin.hooks import require_version
 
@@ -286,14 +291,16 @@ def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int) 
             features=module is not None,
         ),
         None if module is None else wire_encoder(module, facts),
-        on_failure=_end_process,
+        on_failure=functools.partial(_end_process, stopping),
     )
     atexit.register(engine.shutdown)  # ranks that end now have not failed
     return TargetService(facts, module, limits, engine=engine)
 
 
-def _end_process() -> None:
+def _end_process(stopping: threading.Event) -> None:
     """End this process at once: a pass under way may wait for the rank that has ended."""
+    if stopping.is_set():
+        os._exit(0)
     console.error("A process of vLLM has ended, and so does this server. Start it again.")
     os._exit(1)
 
@@ -370,14 +377,22 @@ async def _serve(
     drain_s: float,
     facts: dict[str, Any],
     learning: LearningProcess | None,
+    stopping: threading.Event,
 ) -> None:
     from moaspec.process_memory import freeze_loaded_objects
 
     stop = asyncio.Event()
+
+    def begin_stop() -> None:
+        if not stopping.is_set():
+            console.err.print("Draining", style="dim")
+        stopping.set()
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, begin_stop)
     # Nobody is told that it serves before it is warm.
     await service.warm_up()
     freeze_loaded_objects()
@@ -389,5 +404,4 @@ async def _serve(
         console.out.print(json.dumps({"address": server.address, **facts}))
         async with learning_from_texts(service, learning):
             await stop.wait()
-            console.err.print("Draining", style="dim")
             await server.drain(drain_s)
