@@ -132,7 +132,11 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         "a.json, element 2: not JSON",
     ),
     "two lists": ("a.json", f"[{json.dumps(ROW)}]\n[]".encode(), "a.json: .*more after the list"),
-    "a list of texts": ("a.json", b'["w20", "w30"]', "a.json(:|, element )1: expected a JSON object"),
+    "a list of texts": (
+        "a.json",
+        b'["w20", "w30"]',
+        "a.json(:|, element )1: expected a JSON object",
+    ),
     "python": ("a.jsonl", b"{'prompt': 'w20'}\n", "a.jsonl:1: not JSON .* JSON object a line"),
     "csv": ("a.csv", b"prompt,response\nw20,w30\n", "a.csv:1: not JSON .* Parquet"),
     "a key twice": ("a.jsonl", b'{"prompt": "w20", "prompt": "w21"}', "a.jsonl:1: .*occurs twice"),
