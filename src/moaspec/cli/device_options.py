@@ -44,8 +44,8 @@ class DeviceOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Target with a bundled drafter; default: smollm2-135m. With --bundle it is the "
-            "name that `moaspec edge` serves the model by; default: the directory's."
+            help="Target with a bundled drafter; default: smollm2-135m. With --bundle only "
+            "`moaspec edge` takes it, as the model's name; default: the directory's."
         ),
     ] = None
     on_cut: Annotated[
@@ -126,7 +126,7 @@ class DeviceOptions:
     @property
     def served(self) -> str:
         """The model's name: --model, or that of the bundle's directory."""
-        bundle = None if self.bundle is None else self.bundle.resolve().name
+        bundle = None if self.bundle is None else Path(os.path.abspath(self.bundle)).name  # noqa: PTH100 - keeps links
         return self.model or bundle or options.MODEL
 
     @property

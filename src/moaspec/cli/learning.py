@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moaspec.cli.terminal import console
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.paths import make_private, require_writable
@@ -49,8 +50,14 @@ def with_learning(
         initial=initial,
         directory=directory,
     )
-    learning = LearningProcess(settings, lambda said: console.err.print(said, style="dim"))
-    return replace(asked, drafter=settings.newest()), learning
+    return replace(asked, drafter=settings.newest()), LearningProcess(settings, _tell)
+
+
+def _tell(said: str) -> None:
+    """Print a line, from a thread that must not end where nobody reads standard error any more."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{said}\n")
+        sys.stderr.flush()
 
 
 def announce(service: TargetService, learning: LearningProcess | None) -> None:

@@ -304,26 +304,24 @@ def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[
 
 def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """Elements of a JSON list, one at a time, each with its number."""
-    number, place = 1, _after(_START, text, 0)
+    start = _START.match(text)
+    assert start is not None, "it begins with '['"
+    number, place = 1, start.end()
     while not text.startswith("]", place):
         where = f"{path}, element {number}"
         try:
             value, place = _DECODER.raw_decode(text, place)
-            place = _after(_SEPARATOR, text, place)
         except (ValueError, RecursionError) as error:
             raise _not_json(where, str(error), text[place : place + 80]) from error
         yield where, value
-        number += 1
+        separator = _SEPARATOR.match(text, place)
+        if separator is None:
+            what = "expected ',' or ']' after this element; is the file whole?"
+            raise _not_json(where, what, text[place : place + 80])
+        number, place = number + 1, separator.end()
     rest = text[place + 1 :].strip()
     if rest:
         raise _not_json(str(path), "there is more after the list", rest)
-
-
-def _after(pattern: re.Pattern[str], text: str, place: int) -> int:
-    found = pattern.match(text, place)
-    if found is None:
-        raise ValueError("expected ',' or ']' after it")
-    return found.end()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

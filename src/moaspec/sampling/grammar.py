@@ -229,7 +229,7 @@ class GrammarProcessor:
         return _masked(logits_V, self._bitmask(prefix_ids))
 
     def along(self, prefix_ids: Sequence[int], drafts: Sequence[int]) -> DraftMasks:
-        """The same after a prefix and after each of these drafts, for another process."""
+        """The masks after a prefix and after each of these drafts, to send to another process."""
         text, bitmasks = list(prefix_ids), [self._bitmask(prefix_ids)]
         for token in drafts:
             bits = bitmasks[-1]
@@ -266,6 +266,7 @@ class DraftMasks:
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """See `GrammarProcessor`."""
+        assert len(prefix_ids) >= self.length
         place = min(len(prefix_ids) - self.length, len(self.bitmasks) - 1)
         return _masked(logits_V, self.bitmasks[place])
 

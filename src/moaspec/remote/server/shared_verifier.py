@@ -28,8 +28,8 @@ class PassOptions:
 
     Attributes:
         max_rows: requests.
-        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size, or in a
-            pass of their own where the verifier reads prompts whole.
+        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size, or whole
+            where the verifier reads prompts whole.
         max_drafted: drafted tokens.
         owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
             Longer drafts are cut, which changes no text.

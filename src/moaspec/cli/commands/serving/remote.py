@@ -46,7 +46,7 @@ def remote(
     """Draft here and verify on a server.
 
     Verified drafts are green; text written while the link is down is yellow. Where standard output
-    is no terminal, it holds verified text only.
+    is no terminal, it holds final text only.
 
     Text between `<private>` and `</private>`, and text that recognisers find, never leaves this
     process: the server sees placeholders.
@@ -54,7 +54,7 @@ def remote(
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
     if device.bundle is not None and device.model is not None:
-        raise InputError("--bundle says which model answers; leave --model out.")
+        raise InputError("--bundle holds the model, so leave --model out.")
     device.check("`moaspec remote`", "device")
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
@@ -166,7 +166,7 @@ class _Show:
             self._num_final = max(self._num_final, final)
         alone = event.link != "up" and event.num_provisional > 0
         if alone and not self._waiting and not self._live:
-            self.note("[no link: text waits until it is verified]")
+            self.note("[no link: text waits]")
         self._waiting |= alone
         self._replaced += event.num_corrected
         # A server that has to read the text anew confirms it in several steps.

@@ -300,6 +300,7 @@ def _in_vllm(
 def _end_process(stopping: threading.Event) -> None:
     """End this process at once: a pass under way may wait for the rank that has ended."""
     if stopping.is_set():
+        console.err.print("A process of vLLM has ended; texts that were not finished are cut off.")
         os._exit(0)
     console.error("A process of vLLM has ended, and so does this server. Start it again.")
     os._exit(1)
@@ -395,6 +396,8 @@ async def _serve(
             loop.add_signal_handler(number, begin_stop)
     # Nobody is told that it serves before it is warm.
     await service.warm_up()
+    if stop.is_set():
+        return
     freeze_loaded_objects()
     async with make() as server:
         if server.websocket is not None:
