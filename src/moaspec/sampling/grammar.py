@@ -265,7 +265,7 @@ class DraftMasks:
     bitmasks: tuple[bytes | None, ...]
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
-        """See `GrammarProcessor`."""
+        """The logits with forbidden tokens at -inf, by the mask of this prefix."""
         assert len(prefix_ids) >= self.length
         place = min(len(prefix_ids) - self.length, len(self.bitmasks) - 1)
         return _masked(logits_V, self.bitmasks[place])

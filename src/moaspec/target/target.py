@@ -26,7 +26,7 @@ from moaspec.target.target_base import TargetBase
 def plain_torch() -> Iterator[None]:
     """Disable autocast; make float32 the default dtype and the CPU the default device.
 
-    Passes then compute in the dtype of their weights, whatever the caller's settings are. These
+    Passes then compute in the dtype of their weights under any settings of the caller. Settings
     are global, so never `yield` to a caller or `await` inside.
     """
     made = torch.empty(0)  # takes less time than `torch.get_default_device`
@@ -105,7 +105,7 @@ class Target(TargetBase):
         return self.model.device
 
     def limited_threads(self) -> AbstractContextManager[None]:
-        """A block in which the calling thread computes on as many threads as have a core each."""
+        """A block in which the calling thread uses no more threads than there are free cores."""
         return nullcontext() if self.threads is None else self.threads.limited()
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class TreePart:
 
     stack: FusedStack  # that has them as its last ones
     cos_TR: Tensor  # cosines of those tokens and of each level of drafts, float32, contiguous
-    sin_TR: Tensor  # sines, likewise
+    sin_TR: Tensor  # sines of the same tokens, float32, contiguous
     slots: Slots  # of the first of those tokens
     num: int = 1
     norm: FusedNorm | None = None  # behind the last of them

@@ -15,7 +15,7 @@ values of verified tokens come from the server: the caller writes them at their 
     outputs  new_text_key, new_text_value, new_layer_key_n, new_layer_value_n as above,
              top_token_ids (K,) int64, top_log_q (K,) float32, the most probable first
 
-Legend: T tokens, W those that pass more than SA's keys and values (N = 0: the last), S text slots,
+Legend: T tokens, W tokens that are computed whole (N = 0: the last alone), S text slots,
 M memory slots, J KV heads, C CA's, H query heads, G query heads of a KV head, R = G W, D head dim,
 E hidden size, V draft vocabulary, K drafts per run.
 """
@@ -181,7 +181,7 @@ class _DraftGraph(GraphBuilder):
         return table if ids is None else self.selected(table, ids.cpu().numpy())
 
     def logits(self, product: str, bias: str | None) -> str:
-        """See `LMHead.logits`."""
+        """Logits of the head's product: bias, scale and soft cap as `LMHead.logits` has them."""
         found = product if bias is None else self.op("Add", product, bias)
         if self.target.scale != 1.0:
             found = self.op("Mul", found, self.constant(self.target.scale))
@@ -292,7 +292,7 @@ class _DraftGraph(GraphBuilder):
         return self.op("Reshape", output, self.constant([0, -1]))
 
     def finish(self, x_WE: str, layer: Any, attention: str) -> str:
-        """See `AttentionBlock.finish`."""
+        """Output projection, residual and MLP, as `AttentionBlock.finish` computes them."""
         x_WE = self.op("Add", x_WE, self.linear(attention, layer.self_attn.o_proj))
         normed, mlp = self.norm(x_WE, layer.post_attention_layernorm), layer.mlp
         gate = self.activation(self.linear(normed, mlp.gate_proj), self.drafter.config.hidden_act)

@@ -56,7 +56,7 @@ class Matrix:
 class GraphBuilder:
     """Collects nodes and initializers (`weights`: their bits); methods name tensors.
 
-    The same operation on the same inputs is added once, and so are equal constants.
+    Equal operations on equal inputs share a node, and equal constants share an initializer.
 
     Attributes:
         learned: the initializers of weights that were stored while `is_learning`. Their number and
