@@ -129,8 +129,8 @@ class Told:
         self.begun.append(unread)
         assert window == WINDOW
 
-    def shape(self, length: int, num_rows: int) -> Tree | None:
-        del length, num_rows
+    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
+        del length, num_rows, copied
         return SHAPE if self.drafts else None
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -177,7 +177,7 @@ class Told:
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []
 
-    def shape(self, _length: int, _num_rows: int) -> Tree:
+    def shape(self, _length: int, _num_rows: int, _copied: float) -> Tree:
         return Chain(2)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 import moaspec
 import moaspec.generation.local_engine
 import tiny
+from costs import table
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.other_proposers.ngram_branches import COPY_RATES, SIZES, NgramBranches
 from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
+from moaspec.drafting.policy.cost_model import KnownCosts
 from moaspec.drafting.tree_shapes import merged
-from moaspec.engine.request_state import BRANCH_NGRAMS
 
 pytestmark = pytest.mark.kernels
 
@@ -27,7 +30,7 @@ LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_pe
 def test_an_index_that_grew_is_one_that_was_built_at_once(
     text: list[int], data: st.DataObject
 ) -> None:
-    grown, whole = NgramIndex(BRANCH_NGRAMS), NgramIndex(BRANCH_NGRAMS)
+    grown, whole = NgramIndex(SIZES), NgramIndex(SIZES)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
     for cut in [*sorted(cuts), len(text)]:
         grown.extend(text[:cut])
@@ -37,6 +40,12 @@ def test_an_index_that_grew_is_one_that_was_built_at_once(
     for path in whole.paths(shape):
         size = len(path)
         assert any(tuple(text[i : i + size]) == path for i in range(len(text)))
+    lengths = [
+        next(n for n in range(i + 1) if n == i or text[i - 1 - n] != text[-1 - n])
+        for i in range(1, len(text))
+    ]
+    longest = max(lengths, default=0)
+    assert whole.longest(3, 6)[0] == (min(longest, 6) if longest > 1 else 0)
 
 
 def test_another_text_replaces_the_first() -> None:
@@ -47,6 +56,70 @@ def test_another_text_replaces_the_first() -> None:
     assert index.paths(Chain(1)) == []
     index.extend([1, 2, 9, 1, 2])
     assert index.paths(Chain(1)) == [(9,)]
+
+
+def test_an_index_finds_the_longest_end_of_the_text() -> None:
+    index = NgramIndex(SIZES)
+    index.extend([1, 2, 3, 4, 9, 5, 3, 4, 7, 2, 3, 4])
+    assert index.longest(2, 8) == (3, (9, 5))
+    assert index.longest(9, 2) == (2, (7, 2, 3, 4))  # both have two: the later place counts
+    index.extend([1, 2, 3, 4, 9, 5, 3, 4, 7, 2, 3, 4, 8])
+    assert index.longest(2, 8) == (0, ())
+
+
+LOOKED_UP = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
+
+
+def looked_up(text: list[int], depth: int = 8) -> tuple[NgramBranches, float]:
+    """The branches of a text on a machine whose first seven drafts cost nothing."""
+    branches = NgramBranches(KnownCosts(table()))
+    return branches, branches.look_up(text, 1, depth)
+
+
+def test_a_copied_path_is_as_long_as_it_pays() -> None:
+    branches, promised = looked_up(LOOKED_UP)
+    tree = branches.joined(DraftTree())
+    assert (tree.tokens, tree.num_copied) == ((5, 6, 1, 2, 3, 4), 6)
+    assert promised == pytest.approx(sum(map(math.exp, tree.log_p)))
+    assert looked_up(LOOKED_UP, depth=2)[0].joined(DraftTree()).tokens == (5, 6)
+    nothing, promised = looked_up([1, 2, 3, 4])
+    assert (nothing.joined(DraftTree()), promised) == (DraftTree(), 0.0)
+    over, promised = looked_up(LOOKED_UP, depth=0)
+    assert (over.joined(DraftTree()), promised) == (DraftTree(), 0.0)
+    dear = table(pass_s=((0.01, 0.50, 1.00, 4.00),) * 2)
+    branches = NgramBranches(KnownCosts(dear))
+    assert branches.look_up(LOOKED_UP, 1, 8) == 0.0
+    assert branches.joined(DraftTree()).tokens == ()
+
+
+def test_drafts_and_copies_share_their_probabilities() -> None:
+    """The copied token becomes more probable, the others less, and of all nodes the best stay."""
+    branches, _ = looked_up(LOOKED_UP, depth=2)
+    drafts = DraftTree((5, 7, 8), (-1, -1, 1), levels=2, log_p=(-1.0, -1.2, -1.3))
+    tree = branches.joined(drafts)
+    first, further = next((one, more) for least, one, more in COPY_RATES if least <= 4)
+    p = dict(zip(tree.tokens, map(math.exp, tree.log_p), strict=True))
+    assert (tree.tokens, tree.parents, tree.num_copied) == ((5, 7, 8, 6), (-1, -1, 1, 0), 1)
+    assert p[5] == pytest.approx(first + (1 - first) * math.exp(-1.0))
+    assert p[6] == pytest.approx(further * p[5])
+    assert p[7] == pytest.approx((1 - first) * math.exp(-1.2))
+    assert p[8] == pytest.approx((1 - first) * math.exp(-1.3))
+    dear = NgramBranches(KnownCosts(table(pass_s=((0.01, 0.03, 0.05, 0.21),) * 2)))
+    assert dear.look_up(LOOKED_UP, 1, 2) > 0
+    assert dear.joined(drafts).tokens == (5, 6)  # 7 and 8 cost more than they promise
+    unknown = DraftTree((5, 7), (-1, -1))
+    assert branches.joined(unknown) == DraftTree((5, 7, 6), (-1, -1, 0), num_copied=1)
+
+
+def test_wrong_copies_become_rare() -> None:
+    branches = NgramBranches(KnownCosts(table()))
+    text, promised = [*LOOKED_UP], []
+    for number in range(60):
+        text += [100 + number, 1, 2, 3, 4]  # never what followed before
+        promised.append(branches.look_up(text, 1, 1))
+    assert promised[0] > 0.5
+    assert promised == sorted(promised, reverse=True)
+    assert promised[-1] < 0.3 * promised[0]
 
 
 def test_copies_share_the_drafters_beginnings() -> None:

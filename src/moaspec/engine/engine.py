@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.pass_budget import share_slots
 from moaspec.drafting.protocols import RequestText, VerifyRequest, VerifyResult
-from moaspec.engine.request_state import RequestState, Shape
+from moaspec.engine.request_state import RequestState
 from moaspec.engine.request_table import RequestTable
 from moaspec.engine.result import Event
 
@@ -81,7 +81,7 @@ class Engine(RequestTable):
         """Process prompts: one target pass for all of them."""
         started_s = time.perf_counter()
         for request in requests:
-            self._begin_policies(request)
+            self._begin_policy(request)
         prompts = [
             request.verify_request(request.token_ids[request.num_verified :], DraftTree())
             for request in requests
@@ -110,37 +110,39 @@ class Engine(RequestTable):
 
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
         """A tree for each request; requests that want the same shape are drafted together."""
-        trees = [DraftTree()] * len(requests)
-        if self._proposer is not None:
-            by_shape: dict[Tree, list[int]] = {}
-            for i, request in enumerate(requests):
-                shape = self._shape(request, request.shape, len(requests))
-                if shape is not None:
-                    by_shape.setdefault(shape, []).append(i)
-            for shape, indices in by_shape.items():
-                texts = [
-                    RequestText(one.cache_row, one.token_ids, one.sampling)
-                    for one in map(requests.__getitem__, indices)
-                ]
-                for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
-                    trees[i] = tree
-            trees = share_slots(trees, by_shape) if len(requests) > 1 else trees
-        return [
-            request.with_branches(tree, self._shape(request, request.branch_shape, len(requests)))
-            for request, tree in zip(requests, trees, strict=True)
-        ]
+        trees, shapes = [DraftTree()] * len(requests), list[Tree | None]()
+        by_shape: dict[Tree, list[int]] = {}
+        for i, request in enumerate(requests):
+            shapes.append(self._shape(request, len(requests)))
+            if (shape := shapes[i]) is not None:
+                by_shape.setdefault(shape, []).append(i)
+        for shape, indices in by_shape.items():
+            assert self._proposer is not None, "nothing has a shape without it"
+            texts = [
+                RequestText(one.cache_row, one.token_ids, one.sampling)
+                for one in map(requests.__getitem__, indices)
+            ]
+            for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
+                trees[i] = tree
+        for i, request in enumerate(requests):
+            if request.branches is not None:
+                trees[i] = request.branches.joined(trees[i])
+                shapes[i] = shapes[i] or request.branches.shape
+        return share_slots(trees, shapes) if len(requests) > 1 else trees
 
-    def _shape(self, request: RequestState, shape: Shape, num_requests: int) -> Tree | None:
-        """The shape, cut where the request, the context or the validity of cached keys ends."""
-        length, end = len(request.token_ids), self._max_positions
-        if shape is not None and not isinstance(shape, Tree):
-            shape = shape.shape(length, num_requests)
-        if shape is None or not self._keeps_keys(request):
-            return None
-        if self._rules is not None:
-            end = self._rules.end_of_drafts(length)
+    def _shape(self, request: RequestState, num_requests: int) -> Tree | None:
+        """The shape to draft, cut where the request, the context or cached keys' validity ends."""
+        copied, length, shape = 0.0, len(request.token_ids), request.shape
+        end = self._rules.end_of_drafts(length) if self._rules is not None else self._max_positions
         # A round emits one token more than its drafts are deep.
-        return shape.limited(min(end - length, request.num_remaining - 1))
+        depth = min(end - length, request.num_remaining - 1) if self._keeps_keys(request) else 0
+        if request.branches is not None:
+            copied = request.branches.look_up(request.token_ids, num_requests, depth)
+        if self._proposer is None or shape is None:
+            return None
+        if not isinstance(shape, Tree):
+            shape = shape.shape(length, num_requests, copied)
+        return None if shape is None else shape.limited(depth)
 
     def _keeps_keys(self, request: RequestState) -> bool:
         """Whether cached keys are still valid: some rotary embeddings change with the length."""
@@ -154,7 +156,7 @@ class Engine(RequestTable):
         if self._proposer is not None:
             self._proposer.close(request.cache_row)
         request.num_verified = 0  # the pass overwrites its keys, even if it is interrupted
-        self._begin_policies(request)
+        self._begin_policy(request)
         return request.verify_request(request.token_ids, DraftTree())
 
     def _emit(

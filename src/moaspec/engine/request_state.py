@@ -5,20 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
+from moaspec.drafting.other_proposers.ngram_branches import NgramBranches
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import merged, without
+from moaspec.drafting.tree_shapes import without
 from moaspec.engine.result import Event, GenerationResult, Source, StopReason
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import StopStrings
 
 Shape = Tree | DraftPolicy | None
 """What is drafted for a request: a fixed shape, one chosen every round, or nothing."""
-
-BRANCH_NGRAMS = (4, 3, 2)
-"""Lengths of the n-grams that n-gram branches look for, longest first. A single token predicts too
-little."""
 
 
 @dataclass
@@ -35,13 +31,12 @@ class RequestState:
     shape: Shape  # of the proposer's drafts
     # Of the n-gram branches ("free branches"), continuations copied from the text and verified
     # beside the drafts.
-    branch_shape: Shape
+    branches: NgramBranches | None
     sampling: SamplingParams
     keep: bool  # whether the cache row is kept when the request ends
     window: int = 0  # the drafter's, see `VerifyRequest`
     prefilled: bool = False  # whether the target has processed the prompt
     num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
-    ngrams: NgramIndex = field(default_factory=lambda: NgramIndex(BRANCH_NGRAMS))
     result: GenerationResult = field(default_factory=GenerationResult)
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -72,24 +67,16 @@ class RequestState:
         )
 
     @property
-    def policies(self) -> list[DraftPolicy]:
-        """Those of `shape` and `branch_shape` that are policies."""
-        shapes = (self.shape, self.branch_shape)
-        return [one for one in shapes if one is not None and not isinstance(one, Tree)]
+    def policy(self) -> DraftPolicy | None:
+        """Chooses the shape every round; None where it is fixed."""
+        return None if isinstance(self.shape, Tree) else self.shape
 
     @property
     def wants_features(self) -> bool:
         """Whether the next round may draft, so that tokens verified now must be encoded."""
-        if self.shape is None or isinstance(self.shape, Tree):
-            return self.shape is not None
-        return self.shape.wants_features
-
-    def with_branches(self, tree: DraftTree, shape: Tree | None) -> DraftTree:
-        """The drafts and n-gram branches of this shape."""
-        if shape is None:
-            return tree
-        self.ngrams.extend(self.token_ids)
-        return merged(self.ngrams.paths(shape), len(tree.tokens) + shape.total_tokens, tree)
+        return isinstance(self.shape, Tree) or (
+            self.policy is not None and self.policy.wants_features
+        )
 
     def without_endings(self, tree: DraftTree) -> DraftTree:
         """The drafts without nodes that would end the request, and without their descendants.
@@ -141,8 +128,8 @@ class RequestState:
         self.result.copied_lengths.append(sources.count("copy"))
         self.result.drafted_depths.append(max(tree.depths[:num_drafted], default=0))
         self.result.num_drafted += num_drafted
-        for policy in self.policies:
-            policy.record_round(tree, accepted)
+        if self.policy is not None:
+            self.policy.record_round(tree, accepted)
 
     def add_seconds(
         self, draft_s: float, verify_s: float, verified: Sequence[VerifyResult]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.other_proposers.ngram_branches import NgramBranches
+from moaspec.drafting.policy.cost_model import KnownCosts
 from moaspec.drafting.protocols import Proposer, Verifier
 from moaspec.drafting.tree_shapes import DEFAULT_TREE
 from moaspec.engine.position_rules import PositionRules, TargetFacts
@@ -63,7 +65,7 @@ class RequestTable:
         stop_token_ids: Iterable[int] = (),
         stop: str | Iterable[str] | None = (),
         shape: Shape = DEFAULT_TREE,
-        free_branches: Shape = None,
+        free_branches: Tree | KnownCosts | None = None,
         sampling: SamplingParams = GREEDY,
         keep: bool = False,
         after: int | None = None,
@@ -75,8 +77,9 @@ class RequestTable:
             stop: strings that end the request as soon as its generated text contains one.
             shape: shape of the drafts, or a policy of this request that chooses it every round;
                 None drafts nothing.
-            free_branches: the same for n-gram branches, candidates from the request's own text that
-                are verified beside the drafts and reported as copies; None for none.
+            free_branches: shape of n-gram branches, candidates from the request's own text that are
+                verified beside the drafts and reported as copies, or the costs by which they are
+                chosen; None for none.
             sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
             keep: keep the cache row when the request ends, for a later request that comes `after`
                 it, or until `forget`.
@@ -110,7 +113,7 @@ class RequestTable:
             stop_token_ids=stops,
             stop=matcher,
             shape=shape,
-            branch_shape=free_branches,
+            branches=None if free_branches is None else NgramBranches(free_branches),
             sampling=sampling,
             keep=keep,
             window=getattr(self._verifier, "prompt_window", 0),
@@ -190,9 +193,11 @@ class RequestTable:
         used = {one.cache_row for one in (*self._active.values(), *self._kept.values())}
         return next(i for i in range(len(used) + 1) if i not in used)
 
-    def _begin_policies(self, request: RequestState) -> None:
-        """Tell its policies how many tokens are about to be encoded."""
-        unread = request.token_ids[request.num_verified :]
+    def _begin_policy(self, request: RequestState) -> None:
+        """Tell its policy how many tokens are about to be encoded."""
+        policy, unread = request.policy, request.token_ids[request.num_verified :]
+        if policy is None:
+            return
         asked = request.verify_request(unread, DraftTree())
         num_unread = min(len(unread), asked.window or len(unread))
         if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has
@@ -201,16 +206,14 @@ class RequestTable:
             if asked.window and encoded.start - first >= asked.window:
                 # A narrow window would drop the features of an earlier turn.
                 num_unread = len(encoded)
-                for policy in request.policies:
-                    policy.window = 0
-        for policy in request.policies:
-            policy.begin(
-                num_unread,
-                request.num_remaining,
-                self.num_active,
-                length=len(request.token_ids),
-                window=request.window,
-            )
+                policy.window = 0
+        policy.begin(
+            num_unread,
+            request.num_remaining,
+            self.num_active,
+            length=len(request.token_ids),
+            window=request.window,
+        )
 
     def _finish(self, request: RequestState, reason: StopReason) -> None:
         request.result.stop_reason = reason

@@ -21,7 +21,6 @@ from moaspec.drafting.policy.policies import (
     PROVEN_ROUNDS,
     AdaptivePolicy,
     DraftSettings,
-    NgramBranchPolicy,
 )
 from moaspec.drafting.tree_shapes import DEFAULT_TREE, Chain
 from moaspec.errors import InputError, ShapeError
@@ -255,20 +254,17 @@ def test_the_engine_says_what_a_prompt_would_take() -> None:
     assert dear.num_drafted == 0
 
 
-def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
-    dear = table(pass_s=((0.01, 0.06, 0.12, 0.48), (0.01, 0.06, 0.12, 0.48)))
-    for costs, right in ((table(), True), (dear, False)):
-        branches = NgramBranchPolicy(KnownCosts(costs))
-        shapes = []
-        for _ in range(40):
-            shape = branches.shape(64, 1)
-            shapes.append(shape)
-            tree = DraftTree() if shape is None else DraftTree((1,), (-1,), num_copied=1)
-            branches.record_round(tree, [0] if right and tree.tokens else [])
-        assert (None in shapes) is not right
-    for _ in range(200):
-        branches.record_round(DraftTree(), [])
-    assert branches.shape(64, 1) == NgramBranchPolicy(KnownCosts(dear)).shape(64, 1)
+def test_copies_that_promise_more_than_drafts_are_verified_alone() -> None:
+    policy = by_cost(table(), 0.6)
+    policy.begin(10, 100, 1, length=10, window=0)
+    assert policy.shape(10, 1, copied=5.0) is None
+    assert policy.wants_features  # so that the next round can draft
+    policy.record_round(DraftTree((1, 2), (-1, 0), num_copied=2), [0, 1])
+    assert policy.shape(13, 1, copied=0.1) is not None
+    for length in range(13, 40):  # bad drafts gain little, so that less is enough
+        if policy.shape(length, 1) is not None:
+            policy.record_round(DraftTree((1, 2), (-1, 0), levels=2, num_expanded=1), [])
+    assert policy.shape(40, 1, copied=0.1) is None
 
 
 def test_rows_that_ask_for_logits_go_by_what_these_cost() -> None:
@@ -281,9 +277,9 @@ def test_rows_that_ask_for_logits_go_by_what_these_cost() -> None:
     first, dearer = greedy.shape(64, 1), sampled.shape(64, 1)
     assert first is not None
     assert dearer is None or dearer.total_tokens < first.total_tokens
-    branches = shaping.branches(sampling), DraftSettings(costs=costs.with_logits).branches()
-    shapes = [one.shape(64, 1) for one in branches if isinstance(one, NgramBranchPolicy)]
-    assert shapes[0] == shapes[1]
+    branches = shaping.branches(sampling)
+    assert isinstance(branches, KnownCosts)
+    assert branches.table == costs.with_logits
     assert table().with_logits == table()  # of before they were measured
 
 
@@ -295,7 +291,7 @@ def test_settings_without_measurements() -> None:
     assert DraftSettings("chain:3", costs=table()).branches() is None
     assert DraftSettings(costs=table(), free_branches=False).branches() is None
     assert isinstance(DraftSettings(costs=table()).policy(), AdaptivePolicy)
-    assert isinstance(DraftSettings(costs=table()).branches(), NgramBranchPolicy)
+    assert isinstance(DraftSettings(costs=table()).branches(), KnownCosts)
 
 
 def test_settings_that_do_not_exist() -> None:
@@ -322,7 +318,7 @@ def test_policies_never_change_the_text(temperature: float, layers: int, lags: b
                 max_new_tokens=32,
                 sampling=sampling,
                 shape=by_cost(table(root_s=0.01 if number % 2 else 0.001), 0.6, lags=lags),
-                free_branches=NgramBranchPolicy(KnownCosts(table())) if number > 1 else None,
+                free_branches=KnownCosts(table()) if number > 1 else None,
             )
             for number, prompt in enumerate(tiny.PROMPTS)
         ]

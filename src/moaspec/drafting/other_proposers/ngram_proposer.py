@@ -5,11 +5,14 @@ else; the engine's n-gram branches put the same candidates beside those of any d
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.protocols import RequestText, TextProposer
 from moaspec.drafting.tree_shapes import merged
 from moaspec.errors import InputError
+
+NUM_COMPARED = 16  # occurrences of a text's end whose lengths are compared
 
 
 class NgramIndex:
@@ -45,6 +48,22 @@ class NgramIndex:
             if len(paths) == shape.breadth:
                 break
         return paths
+
+    def longest(self, depth: int, most: int) -> tuple[int, tuple[int, ...]]:
+        """The longest end of the text that occurs earlier, among the `NUM_COMPARED` latest places.
+
+        Returns:
+            Its length, `most` at most, and the up to `depth` tokens that followed it there. 0 and
+            none where no stretch occurs earlier.
+        """
+        text, best = self._text, (0, 0)
+        for place in islice(self._places(), NUM_COMPARED):
+            size = 0
+            while size < min(most, place) and text[place - 1 - size] == text[-1 - size]:
+                size += 1
+            best = max(best, (size, place))
+        size, place = best
+        return size, tuple(text[place : place + depth]) if size else ()
 
     def _places(self) -> Iterator[int]:
         """Where the text went on after an earlier occurrence of its end."""

@@ -20,7 +20,7 @@ from moaspec.drafting.policy.cost_model import (
     KnownCosts,
     RoundCosts,
 )
-from moaspec.drafting.tree_shapes import Chain, PricedTree, parse_shape
+from moaspec.drafting.tree_shapes import PricedTree, parse_shape
 from moaspec.errors import InputError
 from moaspec.sampling.params import GREEDY, SamplingParams
 
@@ -31,7 +31,8 @@ CREDIT_TOKENS = 48
 """Before it has written any token, a row may lose the time to encode its prompt plus `MAX_LOSS` of
 plain decoding this many tokens."""
 
-FIRST_ROUNDS = 4.0  # weight of the prior speed-up `GAIN`, in rounds
+FIRST_GAIN = 0.3  # tokens that a round with drafts is taken to gain, before any is counted
+FIRST_ROUNDS = 4.0  # weight of `FIRST_GAIN` and of the prior speed-up `GAIN`, in rounds
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
@@ -47,8 +48,6 @@ LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
 NEVER = 2**30
 """Rounds until drafting is affordable where encoding alone costs more than is tolerated."""
-
-COPY_SHAPES = (Chain(3), Tree(5, 2, 8), Tree(8, 2, 14))  # free branches to choose from
 
 COPIES = Tree(5, 2, 8)
 """Free branches where nothing is known of their cost: with the newest token and a small tree of
@@ -78,12 +77,13 @@ class DraftPolicy(Protocol):
         """
         del unread, room, num_rows, length, window  # by default there is no decision
 
-    def shape(self, length: int, num_rows: int) -> Tree | None:
+    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
         """The shape of the next drafts, None for a round without.
 
         Args:
             length: tokens of the row, prompt included.
             num_rows: rows that take part in the round.
+            copied: tokens that n-gram branches alone promise beyond their price.
         """
         ...
 
@@ -138,11 +138,15 @@ class DraftSettings:
             return AdaptivePolicy(known, lags=self.lags, beside=self.beside)
         return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
-    def branches(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
-        """A new row's n-gram branches; `sampling` as for `policy`."""
+    def branches(self, sampling: SamplingParams = GREEDY) -> Tree | KnownCosts | None:
+        """A new row's n-gram branches: a shape, costs to choose by, or none.
+
+        Args:
+            sampling: as for `policy`.
+        """
         if self.free_branches == "auto":
             known = self._shared_costs
-            return None if known is None else NgramBranchPolicy(known[sampling.needs_logits])
+            return None if known is None else known[sampling.needs_logits]
         return COPIES if self.free_branches else None
 
     @cached_property
@@ -206,6 +210,7 @@ class AdaptivePolicy:
         self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
         # Tokens of rounds with drafts over those of plain decoding in the same time.
         self._speedup = _Rate(GAIN, FIRST_ROUNDS)
+        self._gain = _Rate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round beyond its price
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
@@ -223,7 +228,7 @@ class AdaptivePolicy:
             self._prompt_s += encoding_s
             self.lost_s += encoding_s
 
-    def shape(self, length: int, num_rows: int) -> Tree | None:
+    def shape(self, length: int, num_rows: int, copied: float = 0.0) -> Tree | None:
         self._drafting, num_rows = None, max(num_rows, self._beside())
         if num_rows > 1 or self._left_out:
             costs = self._round = self._costs.at(length, num_rows)
@@ -239,9 +244,10 @@ class AdaptivePolicy:
             self._waiting -= 1
         else:
             costs = self._round = self._costs.at(length, num_rows)
-            self._drafting = self._affordable(costs)
-            if self._drafting is None:
-                self._rest(costs, self._rounds_until_affordable(costs))
+            if copied <= max(0.0, self._gain.value):
+                self._drafting = self._affordable(costs)
+                if self._drafting is None:
+                    self._rest(costs, self._rounds_until_affordable(costs))
         self.wants_features = not self._waiting and not self._behind
         if self.wants_features and self._first and self._num_drafted >= PROVEN_ROUNDS:
             self._widen(length)
@@ -273,7 +279,7 @@ class AdaptivePolicy:
             return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
-        self.plain_s += costs.plain_s * emitted
+        self.plain_s += costs.plain_s * (1 + len(accepted))
         self._unencoded += 1 + len(accepted)
         if self._whole_window:
             most = min(self.window or self._whole_window, self._whole_window)
@@ -325,6 +331,7 @@ class AdaptivePolicy:
             plain_rounds: how many plain rounds it took as long as.
         """
         self._speedup.count(emitted, plain_rounds)
+        self._gain.count(emitted - 1.0 - GAIN * (plain_rounds - 1.0), 1.0)
         if self._speedup.value > 1.0 - MAX_LOSS:
             self._pause = FIRST_PAUSE
             if self._behind:
@@ -337,41 +344,6 @@ class AdaptivePolicy:
         """Pause drafting for `rounds` rounds, or forever if encoding those costs too much."""
         self._waiting = rounds if self._earned_s(costs) > 0 else NEVER
         self._behind = self._lags
-
-
-class NgramBranchPolicy(DraftPolicy):
-    """N-gram branches, as long as their accepted tokens pay for the wider pass.
-
-    A round costs nothing if the text does not repeat itself: then there is no branch to verify.
-    Counts fade with every round, so a shape that was dropped is tried again later.
-
-    Args:
-        costs: of this machine, shared with other rows.
-    """
-
-    wants_features = False
-
-    def __init__(self, costs: KnownCosts) -> None:
-        self._costs = costs
-        # How often the first copied token of a round was right, and each one after a right one.
-        self._first, self._next = _Rate(0.25), _Rate(0.6)
-        self._drafted = 0
-
-    def shape(self, length: int, num_rows: int) -> Tree | None:
-        costs, best, best_s = self._costs.at(length, num_rows), None, 0.0
-        first, further, narrow_s = self._first.value, self._next.value, costs.pass_s(self._drafted)
-        for shape in COPY_SHAPES:
-            copied = first * (1.0 - further**shape.depth) / (1.0 - further)
-            wider_s = costs.pass_s(self._drafted + shape.total_tokens) - narrow_s
-            if copied * costs.plain_s - wider_s > best_s:
-                best, best_s = shape, copied * costs.plain_s - wider_s
-        return best
-
-    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        self._drafted = len(tree.tokens) - tree.num_copied
-        copied = sum(node >= self._drafted for node in accepted)
-        self._first.count(min(copied, 1), min(tree.num_copied, 1))
-        self._next.count(max(copied - 1, 0), copied)
 
 
 class _Rate:

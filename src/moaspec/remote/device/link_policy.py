@@ -105,7 +105,7 @@ class LinkPolicy(DraftPolicy):
             return False
         return float(self.speeds(np.ones(MAX_DEPTH)).max()) * plain_s >= MIN_GAIN
 
-    def shape(self, _length: int, _num_rows: int) -> Tree | None:
+    def shape(self, _length: int, _num_rows: int, _copied: float = 0.0) -> Tree | None:
         """The best chain; None for a round without drafts."""
         plain_s, wait_s = self._plain_s(), _known_or(self._wait_s(), ASSUMED_WAIT_S)
         tokens, round_s = self._rounds(self._acceptance.rates)
