@@ -127,7 +127,7 @@ def test_states_of_rounds_without_drafts_come_late_but_whole(
         engine.add(
             prompt,
             max_new_tokens=tiny.NEW_TOKENS,
-            shape=by_cost(table(root_s=0.003 if number % 2 else 0.001), 0.6),
+            shape=by_cost(table(root_s=0.004 if number % 2 else 0.001), 0.6),
             free_branches=COPIES if number > 1 else None,
         )
         for number, prompt in enumerate(tiny.PROMPTS)

@@ -27,7 +27,7 @@ from moaspec.sampling.params import GREEDY, SamplingParams
 MAX_LOSS = 0.03
 """Share of plain decoding's time that drafting may cost a row where it brings nothing."""
 
-CREDIT_TOKENS = 48
+CREDIT_TOKENS = 96
 """Before it has written any token, a row may lose the time to encode its prompt plus `MAX_LOSS` of
 plain decoding this many tokens."""
 
@@ -279,7 +279,7 @@ class AdaptivePolicy:
             return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
-        self.plain_s += costs.plain_s * (1 + len(accepted))
+        self.plain_s += costs.plain_s * emitted
         self._unencoded += 1 + len(accepted)
         if self._whole_window:
             most = min(self.window or self._whole_window, self._whole_window)
