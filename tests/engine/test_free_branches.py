@@ -90,6 +90,9 @@ def test_a_copied_path_is_as_long_as_it_pays() -> None:
     branches = NgramBranches(KnownCosts(dear))
     assert branches.look_up(LOOKED_UP, 1, 8) == 0.0
     assert branches.joined(DraftTree()).tokens == ()
+    branches = NgramBranches(KnownCosts(table()))
+    assert branches.look_up(LOOKED_UP, 2, 8) == 0.0  # beside another row
+    assert branches.joined(DraftTree()).tokens == ()
 
 
 def test_drafts_and_copies_share_their_probabilities() -> None:

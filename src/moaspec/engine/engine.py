@@ -110,11 +110,11 @@ class Engine(RequestTable):
 
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
         """A tree for each request; requests that want the same shape are drafted together."""
-        trees, shapes = [DraftTree()] * len(requests), list[Tree | None]()
+        trees = [DraftTree()] * len(requests)
         by_shape: dict[Tree, list[int]] = {}
         for i, request in enumerate(requests):
-            shapes.append(self._shape(request, len(requests)))
-            if (shape := shapes[i]) is not None:
+            shape = self._shape(request, len(requests))
+            if shape is not None:
                 by_shape.setdefault(shape, []).append(i)
         for shape, indices in by_shape.items():
             assert self._proposer is not None, "nothing has a shape without it"
@@ -124,11 +124,11 @@ class Engine(RequestTable):
             ]
             for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
                 trees[i] = tree
-        for i, request in enumerate(requests):
-            if request.branches is not None:
-                trees[i] = request.branches.joined(trees[i])
-                shapes[i] = shapes[i] or request.branches.shape
-        return share_slots(trees, shapes) if len(requests) > 1 else trees
+        trees = share_slots(trees, by_shape) if len(requests) > 1 else trees
+        return [
+            tree if request.branches is None else request.branches.joined(tree)
+            for request, tree in zip(requests, trees, strict=True)
+        ]
 
     def _shape(self, request: RequestState, num_requests: int) -> Tree | None:
         """The shape to draft, cut where the request, the context or cached keys' validity ends."""

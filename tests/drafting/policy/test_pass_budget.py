@@ -31,7 +31,7 @@ def chain(*probabilities: float) -> DraftTree:
 def shared(trees: list[DraftTree], *prices: float) -> list[int]:
     """The drafts that each row keeps at these prices."""
     shape = PricedTree(len(prices), 1, len(prices), prices=prices)
-    return [len(tree.tokens) for tree in share_slots(trees, [shape] * len(trees))]
+    return [len(tree.tokens) for tree in share_slots(trees, {shape: [*range(len(trees))]})]
 
 
 def asked(row: int, tree: DraftTree, new: int = 1) -> VerifyRequest:
@@ -69,7 +69,7 @@ def test_the_choice_is_that_of_a_plain_search(
         trees.append(DraftTree(tokens, tuple(parents), log_p=tuple(log_p), levels=len(nodes)))
     prices = (np.cumsum(steps) / 8).tolist()[:number]
     shape = PricedTree(number, 1, number, prices=tuple(prices))
-    found = share_slots(trees, [shape] * len(trees))
+    found = share_slots(trees, {shape: [*range(len(trees))]})
     drafts = sorted(
         (-log_p, row, node)
         for row, tree in enumerate(trees)
@@ -94,11 +94,11 @@ def test_the_choice_is_that_of_a_plain_search(
 def test_a_row_alone_and_fixed_shapes_stay_whole() -> None:
     tree = chain(0.1, 0.1)
     dear = PricedTree(2, 1, 2, prices=(1.0, 2.0))
-    assert share_slots([tree, DraftTree()], [dear, None])[0] is tree
-    assert share_slots([tree, tree], [Tree(2, 1, 2)] * 2) == [tree, tree]
+    assert share_slots([tree, DraftTree()], {dear: [0]})[0] is tree
+    assert share_slots([tree, tree], {Tree(2, 1, 2): [0, 1]}) == [tree, tree]
     unknown = [DraftTree((1,), (-1,))] * 2
-    assert share_slots(unknown, [dear] * 2) == unknown
-    (*dropped, kept) = share_slots([tree] * 3, [dear, dear, Chain(2)])
+    assert share_slots(unknown, {dear: [0, 1]}) == unknown
+    (*dropped, kept) = share_slots([tree] * 3, {dear: [0, 1], Chain(2): [2]})
     assert [len(one.tokens) for one in (*dropped, kept)] == [0, 0, 2]
 
 

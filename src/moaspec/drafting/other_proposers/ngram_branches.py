@@ -35,7 +35,7 @@ class NgramBranches:
     """
 
     def __init__(self, shape: Tree | KnownCosts) -> None:
-        self.shape: Tree | None = None  # of this round
+        self._shape: Tree | None = None  # of this round
         self._given, self._index = shape, NgramIndex(SIZES)
         self._paths: list[tuple[int, ...]] = []
         self._rates = (0.0, 0.0)  # of the path's first token, and of each further one
@@ -46,23 +46,26 @@ class NgramBranches:
         """Find what followed the text's end where it occurs earlier.
 
         Args:
-            num_rows: rows that take part in the round.
+            num_rows: rows that take part in the round; with costs only a row alone copies.
             depth: most tokens to copy.
 
         Returns:
             Tokens that the path promises beyond the price of verifying it alone, 0.0 without costs.
         """
-        self._index.extend(token_ids)
-        self._count(token_ids)
-        self._paths, length = [], len(token_ids)
-        shape = self._given
+        self._paths, length, shape = [], len(token_ids), self._given
         if isinstance(shape, KnownCosts):
-            shape = shape.at(length, num_rows).tree
-        self.shape = shape.limited(depth)
-        if not isinstance(self.shape, PricedTree):
-            self._paths = [] if self.shape is None else self._index.paths(self.shape)
+            if num_rows > 1:  # a path of one row gives the others pads
+                return 0.0
+            shape = shape.at(length, 1).tree
+        self._shape = limited = shape.limited(depth)
+        if limited is None:
             return 0.0
-        size, path = self._index.longest(self.shape.depth, COPY_RATES[0][0])
+        self._index.extend(token_ids)
+        if not isinstance(limited, PricedTree):
+            self._paths = self._index.paths(limited)
+            return 0.0
+        self._count(token_ids)
+        size, path = self._index.longest(limited.depth, COPY_RATES[0][0])
         if not path:
             return 0.0
         first, further = next((one, more) for least, one, more in COPY_RATES if size >= least)
@@ -70,7 +73,7 @@ class NgramBranches:
         self._rates = min(MAX_RATE, first * self._hits / self._expected), further
         promised = accumulate(self._rates[0] * further**i for i in range(len(path)))
         return max(
-            0.0, *(sum_ - price for sum_, price in zip(promised, self.shape.prices, strict=False))
+            0.0, *(sum_ - price for sum_, price in zip(promised, limited.prices, strict=False))
         )
 
     def _count(self, token_ids: Sequence[int]) -> None:
@@ -88,7 +91,7 @@ class NgramBranches:
         The probability of a node is that of a mixture: with the path's rate the text is copied,
         otherwise it goes on as the drafter expects.
         """
-        shape = self.shape
+        shape = self._shape
         if shape is None or not self._paths:
             return tree
         whole = merged(self._paths, len(tree.tokens) + shape.total_tokens, tree)

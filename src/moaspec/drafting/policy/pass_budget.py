@@ -6,7 +6,7 @@ to the drafts that most probably survive, whichever row they belong to.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, repeat
 
@@ -24,20 +24,22 @@ RETURN = 0.02
 device's rate, so that its drafts are eventually tried again."""
 
 
-def share_slots(trees: Sequence[DraftTree], shapes: Sequence[Tree | None]) -> list[DraftTree]:
+def share_slots(
+    trees: Sequence[DraftTree], by_shape: Mapping[Tree, Sequence[int]]
+) -> list[DraftTree]:
     """The trees without the drafts that do not pay.
 
     Trees of fixed shapes stay whole, and those of proposers without probabilities.
 
     Args:
         trees: of all rows of one pass.
-        shapes: that they were grown in.
+        by_shape: the shape that each was grown in, and the indices of its rows.
     """
     kept = list(trees)
-    priced = {i: one for i, one in enumerate(shapes) if isinstance(one, PricedTree)}
-    rows = [i for i in priced if trees[i].log_p]
+    priced = [(one, rows) for one, rows in by_shape.items() if isinstance(one, PricedTree)]
+    rows = [i for _, own in priced for i in own if trees[i].log_p]
     if len(rows) > 1:  # the drafts of a single row have their slots already
-        prices = max((shape.prices for shape in priced.values()), key=len)
+        prices = max((shape.prices for shape, _ in priced), key=len)
         cut = _cut([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
         for i, tree in zip(rows, cut, strict=True):
             kept[i] = tree
