@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moaspec.errors import ShapeError
 
 MAX_SIZES = {"depth": 128, "breadth": 128, "total_tokens": 1024}
-"""Far beyond what pays; larger ones are mistakes, and would draft for minutes."""
+"""Far above sizes that pay; larger ones are mistakes, and would draft for minutes."""
 
 _CAUSAL = np.tri(64, dtype=np.bool_)
 _CAUSAL.flags.writeable = False
@@ -33,7 +33,7 @@ class Tree:
         total_tokens: drafts that the target verifies in one pass.
 
     Raises:
-        ShapeError: sizes that no such tree can have, or beyond `MAX_SIZES`.
+        ShapeError: impossible sizes, or sizes above `MAX_SIZES`.
 
     Source: EAGLE-2, arXiv 2406.16858. The paper's tree is `Tree(6, 8, 62)`.
     """
@@ -87,7 +87,7 @@ class Tree:
 
 
 def candidates(depth: int, breadth: int) -> int:
-    """Nodes that a tree of these sizes is chosen from."""
+    """How many nodes are drafted for a tree of this depth and breadth."""
     return breadth + (depth - 1) * breadth**2
 
 
@@ -129,7 +129,7 @@ class DraftTree:
 
 
 def causal(size: int) -> npt.NDArray[np.bool_]:
-    """[i, j] is True when j is at most i; to be read only."""
+    """[i, j] is True when j is at most i; read-only."""
     return _CAUSAL[:size, :size] if size <= len(_CAUSAL) else np.tri(size, dtype=np.bool_)
 
 

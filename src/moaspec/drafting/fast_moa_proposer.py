@@ -58,7 +58,7 @@ class FastMoAProposer(MoAProposer):
         self.num_read.clear()
 
     def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features:
-        """`encode` of one request's tokens; kernels read them where the target's cache has them."""
+        """`encode` for one request; kernels read the target's cache in place."""
         encoder, encoded = self.module.encoder, None
         if isinstance(encoder, FastTargetEncoder):
             encoded = encoder.encode_stored(kv_TLJ2D, tokens)
@@ -68,7 +68,7 @@ class FastMoAProposer(MoAProposer):
         return (*encoded, tokens.start) if self.prompt_window else encoded
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
-        """By kernels, one request after another, if they have all layers and all features."""
+        """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""
         parts = self.kernel_parts()
         roots = [len(row.token_ids) - 1 for row in rows]
         starts = [
@@ -159,7 +159,7 @@ class FastMoAProposer(MoAProposer):
 
 @dataclass(frozen=True)
 class KernelParts:
-    """SA, CA, head and embeddings, and where there are any, exit and last target layers."""
+    """The drafter's layers for kernels; `exit_` and `last` are None where there are none."""
 
     text: FusedStack
     memory: FusedStack

@@ -36,9 +36,9 @@ class MoAProposer(TreeProposer):
 
     Attributes:
         memory: CA's keys and values.
-        num_encoded: by cache row, tokens up to the last one that `memory` holds.
-        first_encoded: by cache row, the first token that it holds, if it is not 0.
-        missing: by cache row, positions among these that `memory` does not hold yet, as on devices.
+        num_encoded: by cache row, number of tokens up to the last in `memory`.
+        first_encoded: by cache row, position of the first token in `memory`, if it is not 0.
+        missing: by cache row, positions between the two that `memory` lacks, as on devices.
 
     Raises:
         InputError: an N that the target or the drafter cannot have, or a drafter of another dtype

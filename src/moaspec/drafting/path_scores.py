@@ -1,9 +1,9 @@
-"""Which drafts a drafter proposes, and how much it expects of them.
+"""The order of a drafter's candidates, and the estimated probability that each is accepted.
 
-At temperature 0 the best drafts are the likeliest, and a path's score is its log q. Above it the
-target's choice is likely q's sample with the *same* noise, so drafts are ranked by that noise plus
-log q / temperature, sharpened. How probable a token was no longer says how likely the target is to
-agree; its rank in that order and its distance from the best do.
+At temperature 0 candidates are ordered by q, and a path's score is its log q. Above it the target
+adds noise to its logits, and drafts are ordered by the *same* noise plus sharpened log q /
+temperature. The acceptance of a candidate is then estimated from its rank in that order and its
+distance from the best, not from q.
 
 Legend: B rows, S rows that sample, W beams, V draft vocabulary, C children, K ranks.
 """
@@ -69,7 +69,7 @@ class Ranking:
         return scores_BWC, tokens_BWC
 
     def perturbed(self, log_q_SWV: Tensor, depth: int) -> Tensor:
-        """What the target will take the argmax of, as far as q knows it; float64."""
+        """The drafter's estimate of the scores whose argmax the target chooses, float64."""
         device, width = log_q_SWV.device, log_q_SWV.shape[1]
         temperature_S11 = temperatures(self._settings).to(device)[..., None]
         scaled_SWV = log_q_SWV.double() * SHARPNESS / temperature_S11

@@ -6,10 +6,10 @@ from moaspec.target.target import Target
 
 
 def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
-    """Whether it can draft, beside its target, on features that end before the text does.
+    """Whether a drafter in the target's process can draft while the newest tokens lack features.
 
-    Reused layers cannot: the keys and values computed for the rest would overwrite the target's
-    own. Nor can a CA that attends to drafts, whose keys lie where the text's features would.
+    With N > 0 it cannot: the reused layers' keys and values of these tokens would overwrite the
+    target's. Nor can a CA that attends to drafts: it stores their keys in these tokens' slots.
     """
     return num_target_layers == 0 and not drafter.reads_drafts
 

@@ -1,8 +1,8 @@
-"""Drafts in other caches than that of the text.
+"""Drafts in other caches than the text cache.
 
-With N > 0 they pass the target's last N layers, and their keys and values go into the target's own
-cache behind the root, where the verification overwrites them. In a drafter without CA they go into
-what is CA's memory otherwise.
+With N > 0 drafts pass the target's last N layers, and their keys and values go into the target's
+cache behind the root, where the verification overwrites them. If CA attends to drafts
+(`reads_drafts`), their keys go into CA's memory.
 
 Legend: B requests, T tokens, W nodes of a level, E hidden size.
 """

@@ -1,4 +1,4 @@
-"""Further shapes of draft trees, shapes in words, and trees made of others."""
+"""Chains, trees cut by cost, shapes given as text, and trees made from other trees."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Chain(Tree):
 
 
 DEFAULT_TREE = Tree(depth=1, breadth=2, total_tokens=2)
-"""What "auto" means without costs, as for drafters other than `MoADrafter`: it pays where a pass
-over three tokens costs about as much as one over a single token."""
+"""The shape for "auto" without costs, as for drafters other than `MoADrafter`. It pays if a pass
+over three tokens takes about as long as one over a single token."""
 
 
 def parse_shape(text: str) -> Tree:
-    """Read "auto", "chain:4" or "tree:6x8x62": depth, breadth and total tokens, also with commas.
+    """Read "auto", "chain:4" or "tree:6x8x62" (depth, breadth, total tokens; also with commas).
 
     Raises:
         ShapeError: neither form, or impossible sizes.
@@ -54,17 +54,16 @@ def parse_shape(text: str) -> Tree:
 
 @dataclass(frozen=True)
 class PricedTree(Tree):
-    """A tree that is grown and verified as far as the drafter's own probabilities pay for it.
+    """A tree cut where further drafts cost more than their probabilities promise.
+
+    Drafters without probabilities draft it whole, as a `Tree`.
 
     Args:
-        prices: what verifying 1, 2, ... `total_tokens` drafts costs a pass beyond verifying none,
-            in tokens that would be written in that time.
-        least: probability that a draft must have, together with all above it, to be drafted on.
-
-    It is for drafters with probabilities; others take it as the large `Tree` that it is.
+        prices: costs of verifying 1, 2, ... `total_tokens` drafts; see `CostTable.prices`.
+        least: least probability of the path to a draft that gets children.
 
     Raises:
-        ShapeError: fewer prices than drafts, or a probability that is none.
+        ShapeError: fewer prices than drafts, or a `least` outside 0..1.
     """
 
     prices: tuple[float, ...] = ()
@@ -83,7 +82,7 @@ class PricedTree(Tree):
         return math.log(self.least) if self.least else -math.inf
 
     def kept(self, log_p: Sequence[float]) -> int:
-        """As many as promise the most accepted drafts beyond their price."""
+        """The number of drafts whose expected accepted tokens most exceed their price."""
         best, count, accepted = 0.0, 0, 0.0
         for number, (one, price) in enumerate(zip(log_p, self.prices, strict=False), start=1):
             accepted += math.exp(one)
@@ -92,7 +91,7 @@ class PricedTree(Tree):
         return count
 
     def halved(self) -> PricedTree | None:
-        """Half as deep and large, or None where that is nothing."""
+        """A tree of half the depth and size; None for a tree of one draft."""
         if self.total_tokens == 1:
             return None
         depth = max(1, self.depth // 2)
@@ -107,12 +106,12 @@ class PricedTree(Tree):
 def merged(
     paths: Iterable[Sequence[int]], total_tokens: int, base: DraftTree | None = None
 ) -> DraftTree:
-    """One tree of several continuations, which share their common beginnings.
+    """One tree of several continuations; common beginnings are merged.
 
     Args:
         paths: continuations of the root, the most promising first.
-        total_tokens: nodes at most; what comes after them is left out.
-        base: a tree to add them to; what they add to it counts as copied.
+        total_tokens: most nodes; later ones are left out.
+        base: a tree to add the paths to; the added nodes count as copied.
     """
     nodes = [] if base is None else list(zip(base.parents, base.tokens, strict=True))
     known = {} if base is None else children(base)
@@ -158,7 +157,7 @@ def beginning(tree: DraftTree, count: int) -> DraftTree:
 
 
 def selected(tree: DraftTree, kept: bytes) -> DraftTree:
-    """The nodes of a tree whose byte in `kept` is 1, not 0; parents of kept nodes are kept."""
+    """The tree of the nodes whose byte in `kept` is 1; parents of kept nodes must be kept."""
     if (count := kept.find(0)) < 0:
         return tree
     if kept.find(1, count) < 0:
@@ -175,7 +174,7 @@ def selected(tree: DraftTree, kept: bytes) -> DraftTree:
 
 
 def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
-    """A tree less some of its nodes and what hangs below them."""
+    """The tree without some of its nodes and their descendants."""
     kept = bytearray()
     for node, parent in enumerate(tree.parents):
         kept.append(node not in cut and (parent < 0 or kept[parent] == 1))
@@ -183,7 +182,7 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
 
 
 def tree_with(path: Sequence[int], trees: Iterable[DraftTree]) -> tuple[DraftTree, list[int]]:
-    """The first tree that has a path from its root, and the path's nodes; else the path alone."""
+    """The first tree that contains a path, and the path's nodes in it; else the path as a tree."""
     for tree in trees:
         nodes = nodes_along(path, tree)
         if len(nodes) == len(path):
@@ -192,7 +191,7 @@ def tree_with(path: Sequence[int], trees: Iterable[DraftTree]) -> tuple[DraftTre
 
 
 def nodes_along(path: Sequence[int], tree: DraftTree) -> list[int]:
-    """Nodes of the longest beginning of a path that is in the tree."""
+    """Nodes of the tree along a path, as far as the tree has it."""
     edges, nodes = children(tree), [-1]
     for token in path:
         node = edges.get((nodes[-1], token))

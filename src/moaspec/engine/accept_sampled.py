@@ -53,7 +53,7 @@ class _Walk:
         first: index of the root in the logits.
 
     Attributes:
-        next_token: the target's choice after the last of them.
+        next_token: the target's choice after the last accepted draft.
     """
 
     def __init__(self, request: VerifyRequest, text: list[int], first: int) -> None:

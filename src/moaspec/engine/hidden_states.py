@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class HiddenStates:
-    """By cache row, the states that were not encoded yet; no cache holds them."""
+    """The states of each cache row that were not encoded yet."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Tensor]] = {}
 
     def add(self, row: int, position: int, states_TE: Tensor) -> None:
-        """Keep states of the tokens from a position on, which replace those that were there."""
+        """Keep the states of the tokens from a position on; they replace older ones there."""
         start, held = self._held.get(row, (position, None))
         if held is None or position <= start:
             self._held[row] = (position, states_TE)

@@ -1,4 +1,4 @@
-"""Passes over several rows: long rows are split so that few tokens are pads, heads run in groups.
+"""Passes over several rows: long rows are split to save pads, and the head runs on some at a time.
 
 Legend: B rows, T tokens, E hidden size.
 """
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from moaspec.engine.local_verifier import PassRow
 
 MAX_PAD_RATIO = 1.5
-"""Limit of the tokens of a pass, with pads, over its tokens without; beyond it long rows are
+"""Largest ratio of a pass's tokens, pads included, to its real tokens; above it long rows are
 split."""
 
-MIN_SPLIT_TOKENS = 16  # fewest tokens of the parts of a prompt
-MAX_HEAD_NODES = 256  # most nodes whose logits exist at a time (but at least one request's)
+MIN_SPLIT_TOKENS = 16  # least length of the parts into which a prompt is split
+MAX_HEAD_NODES = 256  # most nodes in one call of the head, unless one request has more
 
 CPU_CLIENT_ROWS = 4
 CPU_CLIENT_TOKENS = 16
-"""About as many as a pass computes in the time in which it reads the weights."""
+"""Rows and tokens that a CPU computes in about the time in which it reads the weights."""
 
 
 def client_rows(device: torch.device) -> int:
-    """Rows that one client may bring to a step of several, however few the others bring.
+    """Rows of one client that a step shared by several clients always takes.
 
-    On a CPU each row makes the step longer for all. Elsewhere the weights are read once for all
-    rows, and a limit would only lose tokens per second.
+    On a CPU each row makes the step longer for all clients. On a GPU the time to read the weights
+    dominates, and a limit would only lower the throughput.
     """
     return CPU_CLIENT_ROWS if device.type == "cpu" else 1 << 30
 
 
 def client_tokens(device: torch.device) -> int:
-    """Tokens of texts and drafts that one client may always have in a pass that others wait for."""
+    """New tokens and drafts of one client that a pass shared by several clients always takes."""
     return CPU_CLIENT_TOKENS if device.type == "cpu" else 1 << 30
 
 
@@ -67,8 +67,8 @@ def ragged_states(
 def _split(row: PassRow, width: int) -> list[PassRow]:
     """The row split into rows of `width` tokens; the last one may be shorter.
 
-    Each attends to the rows before it in the same pass, because a layer stores all keys before it
-    computes attention. Only the last has pads, since pads overwrite the slots behind a row.
+    Each part attends to the parts before it in the same pass, because a layer stores all keys
+    before it computes attention. Only the last part may have pads: they overwrite the next slots.
     """
     cuts = range(0, len(row.tokens), width)
     if len(cuts) == 1:

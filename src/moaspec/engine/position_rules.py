@@ -2,8 +2,8 @@
 
 Two kinds of rotary embeddings make the key of a token depend on more than its position. With
 LongRoPE all keys of a text change when the text becomes longer than a set length (a switch). With
-dynamic NTK the keys depend on the length of the prompt once it exceeds the trained length. Nobody
-but this module knows either.
+dynamic NTK the keys depend on the length of the prompt once it exceeds the trained length. The rest
+of the engine asks this module.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 
 class TargetFacts(Protocol):
-    """What an engine needs to know of a target, which may run elsewhere."""
+    """The facts about a target that an engine needs; the target may run elsewhere."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -44,7 +44,7 @@ class PositionRules:
 
     @property
     def are_plain(self) -> bool:
-        """Whether a token's key depends on its position alone, so that nothing has to be asked."""
+        """Whether a token's key depends on its position alone: then cached keys stay valid."""
         return not self.rope_switches and self.rope_growth is None
 
     def key_version(self, length: int) -> int:

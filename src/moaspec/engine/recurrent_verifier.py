@@ -1,4 +1,4 @@
-"""Verification with a hybrid: some of its layers keep states, see `recurrent_states`."""
+"""Verification with a hybrid target: some layers keep states, see `recurrent_states`."""
 
 import sys
 from collections.abc import Sequence
@@ -22,31 +22,31 @@ def local_verifier(target: Target, proposer: Proposer | None = None) -> LocalVer
 
 
 class StatefulWriter(KVWriter):
-    """A `KVWriter` that carries the steps of its pass."""
+    """A `KVWriter` that also hands the layers with states the steps of the pass."""
 
     steps: StepPass
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """One row after a pass and before its drafts are accepted."""
+class _VerifiedRow:
+    """One row of a finished pass, until it is known which of its drafts are accepted."""
 
     steps: StepPass
     row: int  # its index in the pass
-    root: int  # index of the last token that is no draft
+    root: int  # index of the row's root
     length: int  # tokens of the text up to the root
 
 
 class RecurrentCache(KVCache):
     """Keys and values of attention layers, and the states of the others.
 
-    A row's states are those behind its last verified token; others are not kept.
+    Of each row it keeps the states after the last verified token.
     """
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._states: dict[int, tuple[int, TextState]] = {}
-        self._settled: dict[int, _Settled] = {}
+        self._verified: dict[int, _VerifiedRow] = {}
         self._steps: StepPass | None = None
 
     @property
@@ -54,37 +54,37 @@ class RecurrentCache(KVCache):
         return super().num_bytes + sum(num_bytes(state) for _, state in self._states.values())
 
     def length(self, row: int) -> int:
-        """Tokens of the text whose states a row has; 0 if it has none."""
-        settled = self._settled.get(row)
-        return self._states.get(row, (0, {}))[0] if settled is None else settled.length
+        """Number of tokens that a row's states cover; 0 if it has none."""
+        verified = self._verified.get(row)
+        return self._states.get(row, (0, {}))[0] if verified is None else verified.length
 
     def state(self, row: int) -> TextState:
         """The states of a row; empty if it has none."""
-        settled = self._settled.get(row)
-        if settled is not None:
-            self._keep(row, 0, settled.length)
+        verified = self._verified.get(row)
+        if verified is not None:
+            self._keep(row, 0, verified.length)
         return self._states.get(row, (0, {}))[1]
 
-    def begin(self, rows: Sequence[StepRow]) -> None:
+    def begin_pass(self, rows: Sequence[StepRow]) -> None:
         self._steps = StepPass(rows)
 
-    def settle(self, rows: Sequence[PassRow]) -> None:
-        """After a pass, let the states of each row be those behind its new tokens."""
-        assert self._steps is not None, "settle follows begin"
+    def end_pass(self, rows: Sequence[PassRow]) -> None:
+        """Take each row's states after its new tokens; `commit` adds accepted drafts."""
+        steps, self._steps = self._steps, None
+        assert steps is not None, "end_pass follows begin_pass"
         for i, row in enumerate(rows):
-            length = row.start + row.num_new
-            self._settled[row.request.cache_row] = _Settled(self._steps, i, row.num_new - 1, length)
-        self._steps = None
+            verified = _VerifiedRow(steps, i, row.num_new - 1, row.start + row.num_new)
+            self._verified[row.request.cache_row] = verified
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
-        """Keep accepted drafts, see `KVCache.commit`, and the states behind the last of them."""
+        """Keep accepted drafts, see `KVCache.commit`, and the states after the last of them."""
         super().commit(row, start, slots)
         self._keep(row, slots[-1] + 1 - start if slots else 0, start + len(slots))
 
     def _keep(self, row: int, offset: int, length: int) -> None:
-        """Keep the states behind the token at this offset from the root."""
-        settled = self._settled.pop(row)
-        state = settled.steps.after(settled.row, settled.root + offset)
+        """Keep the states after the token at this offset from the root."""
+        verified = self._verified.pop(row)
+        state = verified.steps.after(verified.row, verified.root + offset)
         self._states[row] = length, state
 
     def writer(
@@ -95,7 +95,7 @@ class RecurrentCache(KVCache):
         visible: int,
         kind: type[KVWriter] | None = None,
     ) -> KVWriter:
-        """A writer for one pass; without `begin` of a pass over one text, for timing."""
+        """A writer for one pass; without `begin_pass` every row is a chain (calibration)."""
         del kind
         writer = super().writer(rows, starts, num_tokens, visible, StatefulWriter)
         assert isinstance(writer, StatefulWriter)
@@ -107,14 +107,14 @@ class RecurrentCache(KVCache):
     def release(self) -> None:
         super().release()
         self._states.clear()
-        self._settled.clear()
+        self._verified.clear()
 
 
 class RecurrentVerifier(LocalVerifier):
     """A `LocalVerifier` that keeps recurrent and convolution states.
 
-    A request may begin where the states of its row end. Where it begins elsewhere (a text that goes
-    on differently, a verification that was interrupted) the text before it is processed again.
+    A request continues from its row's states if they end where it begins. Otherwise (the text
+    changed, a verification was interrupted) all tokens before it are processed again.
     """
 
     cache: RecurrentCache
@@ -136,7 +136,7 @@ class RecurrentVerifier(LocalVerifier):
         return [replace(one, num_read_again=n) for one, n in zip(results, again, strict=True)]
 
     def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
-        """As `LocalVerifier` does, or no chunks where a prompt must be read in one pass."""
+        """As `LocalVerifier` does, but without chunks if a prompt must be read in one pass."""
         if self._layers.reads_whole:
             return [
                 PassRow(
@@ -159,7 +159,7 @@ class RecurrentVerifier(LocalVerifier):
             self._pass([PassRow(plain, start, chunk, len(chunk))])
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
-        """A pass over all rows that only step, and one for each row that reads."""
+        """Final states: one pass for all rows that only step, one for each row that reads."""
         states: dict[int, Tensor] = {}
         stepping: list[PassRow] = []
         for row in rows:
@@ -176,7 +176,7 @@ class RecurrentVerifier(LocalVerifier):
         return [states[row.request.cache_row] for row in rows]
 
     def _whole(self, row: PassRow) -> PassRow:
-        """The row, or one from the start of its text where its states cannot be used."""
+        """The row; if its states cannot be used, a row from the start of its text."""
         reads_on = self._layers.reads_whole and row.start < row.request.prompt_length
         if row.start == 0 or (
             self.cache.length(row.request.cache_row) == row.start and not reads_on
@@ -191,14 +191,14 @@ class RecurrentVerifier(LocalVerifier):
         return tuple(self._texts[cache_row][:num_tokens])
 
     def _pass(self, rows: Sequence[PassRow]) -> Tensor:
-        """The pass of `LocalVerifier`, after which the states are those behind the new tokens."""
-        self.cache.begin([self._step_row(row) for row in rows])
+        """The pass of `LocalVerifier`; the cache then has the states after the new tokens."""
+        self.cache.begin_pass([self._step_row(row) for row in rows])
         states_BTE = super()._pass(rows)
-        self.cache.settle(rows)
+        self.cache.end_pass(rows)
         return states_BTE
 
     def _num_read(self, row: PassRow) -> int:
-        """How many of its tokens are read at once: those of the prompt."""
+        """How many of a row's tokens are read in one call: those of the prompt."""
         end = row.request.prompt_length or row.start + row.num_new * (row.num_new > 1)
         num = min(max(0, end - row.start), row.num_new)
         if row.start == 0:

@@ -48,7 +48,7 @@ class RequestState:
         return self.max_new_tokens - len(self.result.token_ids)
 
     def prompt_chunk(self, size: int) -> VerifyRequest:
-        """A request for the prompt's next `size` tokens, without its end."""
+        """A request for the prompt's next `size` tokens; more of the prompt follows."""
         tokens = self.token_ids[self.num_verified : self.num_verified + size]
         chunk = self.verify_request(tokens, DraftTree())
         return replace(chunk, sampling=GREEDY, encode=False, text_length=self.prompt_length)
@@ -67,9 +67,10 @@ class RequestState:
         )
 
     @property
-    def policy(self) -> DraftPolicy | None:
-        """Chooses the shape every round; None where it is fixed."""
-        return None if isinstance(self.shape, Tree) else self.shape
+    def policies(self) -> list[DraftPolicy]:
+        """`shape` and `branch_shape`, where these are policies."""
+        shapes = (self.shape, self.branch_shape)
+        return [one for one in shapes if one is not None and not isinstance(one, Tree)]
 
     @property
     def wants_features(self) -> bool:
@@ -92,7 +93,7 @@ class RequestState:
     def append_verified(
         self, request: VerifyRequest, verified: VerifyResult, max_positions: int
     ) -> Event:
-        """Append verified tokens up to the request's end, which the event says."""
+        """Append verified tokens up to the request's end, and report them."""
         tree = request.tree if verified.tree is None else verified.tree
         accepted = [tree.tokens[node] for node in verified.accepted]
         tokens, reason = self._until_end([*accepted, verified.next_token], max_positions)

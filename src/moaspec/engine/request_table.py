@@ -92,8 +92,8 @@ class RequestTable:
         Raises:
             PromptError: the prompt is empty, does not fit into the context, or has ids outside the
                 vocabulary.
-            InputError: `max_new_tokens` or stop tokens that are no integers of at least 0, a biased
-                token outside the vocabulary, stop strings without a tokenizer, or `after` names a
+            InputError: `max_new_tokens` or a stop token is no integer of at least 0, a biased
+                token is outside the vocabulary, stop strings lack a tokenizer, or `after` names a
                 request that is not kept.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
@@ -193,11 +193,9 @@ class RequestTable:
         used = {one.cache_row for one in (*self._active.values(), *self._kept.values())}
         return next(i for i in range(len(used) + 1) if i not in used)
 
-    def _begin_policy(self, request: RequestState) -> None:
-        """Tell its policy how many tokens are about to be encoded."""
-        policy, unread = request.policy, request.token_ids[request.num_verified :]
-        if policy is None:
-            return
+    def _begin_policies(self, request: RequestState) -> None:
+        """Tell a request's policies how many tokens the next pass would encode."""
+        unread = request.token_ids[request.num_verified :]
         asked = request.verify_request(unread, DraftTree())
         num_unread = min(len(unread), asked.window or len(unread))
         if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has
@@ -234,7 +232,7 @@ class RequestTable:
 
 
 def torch_settings() -> Callable[[], AbstractContextManager[None]]:
-    """`plain_torch`, in which proposers run; nothing in a process without PyTorch."""
+    """The block that proposers run in: `plain_torch`, or nothing in a process without PyTorch."""
     if "torch" not in sys.modules:
         return nullcontext
     from moaspec.target.target import plain_torch

@@ -8,8 +8,8 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.sampling.params import Alternatives
 
 Source = Literal["draft", "target", "copy"]
-"""Who proposed a token: the drafter, the target itself where no draft matched, or the text (a free
-branch that repeats what stood earlier)."""
+"""Who proposed a token: the drafter, the target itself (the bonus token), or the text itself, by an
+n-gram branch."""
 
 StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "aborted"]
 
@@ -36,17 +36,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Event:
-    """Verified tokens of one row.
+    """Verified tokens of one request.
 
     Attributes:
         handle: which request.
         token_ids: in order; never taken back.
         sources: who proposed each.
-        stop_reason: set on the last event of a row.
-        tree: what the round verified; empty for the prompt's pass and for plain rounds.
-        accepted: nodes of it that the target chose, in order.
-        logprobs: see `GenerationResult`, of these tokens.
-        top_logprobs: the same.
+        stop_reason: set on the last event of a request.
+        tree: the drafts of the round; empty for the prompt's pass and for plain rounds.
+        accepted: the accepted nodes of the tree, in order.
+        logprobs: of these tokens; see `GenerationResult`.
+        top_logprobs: of these tokens; see `GenerationResult`.
     """
 
     handle: int

@@ -1,8 +1,8 @@
 """Text that follows a grammar: a logits processor over llguidance.
 
-The processor is a function of the prefix alone, as speculation needs: it keeps a matcher that has
-read some prefix, and rolls it back to what that and the next prefix have in common. Calls walk
-along a text, so this is a few tokens each time.
+The processor is a function of the prefix alone, as speculation needs. It keeps a matcher that has
+read the last prefix, and rolls it back to the common beginning with the next one, which is a few
+tokens away.
 
 Legend: V vocabulary.
 """
@@ -41,23 +41,23 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 blanks until its tokens are spent."""
 
 
-KEPT = 32  # compiled grammars that are remembered: apps send the same schema again and again
+KEPT = 32  # most compiled grammars in the cache: apps send the same schema again and again
 
 KEPT_CHARACTERS = limits.MAX_GRAMMAR
-"""Of these together: an expression takes 300 bytes a character once it is compiled."""
+"""Most characters of these: a compiled grammar takes 300 bytes per character."""
 
-TRIED = 4096  # digests of grammars that are known to compile
-TRIALS = 2  # grammars that are tried at the same time
+TRIED = 4096  # most remembered digests of grammars that are known to compile
+TRIALS = 2  # most grammars that are tried at the same time
 
 WAIT_S = 60.0
-"""A trial is ended after so long; on a busy machine its processor time takes longer to come."""
+"""Seconds after which a trial is ended. Its processor time is shorter: the machine may be busy."""
 
 RULE = re.compile(r'^\s*[?!]?\w[^"/:\n]*:|\$ref\b', re.MULTILINE)
 """Where a rule of Lark begins, or a reference of a JSON schema."""
 
 T = TypeVar("T")
 
-_STACKS = threading.Lock()  # held while the stack size of new threads is another
+_STACKS = threading.Lock()  # held while the stack size of new threads is changed
 
 
 class Grammars:
@@ -109,7 +109,7 @@ class Grammars:
         return grammar
 
     def _compiled(self, grammar: str) -> LLMatcher:
-        """A fresh matcher, to be copied: compiling takes up to seconds, copying does not."""
+        """A compiled matcher to copy: compiling may take seconds, copying does not."""
         with self._lock:
             if grammar in self._known:
                 self._known.move_to_end(grammar)
@@ -254,7 +254,7 @@ class GrammarProcessor:
 
 @dataclass(frozen=True)
 class DraftMasks:
-    """What a `GrammarProcessor` allows along one chain of drafts; can be sent to a process.
+    """The masks of a `GrammarProcessor` along one chain of drafts; can be sent to a process.
 
     Attributes:
         length: tokens before the first draft.

@@ -18,7 +18,7 @@ NAMED_TOKEN = re.compile(r"<[A-Za-z_|][^<>\s]{0,80}>")
 
 
 def bound(seconds: int, num_bytes: int) -> None:
-    """Limit this process's time and memory, where the system can, and let servers go first."""
+    """Limit this process's time and memory, if the system can, and lower its priority."""
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)
     with contextlib.suppress(ImportError, ValueError, OSError):
@@ -56,7 +56,7 @@ def succeeds(grammar: str, vocab_size: int) -> bool:
 
 
 def main() -> None:
-    """Read what is to be tried, and try it."""
+    """Read a grammar and try it."""
     given: dict[str, Any] = json.load(sys.stdin)
     sys.path[:] = given["path"]
     import llguidance  # noqa: F401 - before the limits: its libraries take address space

@@ -1,4 +1,4 @@
-"""Text of tokens as they come, one by one, and of single tokens."""
+"""Text of tokens, decoded one by one, and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class TextStream:
     SentencePiece decoders drop the first space of a text. A continuation needs this space, so the
     stream decodes its tokens together with the last tokens of the prompt.
 
-    Tokenizers with byte tokens decode neighbouring ones together. So an invalid byte can change a
-    character that was returned before, and their `DecodeStream` raises an error. Here the text
-    continues with the next token and without the invalid bytes. The text depends on the tokens
-    alone, so speculation does not change it.
+    Tokenizers with byte tokens decode neighbouring bytes together, so an invalid byte can change a
+    character that was returned before, and `DecodeStream` raises an error. Then the text continues
+    with the next token, without the invalid bytes.
 
     Args:
-        tokenizer: the target's, of transformers, of the kind that it calls fast.
+        tokenizer: the target's, a fast tokenizer of transformers.
         skip_special_tokens: whether special tokens are left out of the text.
         after: the prompt, if the text is a continuation.
     """

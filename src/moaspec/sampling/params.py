@@ -46,8 +46,8 @@ class SamplingParams:
         choice: which of several continuations of one prompt this is.
         repetition_penalty: divides positive logits of tokens in prompt or output, multiplies
             negative ones; 1 changes nothing.
-        presence_penalty: taken once off the logits of generated tokens.
-        frequency_penalty: taken off them for every occurrence.
+        presence_penalty: subtracted once from the logits of generated tokens.
+        frequency_penalty: subtracted for every occurrence.
         logit_bias: added to the logits, by token id; -inf forbids a token.
         rules: which tokens may stand where; see `TokenRules`.
         processors: called in order; see `LogitsProcessor`.
@@ -127,12 +127,12 @@ class SamplingParams:
 
     @cached_property
     def takes_argmax(self) -> bool:
-        """Whether the choice is nothing but the best of the target's logits."""
+        """Whether the choice is the argmax of the target's unchanged logits."""
         return not self.samples and not self.changes_logits
 
     @cached_property
     def needs_logits(self) -> bool:
-        """Whether anything but the best of the target's logits is asked for."""
+        """Whether the choice or the log-probabilities need more than that argmax."""
         return bool(self.logprobs) or not self.takes_argmax
 
     def resolved(self) -> SamplingParams:

@@ -81,7 +81,7 @@ def _penalise_output(logits_V: Tensor, prefix: Prefix) -> None:
 
 
 def _called(result: Tensor, logits_V: Tensor) -> Tensor:
-    """What a custom processor returned, checked."""
+    """Check the logits that a custom processor returned."""
     if not isinstance(result, Tensor) or result.shape != logits_V.shape:
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise InputError(
@@ -93,8 +93,8 @@ def _called(result: Tensor, logits_V: Tensor) -> Tensor:
 def survivors(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
     """Which tokens remain after top-k, top-p and min-p, in this order; bool (N, V).
 
-    Each of the three keeps the tokens at or above some logit, so together they are one threshold
-    per node. The best token always remains.
+    Each of the three keeps the tokens above a threshold of the logits, so the three together are
+    one threshold per node. The best token always remains.
 
     Args:
         scaled_NV: logits divided by the temperature.

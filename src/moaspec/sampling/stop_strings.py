@@ -14,7 +14,7 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """One or several stop strings as a tuple; None is none.
 
     Raises:
-        InputError: an empty one, or something that is no string.
+        InputError: an empty string, or a value that is no string.
     """
     if stop is None:
         return ()
@@ -32,9 +32,8 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 class StopStrings:
     """Watches one row's generated text.
 
-    Push the tokens of the text one by one, and no others. Then a stop string that is completed by
-    several tokens of a round ends the text exactly where plain decoding ends it. Special tokens
-    count as text, so a stop string may contain one.
+    Push every token of the text, one by one: a stop string then ends the text exactly where it ends
+    in plain decoding, also inside a round. Special tokens count as text.
 
     Args:
         after: the prompt, which is not searched.
@@ -78,7 +77,7 @@ class StopStrings:
         return twin
 
     def push(self, token_id: int) -> str | None:
-        """Take in the next token; the stop string that it completes, the earliest in the text."""
+        """Add the next token; the stop string that it completes, the earliest in the text."""
         piece = self._stream.step(token_id)
         if not piece:
             return None

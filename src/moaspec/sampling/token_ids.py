@@ -1,4 +1,4 @@
-"""Token ids and other integers as callers give them, checked."""
+"""Checks of the token ids and other integers that callers give."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ def as_integer(name: str, value: Any, *, high: int | None = None, hint: str = ""
 
     Args:
         value: what was given. True and False are no numbers.
-        high: the largest that is allowed.
+        high: the largest allowed value.
         hint: for the message, in parentheses.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What supported model families do in their own way, and why others are refused.
+"""Rules of the supported model families, and refusals of other models.
 
-The layers themselves are transformers' own. This file knows only what surrounds them: which layers
-have a sliding window, how positions become rotary embeddings, and how weights are laid out.
+The layers themselves are transformers'. The rules here say which layers have a sliding window, how
+positions become rotary embeddings, and how weights are laid out.
 
 Legend: B batch, T tokens.
 """
@@ -38,7 +38,7 @@ _PLAIN_PARTS = {
 
 
 def require_supported(config: Any, name: str) -> None:
-    """Refuse a model of no family, and one that is unlike its family.
+    """Refuse a model that belongs to no family, or differs from its family.
 
     Raises:
         UnsupportedTargetError: says why, and what is supported.
@@ -96,13 +96,13 @@ def keys_rotate_alike(config: Any) -> bool:
 
 
 def rope_by_type(config: Any) -> dict[str | None, dict[str, Any]]:
-    """`rope_parameters` of each layer type; of None where all types share them."""
+    """`rope_parameters` by layer type; under the key None if all types share them."""
     parameters = config.rope_parameters
     return dict(parameters) if FULL in parameters else {None: parameters}
 
 
 def rope_switches(config: Any) -> tuple[int, ...]:
-    """Lengths beyond which a text's rotary embeddings are other ones from its start (LongRoPE)."""
+    """Lengths of text beyond which the rotary embeddings of all its tokens change (LongRoPE)."""
     found = {_switch(parameters) for parameters in rope_by_type(config).values()}
     return tuple(sorted(switch for switch in found if switch is not None))
 
@@ -151,7 +151,7 @@ def context_length(config: Any) -> int:
 
 
 def scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
-    """The context length of a model whose config says this one, with these `rope_parameters`."""
+    """The context length of a config with this length and these `rope_parameters`."""
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     trained = int(parameters.get("original_max_position_embeddings") or length)
     if kind in ("linear", "dynamic", "proportional"):
@@ -166,7 +166,7 @@ def scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
 def layer_masks(
     kinds: Collection[str], window: int | None, mask_B1TS: Tensor | None, position_ids_BT: Tensor
 ) -> dict[str, Tensor | None]:
-    """The mask of each layer type, FULL layers' given; None is plain causal attention."""
+    """The mask of each layer type, from that of FULL layers; None is plain causal attention."""
     masks = {FULL: mask_B1TS}
     if SLIDING in kinds:
         assert window is not None
@@ -191,9 +191,9 @@ class RotaryEmbeddings:
         Args:
             states_BTE: gives dtype and device of the result.
             position_ids_BT: (B, T) int64.
-            lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so
-                that neither batch mates nor the cut of a long prompt into pieces decide. For
-                dynamic NTK tokens of the prompt; see `rope_growth`.
+            lengths_B: (B,) tokens of each row's whole text. LongRoPE chooses frequencies by them, so
+                other rows and the chunks of a long prompt change nothing. For dynamic NTK, tokens
+                of the prompt; see `rope_growth`.
         """
         result: dict[str, CosSin] = {}
         for kind in self.parameters:
@@ -204,7 +204,7 @@ class RotaryEmbeddings:
     def angles(
         self, kind: str | None, like: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
     ) -> CosSin:
-        """Cosines and sines of one layer type, or of all where `kind` is None."""
+        """Cosines and sines of one layer type, or of all types if `kind` is None."""
         parameters = self.parameters[kind]
         if parameters["rope_type"] == "dynamic":
             cos, sin = self._by_growth(kind, position_ids_BT, lengths_B)
@@ -271,7 +271,7 @@ def norm_rounds_late(module: Any) -> bool:
 
 
 def plain_layer_state(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """A decoder layer's weights under Llama's names, or None where it is built otherwise.
+    """A decoder layer's weights under Llama's names, or None if it is built otherwise.
 
     Phi-3's fused projections are split. Layers with norms of queries and keys or with norms after
     attention and MLP (Qwen3, Gemma 3, OLMo 2) have no such form.
@@ -284,7 +284,7 @@ def plain_layer_state(config: Any, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _split_fused(config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Query, key, value, gate and up projections out of the two fused ones, which are removed."""
+    """Replace the two fused projections by query, key, value, gate and up projections."""
     qkv, gate_up = state.pop("self_attn.qkv_proj.weight"), state.pop("mlp.gate_up_proj.weight")
     groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
     kv_rows = qkv.shape[0] // (groups + 2)

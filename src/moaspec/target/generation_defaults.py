@@ -36,7 +36,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
         bool,
     ),
 }
-"""Settings that are not supported here, and which of their values change transformers' text."""
+"""Settings that are not supported here, and a test whether a value changes the text."""
 _LENGTHS = ("max_length", "max_new_tokens")
 _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
     "typical_p": lambda value: value < 1,
@@ -58,7 +58,7 @@ class GenerationDefaults:
     rules: TokenRules = NO_RULES  # constraints on tokens
     refused: tuple[str, ...] = ()  # names of unsupported settings
     refused_sampled: tuple[str, ...] = ()  # the same, for sampled texts only
-    # Names of settings that are not used because every call has its own value.
+    # Names of settings that are ignored, because every call sets its own value.
     unused: tuple[str, ...] = ()
 
     @classmethod

@@ -60,16 +60,16 @@ def quantised_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class PartialTarget(Target):
-    """What drafting asks a target for, out of a few of its weights.
+    """The part of a target that drafting needs, from a few of its weights.
 
-    It embeds, runs the last N layers and gives logits of the tokens that can be drafted. It has no
-    other layers, and so no opinion on a text.
+    It embeds tokens, runs the last N layers and computes logits of the tokens that can be drafted.
+    It lacks the other layers, so it cannot verify.
 
     Args:
         config: transformers' config of the whole target.
-        tensors: see `excerpt_tensors`; weights in eight bits where scales are beside them.
+        tensors: see `excerpt_tensors`; weights that have scales are in eight bits.
         num_layers: N.
-        head_token_ids: which rows of the head there are, None for all.
+        head_token_ids: the ids of the head's rows, None for all.
         generation_config: the target's; None where it is not known.
 
     Raises:
@@ -138,15 +138,15 @@ class PartialLMHead(LMHead):
 
 
 class _Absent(nn.Module):
-    """Stands where the target has a layer that was left out."""
+    """Stands in for a layer that was left out."""
 
 
 def _last_layers(
     config: Any, tensors: Mapping[str, Tensor], num_layers: int, dtype: torch.dtype
 ) -> Any:
-    """A model of this config whose last N layers are there, weights and vocabulary still to come.
+    """A model of this config with its last N layers only, whose weights are still random.
 
-    Transformers builds it, from a config of N layers and one token; so what is random is small.
+    Transformers builds it from a config of N layers and one token, and initialises few weights.
     """
     total = int(config.num_hidden_layers)
     small: dict[str, Any] = {"num_hidden_layers": num_layers, "vocab_size": 1}

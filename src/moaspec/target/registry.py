@@ -57,7 +57,7 @@ def read_target(
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
-        quantize: what the caller will round its weights to.
+        quantize: format to which the caller will round the weights.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
@@ -78,7 +78,7 @@ def read_target(
 def read_skeleton(
     name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
 ) -> Target:
-    """Read a target without its weights: its model lies on the meta device.
+    """Read a target without its weights, on the meta device.
 
     Args:
         dtype: see `read_target`.
@@ -101,7 +101,7 @@ def skeleton_of(config: Any, dtype: str) -> Any:
         return _auto_class(config).from_config(
             config,
             **_loading_options(config, dtype),
-            # The way of mixtures of experts whose sizes do not depend on the tokens' choice.
+            # Its shapes do not depend on the experts that tokens choose.
             experts_implementation="batched_mm",
         )
 
@@ -120,7 +120,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     name = str(name)
     with _faults_named(name) as source:
         config = _read_config(source, name)
-        require_supported(config, name)  # without weights nothing else is known to be right
+        require_supported(config, name)  # other models need a self-test with their weights
         return TargetSpec(
             config,
             load_tokenizer(source),
@@ -133,10 +133,10 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
 
 @contextmanager
 def _faults_named(name: str) -> Iterator[str]:
-    """Find a target's weights, and name the target in whatever the libraries raise about them.
+    """Find a target's weights, and turn the libraries' errors into ours, which name the target.
 
     Yields:
-        A directory, or a hub id that can be asked for now.
+        A directory, or a hub id.
 
     Raises:
         UnknownModelError: the weights are not here, or cannot be used.
@@ -156,7 +156,7 @@ def _faults_named(name: str) -> Iterator[str]:
 
 
 def _generation_config(source: str, config: Any, kept: str | None) -> GenerationConfig:
-    """The model's; where `kept` is None, only its ids that end a text."""
+    """The model's generation config; only its stop tokens if `kept` is None."""
     try:
         found = GenerationConfig.from_pretrained(source)
     except OSError:  # many directories have none
@@ -267,9 +267,9 @@ def _in_this_thread() -> Iterator[None]:
 
 
 def _key_problem(info: Mapping[str, Any]) -> str | None:
-    """What transformers would fill with random numbers, or leave out, with a mere warning.
+    """Tensors that transformers would initialise at random, or ignore, with a warning only.
 
-    Tied heads and buffers that it knows to be superfluous are not among its keys.
+    Tied heads and buffers that it expects to be missing are not among its keys.
     """
     if info["mismatched_keys"]:
         key, got, expected = min(info["mismatched_keys"])
@@ -327,7 +327,7 @@ def _alias_key(name: str, gguf: Path) -> str:
 
 
 def _found(name: str) -> str:
-    """What a name that is no alias means."""
+    """The directory, GGUF file or hub id of a name that is no alias."""
     path = Path(name)
     gguf = find_gguf(path)
     if gguf is not None:
@@ -355,7 +355,7 @@ def _could_be_hub_id(name: str) -> bool:
 
 
 def must_dequantise(name: str) -> bool:
-    """Whether the first load of this target will take the time to dequantise its GGUF file."""
+    """Whether loading this target dequantises its GGUF file first, which takes time."""
     alias = ALIASES.get(name)
     gguf = None if alias is None else packaged_gguf(alias)
     return gguf is not None and not is_dequantised(_alias_key(name, gguf))

@@ -98,7 +98,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _rotary_size(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int | None:
-    """Frequencies of a head; None where the config does not say."""
+    """Number of frequencies of a head; None if the config does not say."""
     head_dim, heads = config.get("head_dim"), config.get("num_attention_heads")
     if not head_dim and heads and config.get("hidden_size"):
         head_dim = config["hidden_size"] // heads

@@ -20,14 +20,14 @@ class TargetSpec:
         tokenizer: transformers' tokenizer, or None where only token ids are used.
         name: how messages call it.
         dtype: of weights, keys and values; None where a subclass has the weights.
-        generation_config: transformers' own; None where there is none.
-        device: where keys and values are.
-        quantize: what weights were rounded to ("int8", "int4"), which makes this another target;
-            None where they were not.
+        generation_config: transformers' own, or None.
+        device: of keys and values.
+        quantize: format to which weights were rounded ("int8", "int4"), which makes this another
+            target; None for weights as loaded.
 
     Attributes:
-        adapter: hash of the adapter in its weights, which makes this another target; None without.
-        state_bytes: of one text's recurrent and convolution states, where layers keep some.
+        adapter: hash of the adapter in its weights, which makes this another target; or None.
+        state_bytes: of one text's recurrent and convolution states; 0 if layers have none.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TargetSpec:
 
     @property
     def precision(self) -> str:
-        """Dtype and quantisation in words, by which texts and costs are compared."""
+        """Dtype and quantisation in words; texts and costs of different ones are not compared."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
 

@@ -105,7 +105,7 @@ class Target(TargetBase):
         return self.model.device
 
     def limited_threads(self) -> AbstractContextManager[None]:
-        """A block in which the calling thread uses no more threads than there are free cores."""
+        """A block that limits the calling thread's threads to the number of free cores."""
         return nullcontext() if self.threads is None else self.threads.limited()
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a target has beside its rounds: uncached passes for training, its weights, its threads.
+"""The parts of a target that rounds do not use: uncached passes for training, its weights.
 
 Legend: B batch, T tokens, L layers, H KV heads, D head dim, E hidden size, K = 2 * H * D.
 """
@@ -37,7 +37,7 @@ class TargetBase(TargetSpec):
 
     @property
     def embeddings(self) -> Tensor | None:
-        """What `embed` looks up, (V, E), where it does nothing else; else None."""
+        """The table of `embed`, (V, E); None if `embed` does more than look up."""
         table = self.model.base_model.embed_tokens
         plain = type(table) is nn.Embedding and not table._forward_hooks
         return table.weight if plain and not table._forward_pre_hooks else None
@@ -47,7 +47,7 @@ class TargetBase(TargetSpec):
         return cast(dict[str, Tensor], self.model.base_model.layers[index].state_dict())
 
     def plain_layer_state(self, index: int) -> dict[str, Tensor] | None:
-        """`layer_state` as a Llama layer has it; None where this family's layers differ."""
+        """`layer_state` under Llama's names; None if this family's layers differ."""
         return families.plain_layer_state(self.config, self.layer_state(index))
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class TargetBase(TargetSpec):
         hidden_BTE = self.run(
             input_ids_BT,
             positions(attention_mask_BT),
-            # Behind the text, pads are seen by nothing real, and no mask is faster than one.
+            # No real token sees pads after the text, and attention is faster without a mask.
             mask_B1TS=None if _right_padded(attention_mask_BT) else text_mask(attention_mask_BT),
             write=write,
             watch=watch,

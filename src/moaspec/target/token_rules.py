@@ -1,4 +1,4 @@
-"""Rules about tokens by position; PyTorch and transformers are imported when one applies."""
+"""Rules about tokens by position; PyTorch and transformers are imported when a rule applies."""
 
 from __future__ import annotations
 

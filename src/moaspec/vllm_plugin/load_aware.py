@@ -17,27 +17,27 @@ import numpy as np
 from moaspec.drafting.policy.cost_model import CostTable, Floats
 from moaspec.vllm_plugin.paged_drafter.encoded_tokens import Integers
 
-PROMISE = 1.04  # least speed-up over a step without drafts that a step with drafts has to promise
+PROMISE = 1.04  # least expected speed-up of a step with drafts over one without
 HORIZON = 64
-"""Tokens that a request is expected to go on for, if its limit allows. What it costs to encode its
+"""Expected number of further tokens of a request, or fewer by its limit. The cost of encoding its
 earlier tokens is spread over them."""
 PRIOR_TRIALS = 8.0
-"""Drafted tokens that the first rate counts for at start, and the rate of all requests in each
-one's own."""
+"""Weight, in drafted tokens, of the initial rate in the rate of all requests, and of the latter in
+each request's own rate."""
 CAUTION = 0.5
-"""Part of the recorded rate to start from: prompts of users got 0.3 to 0.4 where 0.65 was recorded,
-and drafts that do not pay cost more than some that are left out."""
+"""The initial rate as a part of the recorded one: users' prompts had 0.3 to 0.4 for a recorded
+0.65, and drafts that do not pay cost more than missed ones."""
 MEMORY = 0.95  # weight of a request's drafts at its next draft
 LEARN, RETURN = 0.01, 0.001
-"""Least weight of a drafted token in the rate of all requests, and weight of the first rate in a
-step without drafts: what did not pay is tried again some hundred steps later."""
-NEWEST = 0.1  # weight of the newest time in a mean
-LONGEST = 1.0  # most that a pass counts beyond the table, as anything may interrupt it
+"""Least weight of a drafted token in the rate of all requests, and weight of the initial rate in a
+step without drafts: drafts that did not pay are tried again some hundred steps later."""
+NEWEST = 0.1  # weight of the newest time in a running mean
+LONGEST = 1.0  # largest excess of a pass over the table that counts; longer ones were interrupted
 PROBE = 64  # steps with drafts, after which one without drafts is timed
-REFRESH = 8  # steps until new times count, and until a step without drafts is reconsidered
+REFRESH = 8  # steps until new times apply, and until drafts are considered again
 
 Share = Callable[[list[float]], list[float]]
-"""Numbers of the first tensor-parallel rank in place of each rank's own: ranks decide alike."""
+"""Replaces each rank's numbers by those of the first tensor-parallel rank, so all decide alike."""
 
 
 def own(numbers: list[float]) -> list[float]:
@@ -48,8 +48,8 @@ def own(numbers: list[float]) -> list[float]:
 class StepCosts:
     """Seconds of the parts of a step.
 
-    A pass takes what one with as many tokens took at start, and something more (attention, what
-    vLLM does by request), which steps with about as many requests and as long drafts tell.
+    The time of a pass is that of a pass with this number of tokens at start, plus an excess
+    (attention, vLLM's work per request) that steps with similar numbers of requests and drafts had.
 
     Args:
         measured: times at start.
@@ -76,7 +76,7 @@ class StepCosts:
             ]
         )
         self._encode_s = np.asarray(measured.accept_s(tokens))
-        # Seconds beyond the table's, by powers of two of the requests and drafts of each request.
+        # Excess over the table in seconds, by powers of two of requests and drafts per request.
         self._more_s = np.zeros((max_requests.bit_length(), 1 + longest))
         self._num_seen = np.zeros_like(self._more_s)
         self._draft_ratio = self._encode_ratio = 1.0
@@ -85,7 +85,7 @@ class StepCosts:
         self.refresh()
 
     def count_pass(self, num_requests: int, num_drafts: int, seconds: float, rest_s: float) -> None:
-        """Take in a step that only decoded; `rest_s`: since the step before it ended."""
+        """Count a step that only decoded; `rest_s`: time since the previous step ended."""
         place = num_requests.bit_length() - 1, -(-num_drafts // num_requests)
         known_s = self._table_s[num_requests + num_drafts]
         more_s = min(seconds - known_s, LONGEST * known_s)
@@ -108,7 +108,7 @@ class StepCosts:
         self._encode_ratio = _mean(self._encode_ratio, seconds / expected_s)
 
     def refresh(self) -> None:
-        """Let the times that were counted since then apply, on all ranks those of the first."""
+        """Apply the times counted since the last call, on all ranks those of the first rank."""
         rest_s = median(self._rests) if self._rests else 0.0
         numbers = [rest_s, self._draft_ratio, self._encode_ratio, *self._more_s.flatten().tolist()]
         self.rest_s, draft, encode, *more = self._share(numbers)
@@ -192,7 +192,7 @@ class LoadAwareDrafts:
         self._idle_steps = self._idle_load = self._busy_steps = 0
 
     def count(self, name: str, drafted: int, accepted: int) -> None:
-        """Take in a request's verified draft."""
+        """Count a request's verified draft."""
         counts = self._requests.setdefault(name, _Counts())
         accepted = min(accepted, drafted)
         trials = min(drafted, accepted + 1)
@@ -203,7 +203,7 @@ class LoadAwareDrafts:
             self._rate += max(LEARN, 1.0 / self._trials) * (right - self._rate)
 
     def forget(self, names: set[str]) -> None:
-        """Drop what is known of all requests but these."""
+        """Drop the counts of all requests but these."""
         if len(self._requests) > 2 * len(names) + 64:
             self._requests = {k: v for k, v in self._requests.items() if k in names}
 
@@ -239,7 +239,7 @@ class LoadAwareDrafts:
         return Plan([candidates[i].row for i in order[:number]], depth)
 
     def rests(self, num_requests: int) -> bool:
-        """Whether this step has no drafts because an earlier one with the same load had none."""
+        """Whether this step skips drafts, because a recent step with the same load did."""
         if num_requests.bit_length() != self._idle_load:
             return False
         self._idle_steps += 1
@@ -258,7 +258,7 @@ class LoadAwareDrafts:
         return max(0, backlog(candidate) - depth - 1) * self.costs.token_s / steps
 
     def _best(self, rate_R: Floats, extra_R: Floats, num_requests: int) -> tuple[int, int]:
-        """Length of drafts and number of requests with most tokens per second; (0, 0): none."""
+        """Draft length and number of requests with most tokens per second; (0, 0): no drafts."""
         costs, number_R = self.costs, np.arange(1, len(rate_R) + 1)
         (plain_s,) = costs.rest_s + costs.pass_s(num_requests, np.zeros(1, int))
         best, found = PROMISE * num_requests / plain_s, (0, 0)

@@ -206,7 +206,7 @@ class VLLMMoAProposer(CustomProposer):
         self._decoded = decodes
 
     def _plan(self, newest: dict[int, int]) -> Plan:
-        """The drafts of this step; `newest`: by request, the position of its newest token."""
+        """Choose the drafts of this step; `newest`: position of each request's newest token."""
         assert self._drafter is not None
         batch = self.runner.input_batch
         if self._greedy_only and not batch.all_greedy:
@@ -317,4 +317,4 @@ def _depths(vllm_config: Any) -> list[int] | None:
 
 
 MoAProposer = VLLMMoAProposer
-"""The name that vLLM's options had before; kept for options that were written out."""
+"""The class's former name, kept for vLLM options that were written by hand."""

@@ -1,4 +1,4 @@
-"""What passes, drafts and encodings cost in this vLLM, measured before it serves."""
+"""Times of passes, drafts and encodings in this vLLM, measured before it serves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure(
     max_requests: int,
     share: Share,
 ) -> CostTable:
-    """Time passes of the target, drafts and encodings, in blocks that hold nothing yet.
+    """Time passes of the target, drafts and encodings, in unused blocks of the cache.
 
     Args:
         runner: vLLM's model runner, its caches allocated.

@@ -23,7 +23,7 @@ CONFIG_KEY = "moaspec"  # our key in vLLM's `additional_config`
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMServeSettings:
-    """Options of a vLLM that drafts with one of our drafters."""
+    """Options of a vLLM that drafts with a drafter."""
 
     model: str  # directory or hub id of the target
     drafter: str  # alias, directory or hub id of the drafter

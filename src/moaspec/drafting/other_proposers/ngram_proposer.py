@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last few tokens when the text had them before.
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the text's last n-gram.
 
-`NgramIndex` finds it, for one text as it grows. `NgramProposer` is a drafter that does nothing
-else; the engine's n-gram branches put the same candidates beside those of any drafter.
+`NgramIndex` looks them up in one growing text. `NgramProposer` drafts by it alone; the engine's
+n-gram branches add its candidates to those of any proposer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,11 @@ NUM_COMPARED = 16  # occurrences of a text's end whose lengths are compared
 
 
 class NgramIndex:
-    """Where stretches of these sizes, looked up in this order, occur in a text that grows."""
+    """The positions after each n-gram of a growing text.
+
+    Args:
+        sizes: lengths of the n-grams, in look-up order.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
@@ -24,7 +28,7 @@ class NgramIndex:
         self._followers: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in what is new of a text; another text than before is read from its start."""
+        """Index the new tokens of a text; a text that changed is indexed again as a whole."""
         read = len(self._text)
         if list(token_ids[:read]) != self._text:
             self._text, self._followers, read = [], {}, 0
@@ -32,16 +36,16 @@ class NgramIndex:
         for place in range(read, len(self._text)):
             for size in self._sizes:
                 if size <= place:
-                    stretch = tuple(self._text[place - size : place])
-                    self._followers.setdefault(stretch, []).append(place)
+                    ngram = tuple(self._text[place - size : place])
+                    self._followers.setdefault(ngram, []).append(place)
 
     def paths(self, shape: Tree) -> list[tuple[int, ...]]:
-        """At most `breadth` different continuations of the text's end, each up to `depth` long.
+        """At most `breadth` different continuations of the text, each up to `depth` long.
 
-        The longest stretch that occurs earlier comes first, and of each the latest occurrence.
+        Those after longer n-grams come first, and of each n-gram those after later occurrences.
         """
         paths: list[tuple[int, ...]] = []
-        for place in self._places():
+        for place in self._matches():
             path = tuple(self._text[place : place + shape.depth])
             if path not in paths:
                 paths.append(path)
@@ -49,41 +53,22 @@ class NgramIndex:
                 break
         return paths
 
-    def longest(self, depth: int, most: int) -> tuple[int, tuple[int, ...]]:
-        """The longest end of the text that occurs earlier, among the `NUM_COMPARED` latest places.
-
-        Returns:
-            Its length, `most` at most, and the up to `depth` tokens that followed it there. 0 and
-            none where no stretch occurs earlier.
-        """
-        text, best = self._text, (0, 0)
-        for place in islice(self._places(), NUM_COMPARED):
-            size = 0
-            while size < min(most, place) and text[place - 1 - size] == text[-1 - size]:
-                size += 1
-            best = max(best, (size, place))
-        size, place = best
-        return size, tuple(text[place : place + depth]) if size else ()
-
-    def _places(self) -> Iterator[int]:
-        """Where the text went on after an earlier occurrence of its end."""
+    def _matches(self) -> Iterator[int]:
+        """Positions after earlier occurrences of the text's last n-gram, of each size."""
         for size in self._sizes:
             if size <= len(self._text):
                 yield from reversed(self._followers.get(tuple(self._text[-size:]), ()))
 
 
 class NgramProposer(TextProposer):
-    """Copies from the row's own text, so it pays where answers repeat their prompt.
-
-    The longest suffix that occurs earlier is looked up first, its latest occurrence first. A shape
-    of breadth 1 gets one chain; a broader one as many different continuations.
+    """Drafts continuations copied from the request's own text: answers that repeat their prompt.
 
     Args:
-        max_ngram: longest suffix looked for.
+        max_ngram: longest n-gram looked up, tried first.
         min_ngram: shortest one.
 
     Raises:
-        InputError: sizes below 1, or the wrong way round.
+        InputError: a size below 1, or `min_ngram` above `max_ngram`.
 
     Source: prompt lookup decoding (Saxena, 2023); arXiv 2304.04487 has the same idea.
     """
@@ -98,7 +83,7 @@ class NgramProposer(TextProposer):
         self._rows: dict[int, NgramIndex] = {}
 
     def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
-        """Draft for every row, reading only what is new of each."""
+        """Draft for every row; only the new tokens of each are indexed."""
         return [
             self._draft(self._rows.setdefault(row.cache_row, NgramIndex(self._sizes)), row, shape)
             for row in rows
@@ -110,7 +95,7 @@ class NgramProposer(TextProposer):
         return merged(index.paths(shape), shape.total_tokens)
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
-        """The continuations found, merged where they begin alike."""
+        """The continuations found, as one tree."""
         return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
 
     def close(self, row: int) -> None:

@@ -1,4 +1,4 @@
-"""Replay: a drafter whose agreement is set, not learned."""
+"""A proposer that knows the texts and drafts them with a set acceptance."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,16 @@ from moaspec.sampling.philox import noise_bits
 
 
 class OracleProposer(TextProposer):
-    """Proposes known texts, each depth right with a set probability.
+    """Proposes known texts; a draft at each depth is right with a set probability.
 
-    It separates the engine's quality from a drafter's: what would this machine gain from a drafter
-    of such an acceptance? Whether a draft is right depends on seed, position and depth only.
+    It measures the speed-up that a drafter of this acceptance would bring on this machine. Whether
+    a draft is right depends on seed, position and depth only.
 
     Args:
-        texts: whole texts, prompts included; a row is continued as the first text that begins
-            with it, and gets no drafts where none does.
-        agreement: probability that the draft of a depth is right, for depth 1, 2, ...; deeper ones
-            repeat the last, and a single number is meant for all.
+        texts: whole texts, prompts included. A request gets drafts from the first text that begins
+            with its tokens.
+        agreement: probability that a draft is right, at depth 1, 2, ... (the last one holds for
+            deeper ones too), or one number for all depths.
         seed: of the draws, 0 .. 2^63 - 1.
 
     Raises:

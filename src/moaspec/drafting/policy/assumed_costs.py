@@ -1,7 +1,7 @@
-"""What rounds are taken to cost on a machine that `calibrate` has not measured.
+"""Assumed costs of a round, for a machine that `calibrate` has not measured.
 
-The unit is one target pass over a single token. Drafts are counted as dear rather than cheap, so
-that `tree="auto"` drafts only what is sure to pay.
+The unit is one target pass over a single token. The costs of drafts are estimated high, so that
+`tree="auto"` drafts only where drafts surely pay.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ PASSES = {
     "cpu": (1.0, 1.05, 1.5, 1.6, 2.8, 5.3, 17.0),
     "cuda": (1.0, 1.02, 1.05, 1.06, 1.1, 1.2, 1.7),
 }
-"""Passes over `TOKENS` tokens by kind of device. CPU: the dearest that was measured, SmolLM2-135M
-with AVX2. CUDA: not measured; weights are read once, whatever the number of tokens."""
+"""Costs of passes over `TOKENS` tokens by kind of device. CPU: the highest that we measured,
+SmolLM2-135M with AVX2. CUDA: not measured; a pass reads the weights once for all its tokens."""
 OVERHEAD = 0.05
-"""Of a drafted level and of an encoding, beside their arithmetic: calls, and cold caches."""
-SURE = 1.1  # speed-up that the best chain must promise before anything is drafted by assumed costs
+"""Cost of calls and cold caches, added to the arithmetic of a drafted level and of an encoding."""
+SURE = 1.1  # least estimated speed-up of the best chain; below it nothing is drafted
 
 
 def sure_costs(
@@ -31,14 +31,14 @@ def sure_costs(
     num_target_layers: int,
     prior: Sequence[Sequence[float]],
 ) -> CostTable | None:
-    """`assumed_costs` where drafts surely pay by them, else None; `prior`: as `PRIOR`."""
+    """`assumed_costs`, or None if drafts may not pay by them; `prior` as `PRIOR`."""
     costs = assumed_costs(target, drafter, num_target_layers)
     _, speedup = best_chain(costs, prior)
     return costs if speedup >= SURE else None
 
 
 def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -> CostTable:
-    """A cost table by counting multiplications."""
+    """A cost table from the number of multiplications."""
     layer = _layer_weights(target)
     num_drafted = (
         target.vocab_size if drafter.draft_token_ids is None else len(drafter.draft_token_ids)
@@ -65,13 +65,13 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
 
 
 def num_weights(target: Target) -> int:
-    """Weights that a target multiplies a token with."""
+    """Number of weights that take part in the pass of one token."""
     head = target.vocab_size * int(target.config.hidden_size)
     return target.num_layers * _layer_weights(target) + head
 
 
 def _layer_weights(target: Target) -> int:
-    """Weights of a target layer, as a Llama layer has them."""
+    """Number of weights of a target layer, counted as for a Llama layer."""
     config = target.config
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     attention = 2 * hidden * target.head_dim * (heads + target.num_kv_heads)

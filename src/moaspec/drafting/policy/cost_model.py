@@ -1,4 +1,4 @@
-"""Costs of a round on this machine, and the tokens that it is expected to emit.
+"""Costs of a round on this machine, and its expected tokens.
 
 All functions compute from stored measurements and counts. They read no clock, so the same request
 gets the same decisions every time.
@@ -30,18 +30,18 @@ GAIN = 1.15
 1.0 and 1.3 gave the same speed."""
 
 CONTEXT_STEP = 512
-"""Prices are those after a multiple of so many tokens, so that rows of like length share a tree and
-are drafted for together."""
+"""Costs are those at the nearest multiple of this length of text, so that rows of similar length
+share a tree's shape and are drafted together."""
 
 PRIOR = ((0.28,),)
-"""P(the target chooses the drafter's favourite, given that it chose the path to it) by depth, for a
-drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct reached
-on the package's prompts. Lines may go on with the rates of its second choice, third and so on."""
+"""By depth, P(the target chooses the drafter's most probable token, given that it chose the path to
+it), for a drafter that records no rates: the rate of the first bundled drafter for
+SmolLM2-135M-Instruct. Lines may go on with the rates of its second choice, third and so on."""
 
 PRIOR_ROUNDS = 4.0  # rounds that the prior counts for
 
 MEMORY = 0.98
-"""What an observation is worth one round later: texts change, so old rounds fade (half in 34)."""
+"""Weight of an observation one round later (a half after 34 rounds), as texts change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class CostTable:
     """Seconds of each part of a round, as `calibrate` measured them.
 
     Raises:
-        InputError: lists that do not fit one another or do not ascend, or a number that is not a
-            positive time.
+        InputError: lists of unequal length, lengths or widths that do not ascend, or a negative or
+            infinite time.
     """
 
     contexts: tuple[int, ...]  # lengths of text at which passes were measured, ascending
@@ -87,7 +87,7 @@ class CostTable:
 
     @property
     def with_logits(self) -> CostTable:
-        """The costs of rows that ask for logits, as all do that do not just take the best token."""
+        """The costs of rows whose choice needs all logits; greedy rows need only the argmax."""
         return replace(self, head_s=self.logits_s or self.head_s)
 
     def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
@@ -111,7 +111,7 @@ class CostTable:
         return first + (depth - 1) * self.level_s(breadth, num_rows)
 
     def level_s(self, breadth: int, num_rows: int) -> float:
-        """Seconds of a further level; kernels draft for one row after another, as `row_s` tells."""
+        """Seconds of a further level: one row after another (kernels) or all at once, if longer."""
         further = (num_rows - 1) * self.row_s / self.root_s if self.root_s else 0.0
         one_by_one_s = self.step_s_of(breadth) * (1.0 + further)
         return max(one_by_one_s, self.step_s_of(breadth * num_rows))
@@ -119,7 +119,9 @@ class CostTable:
     def prices(
         self, most: int, *, context: int, num_rows: int, num_tokens: int | None = None
     ) -> Floats:
-        """What 1, 2, ... `most` drafts of all rows cost a pass, in tokens written in that time.
+        """Added costs of verifying 1, 2, ... `most` drafts of all rows, in tokens.
+
+        One token is the time that a row takes per token at a speed-up of `GAIN`.
 
         Args:
             num_tokens: of the pass without drafts; None is one for each row.
@@ -159,8 +161,8 @@ def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Float
 class AcceptanceRates:
     """How often the target chooses the drafter's most probable token (its favourite), by depth.
 
-    A prior is updated by a request's own counts. Counts of one depth shift the expectation of all
-    depths, because drafters are about equally good at every depth. Its own counts then correct it.
+    The estimate starts from a prior. A request's counts at all depths shift the prior of every
+    depth by the same amount; then the counts at each depth correct that depth's estimate.
 
     Args:
         prior: see `PRIOR`; depths beyond the last line repeat it.
@@ -203,10 +205,10 @@ def _logit(p: Floats | float) -> Floats:
 def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: int = 1) -> Floats:
     """(D,): tokens per second with chains of 1, 2, ... drafts over those of plain decoding.
 
-    A drafter that knows when it is sure does better with trees, so this is a lower bound.
+    A lower bound: trees that follow the drafter's probabilities are faster than chains.
 
     Args:
-        num_rows: rows that are decoded together, all with such chains.
+        num_rows: rows that are decoded together, all with chains of this length.
     """
     emitted_D = 1.0 + rates_D.cumprod().cumsum()
     lengths_D = np.arange(1.0, 1.0 + len(rates_D))
@@ -218,19 +220,19 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
 
 
 def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int, float]:
-    """Length of the chain that pays most in a short text, and its speed-up over plain decoding."""
+    """Length of the fastest chain in a short text, and its speed-up over plain decoding."""
     speedups = chain_speedups(costs, AcceptanceRates(prior).rates, costs.contexts[0])
     length = int(speedups.argmax())
     return length + 1, float(speedups[length])
 
 
 class RoundCosts:
-    """One row's share of the costs of a round, in tables instead of interpolated.
+    """One row's share of the costs of a round, interpolated in advance.
 
     Attributes:
         plain_s: a round without drafts.
-        speedup: promised by `chain_speedups`.
-        tree: the tree that grows as far as it pays, if no other row of the pass has drafts.
+        speedup: the largest of `chain_speedups`.
+        tree: the shape for a row, if no other row of the pass has drafts.
     """
 
     def __init__(self, costs: CostTable, rates_D: Floats, context: int, num_rows: int) -> None:
@@ -268,7 +270,7 @@ class RoundCosts:
         """Seconds of drafting and verifying, without encoding.
 
         Args:
-            num_expanded: nodes that were drafted on.
+            num_expanded: nodes that got children.
         """
         further = levels - 1
         width = min(max(1, -(-num_expanded // further)), MAX_BREADTH) if further else 1
@@ -276,7 +278,7 @@ class RoundCosts:
 
     def risk_s(self, tree: PricedTree) -> float:
         """The most that a round loses if all its drafts are rejected, in seconds."""
-        # Paths of a level exclude one another, so that few can be as probable as `least`.
+        # The probabilities of a level's paths sum to at most 1, which limits those above `least`.
         num_expanded = (tree.depth - 1) * self._widest
         drafted_s = self.drafted_s(tree.depth, num_expanded, tree.total_tokens)
         return drafted_s - self.plain_s + self.accept_s(1)
@@ -295,7 +297,7 @@ class RoundCosts:
 
 
 class KnownCosts:
-    """`RoundCosts` for each length of text and number of rows, computed once."""
+    """Computes `RoundCosts` once for each length of text and number of rows."""
 
     def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
         self.table, self.rates_D = table, AcceptanceRates(prior).rates

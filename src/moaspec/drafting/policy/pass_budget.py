@@ -1,7 +1,7 @@
-"""Which drafts of all rows one pass of the target verifies.
+"""The choice of the drafts, of all rows, that one pass of the target verifies.
 
-A pass has as many verification slots for drafts as pay by its measured cost, down to none. They go
-to the drafts that most probably survive, whichever row they belong to.
+The measured cost of passes says how many drafts pay, possibly none. The pass verifies that number
+of drafts, the most probable ones of all rows.
 """
 
 import math
@@ -18,8 +18,8 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import PricedTree, selected
 
 NEWEST = 0.1
-"""Weight of a device's newest draft in the share of its drafts that were right."""
-RETURN = 0.02
+"""Weight of a device's newest draft in its rate, the share of its drafts that were right."""
+RECOVERY = 0.02
 """When a pass drops all of a device's drafts, its rate moves by this share of the gap towards a new
 device's rate, so that its drafts are eventually tried again."""
 
@@ -29,16 +29,16 @@ def share_slots(
 ) -> list[DraftTree]:
     """The trees without the drafts that do not pay.
 
-    Trees of fixed shapes stay whole, and those of proposers without probabilities.
+    Trees of fixed shapes and of proposers without probabilities stay whole.
 
     Args:
         trees: of all rows of one pass.
-        by_shape: the shape that each was grown in, and the indices of its rows.
+        by_shape: the indices of the rows that were drafted for in each shape.
     """
     kept = list(trees)
     priced = [(one, rows) for one, rows in by_shape.items() if isinstance(one, PricedTree)]
     rows = [i for _, own in priced for i in own if trees[i].log_p]
-    if len(rows) > 1:  # the drafts of a single row have their slots already
+    if len(rows) > 1:  # the tree of a single row was cut by its proposer
         prices = max((shape.prices for shape, _ in priced), key=len)
         cut = _cut([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
         for i, tree in zip(rows, cut, strict=True):
@@ -47,11 +47,12 @@ def share_slots(
 
 
 class PassBudget:
-    """The slots of passes whose rows belong to several engines and devices.
+    """Chooses the drafts of passes whose rows belong to several engines and devices.
+
+    Devices send no probabilities, so those of a device's drafts are estimated from its rate.
 
     Args:
-        rate: share of a new device's drafts that are right. Devices send no probabilities, so the
-            share of their own drafts that were right stands for them.
+        rate: the rate of a new device.
     """
 
     def __init__(self, costs: CostTable, rate: float = PRIOR[0][0]) -> None:
@@ -61,8 +62,8 @@ class PassBudget:
     def applied(self, requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
         """The requests of one pass without the drafts that do not pay.
 
-        A request that loses all of them is not encoded now. A row alone keeps its drafts, which
-        keep nobody waiting.
+        A request that loses all its drafts is not encoded now. If there is one request, it keeps
+        its drafts: no other row waits for them.
         """
         most = sum(len(one.tree.tokens) for one in requests)
         if len(requests) == 1 or not most:
@@ -80,16 +81,15 @@ class PassBudget:
         ]
 
     def _without(self, request: VerifyRequest, tree: DraftTree) -> VerifyRequest:
-        """The request with what is left of its drafts."""
+        """The request with the drafts of this tree, the rest of its own."""
         if tree.tokens:
             return replace(request, tree=tree)
-        # Its drafts may have become better meanwhile: only trying them tells.
         rate = self._rates.get(request.cache_row, self._rate)
-        self._rates[request.cache_row] = rate + RETURN * (self._rate - rate)
+        self._rates[request.cache_row] = rate + RECOVERY * (self._rate - rate)
         return replace(request, tree=tree, encode=False)
 
     def count(self, request: VerifyRequest, result: VerifyResult) -> None:
-        """Update the rate of a request's row by the drafts that were right."""
+        """Update the rate of the request's device."""
         parents = (result.tree or request.tree).parents
         for parent, node in zip((-1, *result.accepted), (*result.accepted, None), strict=True):
             if parent in parents:
@@ -98,11 +98,11 @@ class PassBudget:
                 self._rates[request.cache_row] = rate + NEWEST * (right - rate)
 
     def forget(self, row: int) -> None:
-        """Let a row begin anew, for another device."""
+        """Drop the rate of a row, which another device will use."""
         self._rates.pop(row, None)
 
     def _log_p(self, request: VerifyRequest) -> Sequence[float]:
-        """Log-probabilities of the drafts; siblings come in the order of their promise."""
+        """Log-probabilities of the drafts; the first of siblings is the most probable."""
         tree = request.tree
         if tree.log_p or not tree.tokens:
             return tree.log_p
@@ -122,7 +122,7 @@ def _cut(
     log_p_RN: Sequence[Sequence[float]],
     prices: Sequence[float] | Floats,
 ) -> list[DraftTree]:
-    """The trees with the drafts that promise the most accepted ones beyond their price."""
+    """The trees with the drafts whose expected accepted tokens most exceed their price."""
     log_p = np.fromiter(chain.from_iterable(log_p_RN), float)
     # Stable, so that a parent comes before a child that is as probable.
     order = np.argsort(-log_p, kind="stable")
@@ -140,7 +140,7 @@ def _cut(
 
 
 def _extended(prices: Sequence[float] | Floats, number: int) -> Floats:
-    """That many prices; the last difference continues beyond the last one."""
+    """`number` prices; beyond the last one they grow by the last difference."""
     known = np.array([0.0, *prices])
     counts = np.arange(1, number + 1)
     beyond = np.maximum(0, counts - len(prices)) * (known[-1] - known[-2])

@@ -25,39 +25,39 @@ from moaspec.errors import InputError
 from moaspec.sampling.params import GREEDY, SamplingParams
 
 MAX_LOSS = 0.03
-"""Share of plain decoding's time that drafting may cost a row where it brings nothing."""
+"""Most time that drafting without success may cost a row, as a share of plain decoding."""
 
-CREDIT_TOKENS = 96
-"""Before it has written any token, a row may lose the time to encode its prompt plus `MAX_LOSS` of
-plain decoding this many tokens."""
+CREDIT_TOKENS = 48
+"""A row may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this many
+tokens, however few it has written."""
 
 FIRST_GAIN = 0.3  # tokens that a round with drafts is taken to gain, before any is counted
 FIRST_ROUNDS = 4.0  # weight of `FIRST_GAIN` and of the prior speed-up `GAIN`, in rounds
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
-"""Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
+"""Plain rounds before the first probe, and the most: each probe without gain doubles them."""
 
 FIRST_WINDOW = 128
-"""Tokens at the end of a prompt that are encoded with it."""
+"""Last tokens of a prompt that are encoded with it."""
 
 PROVEN_ROUNDS, WIDER_GAIN = 8, 0.03
-"""After so many rounds with drafts the whole of the drafter's window is encoded, if drafts paid and
-this share of the rest of plain decoding is more than that costs."""
+"""The whole of the drafter's window is encoded after this number of rounds with drafts, if drafts
+paid and the encoding takes less than this share of plain decoding the rest of the text."""
 
 LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
 NEVER = 2**30
-"""Rounds until drafting is affordable where encoding alone costs more than is tolerated."""
+"""Rounds to pause if encoding alone costs more than a row may lose."""
 
 COPIES = Tree(5, 2, 8)
-"""Free branches where nothing is known of their cost: with the newest token and a small tree of
-drafts they fill a pass of 16, which GPUs and CPUs with packed weights make at the price of one."""
+"""Free branches if their cost is unknown: with the newest token and a small tree of drafts they
+fill a pass of 16 tokens, which GPUs and CPUs with packed weights compute as fast as one token."""
 
 FreeBranches = Literal["auto"] | bool
 
 
 class DraftPolicy(Protocol):
-    """Decides the drafts of one request: asked before each round, told the outcome after it.
+    """Decides what one request drafts in each round.
 
     Attributes:
         window: most tokens before the end of the text to encode now; 0 for the drafter's window.
@@ -66,19 +66,19 @@ class DraftPolicy(Protocol):
     window: int = 0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        """A prompt is about to be read.
+        """Called before the prompt's pass.
 
         Args:
-            unread: tokens of it whose activations would have to be encoded for drafts.
-            room: tokens that may be written after it.
+            unread: tokens of the prompt that drafts would need encoded.
+            room: most tokens that may be written after the prompt.
             num_rows: rows that are decoded together from then on, if none joins or ends.
             length: tokens of the prompt.
-            window: most tokens before a text's end that are ever encoded together; 0 where all are.
+            window: the drafter's, the most tokens that are ever encoded together; 0: no limit.
         """
         del unread, room, num_rows, length, window  # by default there is no decision
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
-        """The shape of the next drafts, None for a round without.
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        """The shape of the next drafts; None for a round without drafts.
 
         Args:
             length: tokens of the row, prompt included.
@@ -89,32 +89,32 @@ class DraftPolicy(Protocol):
 
     @property
     def wants_features(self) -> bool:
-        """Whether the next round may draft, so that what this one verifies must be encoded."""
+        """Whether the next round may draft: then the tokens verified now must be encoded."""
         ...
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Report the drafts of the round after `shape`, and the nodes that were accepted."""
+        """Called after the round with its drafts and accepted nodes."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How the rows of one call decide what to draft; makes a policy for each.
+    """Draft settings of one call; makes a policy for each of its rows.
 
     Raises:
         ShapeError: a text that is no shape.
-        InputError: something else than the types say.
+        InputError: a value of another type.
     """
 
     tree: Tree | str | None = "auto"  # a shape, "auto", or None for no drafts
     free_branches: FreeBranches = "auto"  # see `generate`
-    # By which "auto" decides. None, for a drafter without known costs, makes "auto" `DEFAULT_TREE`,
-    # without free branches; see `shaping_for` (`generation/shaping.py`).
+    # "auto" decides by these costs. Without them "auto" is `DEFAULT_TREE` without free branches;
+    # see `shaping_for` (`generation/shaping.py`).
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR  # acceptance rates that "auto" starts from
     # Whether the drafter can draft while the newest tokens are not encoded; see `AdaptivePolicy`.
     lags: bool = False
-    # N of the drafter that all of this is for; None takes its default.
+    # N that the drafter uses with these settings; None takes its default.
     num_target_layers: int | None = None
     beside: Callable[[], int] = lambda: 1  # see `AdaptivePolicy`
 
@@ -131,7 +131,7 @@ class DraftSettings:
         """A new row's drafts: a fixed shape, a policy, or None for no drafts.
 
         Args:
-            sampling: of the row; a head that gives logits has a price of its own.
+            sampling: of the row; a choice by all logits costs more than an argmax.
         """
         if self._shared_costs is not None:
             known = self._shared_costs[sampling.needs_logits]
@@ -151,7 +151,7 @@ class DraftSettings:
 
     @cached_property
     def _shared_costs(self) -> tuple[KnownCosts, KnownCosts] | None:
-        """Costs and prior that all rows share: without logits, and with."""
+        """Costs that all rows share: of greedy rows, and of rows whose choice needs all logits."""
         if self.tree != "auto" or self.costs is None:
             return None
         return KnownCosts(self.costs, self.prior), KnownCosts(self.costs.with_logits, self.prior)
@@ -160,27 +160,27 @@ class DraftSettings:
 class AdaptivePolicy:
     """Drafts as many tokens as pay for their cost on this machine, or none.
 
-    The cost table has the cost of a draft, and the drafter's probabilities estimate its acceptance.
-    So the size of the tree differs from round to round (`PricedTree`). If drafted rounds emit fewer
+    The tree (`PricedTree`) differs from round to round: a draft is kept if its probability, which
+    the drafter estimates, outweighs its cost by the cost table. If rounds with drafts emit fewer
     tokens per second than plain rounds would, the row pauses drafting. Single rounds then probe, at
     growing intervals, whether drafting pays again.
 
-    The loss of a row is limited, in seconds of the cost table: to `MAX_LOSS` of the time that plain
-    decoding would have taken for its tokens, or, if that is more, to the encoding of its prompt and
-    `MAX_LOSS` of `CREDIT_TOKENS` tokens. A round that could exceed the limit gets a smaller tree or
-    no drafts. If a prompt takes longer to encode than the row may lose, it is encoded only when
-    drafts promise to gain that back. Otherwise the row never drafts.
+    The loss of a row, in seconds of the cost table, is limited to `MAX_LOSS` of plain decoding its
+    tokens so far, or, if that is more, to the encoding of its prompt plus `MAX_LOSS` of
+    `CREDIT_TOKENS` tokens. A round that could exceed the limit gets a smaller tree or no drafts. A
+    prompt that takes longer to encode than the row may lose is encoded only if the expected gain of
+    the text exceeds that time. Otherwise the row never drafts.
 
-    Beside other rows nothing may be lost: a row drafts, and is encoded, only where `KnownCosts`
-    promises a gain for so many rows. What was left out is encoded when rows have ended and the rest
-    of the text can gain it back.
+    While other rows are decoded too, no loss is allowed: a row drafts, and is encoded, only if
+    `KnownCosts` expects a gain for this number of rows. Its missing tokens are encoded when fewer
+    rows are left and the expected gain of the rest of the text exceeds the encoding.
 
-    Encoding all tokens of a text can exceed the limit by itself. So a row that pauses is not
-    encoded further. It probes with the features that it has, if its drafter can, and its missing
-    tokens are encoded when a probe shows that drafting pays again.
+    A row that pauses is not encoded further, because that alone could exceed the limit. It probes
+    with the features that it has, if its drafter can; its missing tokens are encoded when a probe
+    shows that drafting pays again.
 
-    Of a prompt the last `FIRST_WINDOW` tokens are encoded, and the rest of the drafter's window
-    when drafts have paid and much text is to come (`PROVEN_ROUNDS`).
+    Only the last `FIRST_WINDOW` tokens of a prompt are encoded at first. The rest of the drafter's
+    window follows when drafts have paid and much text is to come (`PROVEN_ROUNDS`).
 
     The drafter must cut trees by their probabilities, as `TreeProposer` does. A drafter that always
     drafts a whole `PricedTree` makes rounds far too large.
@@ -188,11 +188,11 @@ class AdaptivePolicy:
     Args:
         costs: of this machine, target and drafter, shared with other rows.
         lags: whether the drafter can draft while the newest tokens are not encoded.
-        beside: how many rows passes have at least, if rows of other engines are in them.
+        beside: least number of rows in a pass, if passes have rows of other engines.
 
     Attributes:
-        lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,
-            encoding included; negative where it has gained.
+        lost_s: seconds, by the cost table, that drafting and encoding have cost beyond plain
+            decoding so far; negative for a gain.
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
     """
 
@@ -208,9 +208,8 @@ class AdaptivePolicy:
         self._unencoded, self._room, self._left_out = 0, 0, False
         self.window, self._whole_window = FIRST_WINDOW, 0
         self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
-        # Tokens of rounds with drafts over those of plain decoding in the same time.
-        self._speedup = _Rate(GAIN, FIRST_ROUNDS)
-        self._gain = _Rate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round beyond its price
+        # Tokens of rounds with drafts, divided by those of plain decoding in the same time.
+        self._speedup = _FadingRate(GAIN, FIRST_ROUNDS)
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
@@ -254,7 +253,7 @@ class AdaptivePolicy:
         return self._drafting
 
     def _widen(self, length: int) -> None:
-        """Have the whole window encoded after this round, where that pays."""
+        """Have the whole window encoded after this round, if that pays."""
         costs = self._round
         assert costs is not None, "there were rounds with drafts"
         encoding_s = costs.accept_s(min(self._whole_window, length))
@@ -265,7 +264,7 @@ class AdaptivePolicy:
             self._prompt_s += encoding_s
 
     def _pays(self, costs: RoundCosts, plain_s: float, num_rows: int) -> bool:
-        """Whether the rest of the text promises a gain, or alone may lose the missing encoding."""
+        """Whether the expected gain exceeds the missing encoding, or a row alone may lose it."""
         if num_rows > 1 and costs.speedup <= 1.0:  # asked for every row in every round
             return False
         encoding_s = float(self._costs.table.accept_s(self._unencoded)) if self._unencoded else 0.0
@@ -297,45 +296,45 @@ class AdaptivePolicy:
             self._schedule(costs, emitted, round_s / costs.plain_s)
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
-        """The tree, cut until it may be rejected as a whole; None where nothing may."""
-        left_s = self._left_s(costs)
+        """The tree, cut until the row may lose all its drafts; None if not even one."""
+        left_s = self._allowed_loss_s(costs)
         cut: PricedTree | None = costs.tree
         while cut is not None and costs.risk_s(cut) > left_s:
             cut = cut.halved()
         return cut
 
-    def _left_s(self, costs: RoundCosts) -> float:
-        """What the row may lose now."""
+    def _allowed_loss_s(self, costs: RoundCosts) -> float:
+        """Seconds that the row may still lose."""
         at_first_s = self._prompt_s + MAX_LOSS * CREDIT_TOKENS * costs.plain_s
         return max(at_first_s, MAX_LOSS * self.plain_s) - self.lost_s
 
     def _rounds_until_affordable(self, costs: RoundCosts) -> int:
-        """Plain rounds to make before one draft may be rejected."""
+        """Plain rounds until the row may lose one draft."""
         risk_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1))
         missing_s = risk_s + self.lost_s - MAX_LOSS * self.plain_s
         gain_s = self._earned_s(costs)
         return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
 
     def _earned_s(self, costs: RoundCosts) -> float:
-        """Seconds by which one plain round raises the loss limit, less the encoding of its token.
+        """Seconds that a plain round adds to the allowed loss, less the encoding of its token.
 
-        The encoding counts if the drafter has to do it later.
+        A drafter that `lags` need not encode this token.
         """
         encoding_s = 0.0 if self._lags else costs.accept_s(LATE_TOKENS) / LATE_TOKENS
         return MAX_LOSS * costs.plain_s - encoding_s
 
     def _schedule(self, costs: RoundCosts, emitted: int, plain_rounds: float) -> None:
-        """After drafts: go on where they pay, or nearly do, else pause, longer each time.
+        """After drafts: go on if they pay or nearly do, else pause, longer each time.
 
         Args:
-            plain_rounds: how many plain rounds it took as long as.
+            plain_rounds: number of plain rounds that take the same time.
         """
         self._speedup.count(emitted, plain_rounds)
         self._gain.count(emitted - 1.0 - GAIN * (plain_rounds - 1.0), 1.0)
         if self._speedup.value > 1.0 - MAX_LOSS:
             self._pause = FIRST_PAUSE
             if self._behind:
-                self._behind = costs.accept_s(self._unencoded) > self._left_s(costs)
+                self._behind = costs.accept_s(self._unencoded) > self._allowed_loss_s(costs)
             return
         self._rest(costs, self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -346,8 +345,43 @@ class AdaptivePolicy:
         self._behind = self._lags
 
 
-class _Rate:
-    """A ratio that starts as expected, for some rounds, and follows what is counted."""
+class NgramBranchPolicy(DraftPolicy):
+    """N-gram branches, as long as their accepted tokens pay for the wider pass.
+
+    A round costs nothing if the text does not repeat itself: then there is no branch to verify.
+    Counts fade with every round, so a shape that was dropped is tried again later.
+
+    Args:
+        costs: of this machine, shared with other rows.
+    """
+
+    wants_features = False
+
+    def __init__(self, costs: KnownCosts) -> None:
+        self._costs = costs
+        # Shares accepted of the first copied token of a round, and of one after an accepted one.
+        self._first, self._next = _FadingRate(0.25), _FadingRate(0.6)
+        self._drafted = 0
+
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        costs, best, best_s = self._costs.at(length, num_rows), None, 0.0
+        first, further, narrow_s = self._first.value, self._next.value, costs.pass_s(self._drafted)
+        for shape in COPY_SHAPES:
+            copied = first * (1.0 - further**shape.depth) / (1.0 - further)
+            wider_s = costs.pass_s(self._drafted + shape.total_tokens) - narrow_s
+            if copied * costs.plain_s - wider_s > best_s:
+                best, best_s = shape, copied * costs.plain_s - wider_s
+        return best
+
+    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self._drafted = len(tree.tokens) - tree.num_copied
+        copied = sum(node >= self._drafted for node in accepted)
+        self._first.count(min(copied, 1), min(tree.num_copied, 1))
+        self._next.count(max(copied - 1, 0), copied)
+
+
+class _FadingRate:
+    """A ratio of counts that starts from an expected value and weights newer rounds more."""
 
     def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
         self._expected, self._rounds = expected, rounds
@@ -355,9 +389,8 @@ class _Rate:
 
     @property
     def value(self) -> float:
-        """As far as is known."""
         return (self._rounds * self._expected + self._hits) / (self._rounds + self._trials)
 
     def count(self, hits: float, trials: float) -> None:
-        """Take in one round; with no trials, earlier ones still fade."""
+        """Count one round, even one without trials: earlier rounds fade."""
         self._hits, self._trials = MEMORY * self._hits + hits, MEMORY * self._trials + trials

@@ -1,1 +1,1 @@
-"""Targets of any model type, through transformers' own modules and without code for one of them."""
+"""Targets of any model type, by transformers' own modules, without code for a single type."""

@@ -36,10 +36,10 @@ FACTOR = "factor"  # name of the number that a model's embedding multiplies its 
 def device_tensors(
     target: Target, *, num_layers: int, head_token_ids: Tensor | None
 ) -> dict[str, Tensor]:
-    """`excerpt_tensors`, and of a `GenericTarget` the factor of its embedding.
+    """`excerpt_tensors`, and for a `GenericTarget` the factor of its embedding.
 
     Raises:
-        UnsupportedTargetError: the embedding does more than to multiply its rows.
+        UnsupportedTargetError: the embedding does more than multiply its rows.
     """
     tensors = excerpt_tensors(target, num_layers=num_layers, head_token_ids=head_token_ids)
     if isinstance(target, GenericTarget):
@@ -58,7 +58,7 @@ def _factor(target: GenericTarget, rows_VE: Tensor) -> float:
             f"{target.name} changes what its embedding looks up, so a device cannot embed without "
             "the whole model."
         )
-    # Models round it to the dtype of their rows, and so the mean over these is that number again.
+    # Models round the factor to the dtype of their rows; the mean over rows is exactly that number.
     return float(torch.tensor(factor).to(target.dtype))
 
 
@@ -76,7 +76,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Parts(nn.Module):
-    """Stands for a model of transformers that has only these two modules."""
+    """Stands in for a model of transformers, with an embedding and a head only."""
 
     def __init__(self, config: Any, embedding: nn.Module, head: nn.Module) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from moaspec.target.generic.pass_masks import PassMasks, masks_of_pass
 
 
 class GenericLayers(DecoderLayers):
-    """Decoder layers that run together only, from token ids.
+    """Decoder layers that can only be run together, from token ids.
 
     Args:
         base: transformers' text model without its head.
@@ -38,9 +38,9 @@ class GenericLayers(DecoderLayers):
         self.kv_shape: KVShape | None = None
 
     def modules(self) -> Sequence[nn.Module]:
-        """The decoder layers: the first list of modules that is as long as the config says.
+        """The decoder layers: the first list of modules of the length in the config.
 
-        Or the one named `layers`, of which each may have several attentions (LongCat).
+        If there is none, the list `layers`: its modules may have several attentions (LongCat).
         """
         lists = {
             name: list(one)
@@ -52,10 +52,10 @@ class GenericLayers(DecoderLayers):
         return next(exact, lists.get("layers", []))
 
     def measure(self, token_ids_1T: Tensor) -> KVShape:
-        """The keys and values that layers hand to the cache, found by a pass.
+        """Run a pass, and return the shapes of the keys and values that layers hand to the cache.
 
         Raises:
-            UnsupportedTargetError: says why these are not one pair for each token and layer.
+            UnsupportedTargetError: a layer does not hand over one key and value per token.
         """
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -72,7 +72,7 @@ class GenericLayers(DecoderLayers):
         except RuntimeError:
             if not (seen and token_ids_1T.is_meta):
                 raise
-            # PyTorch's, where a layer (a router of experts) needs values: further ones are alike.
+            # A router of experts fails on the meta device; later layers have the same shapes.
             for layer in range(int(self._base.config.num_hidden_layers)):
                 seen.setdefault(layer, seen[min(seen)])
         if not seen:
@@ -104,12 +104,12 @@ class GenericLayers(DecoderLayers):
         return cast(Tensor, output.last_hidden_state)
 
     def padding(self, position_ids_BT: Tensor, write: WriteKV) -> Tensor | None:
-        """False for tokens that must not enter a layer's state; None where layers have none."""
+        """False for tokens that must not enter a layer's state; None if layers have no states."""
         del position_ids_BT, write
         return None
 
     def run(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused by an UnsupportedTargetError: a model's `forward` begins with its first layer."""
+        """Raise UnsupportedTargetError: a model's `forward` begins with its first layer."""
         raise UnsupportedTargetError(
             f"The last layers of a {self._base.config.model_type!r} model cannot be run alone, so "
             "its drafter cannot reuse them. Take num_target_layers=0."

@@ -35,10 +35,10 @@ def target_of(
 
 
 def set_position_facts(target: Target) -> None:
-    """Set what is known of texts and layers of a target that runs by `forward` of its model.
+    """Set the facts about a target that runs by `forward` of its model.
 
-    No layer can be run without the others. Keys depend on positions alone, because texts end where
-    they would depend on more; see `rules.context_length`.
+    No layer can be run without the others. Keys depend on positions alone: `rules.context_length`
+    ends texts before they would depend on more.
     """
     target.num_reusable_layers = 0
     target.max_positions = rules.context_length(target.config)
@@ -108,7 +108,7 @@ class GenericTarget(Target):
         set_position_facts(self)
 
     def _set_tested_layers(self) -> KVShape:
-        """Set the layers that passed the self-test, which a model takes once as it is."""
+        """Set the layers that passed the self-test, which runs once for each state of a model."""
         parts = tuple(id(module) for module in self.model.modules())
         state = parts, self.dtype, self.device, self.config._attn_implementation
         tested = _TESTED.get(self.model)
@@ -142,7 +142,7 @@ class GenericTarget(Target):
         return None
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
-        """Weights of one decoder layer, under transformers' names; none beyond the last one."""
+        """Weights of one decoder layer, under transformers' names; empty beyond the last layer."""
         layers = self.layers.modules()[index : index + 1]
         return cast(dict[str, Tensor], layers[0].state_dict()) if layers else {}
 

@@ -23,14 +23,14 @@ from moaspec.target.generic.recurrent_states import MixerCache, StepPass
 
 UNLIMITED = (0.0, math.inf)
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-"""Of a mixer's argument; the last two before transformers 5.24."""
+"""Names of a mixer's cache argument; the last two before transformers 5.24."""
 FIRST = frozenset({"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"})
 LAST = frozenset({"out_proj", "o_proj"})
 """Names of projections of a mixer's input (others begin with "in_proj") and to its output."""
 
 
 class HybridCache(PassCache):
-    """A `PassCache` with the pass's `steps`, None where it holds whole texts, as in training."""
+    """A `PassCache` with the pass's `steps`; None for a pass over whole texts, as in training."""
 
     def __init__(self, write: WriteKV, shape: KVShape | None, num_visible: int) -> None:
         super().__init__(write, shape, num_visible)
@@ -38,19 +38,19 @@ class HybridCache(PassCache):
 
 
 class SteppedMixer(nn.Module):
-    """Stands in for a layer's part with a state, and steps through the drafts of a pass.
+    """Stands in for the mixer of a layer (the part with a state), and steps through drafts.
 
-    Projections before and after the state are made for the tokens of all steps together, which
-    reads their weights once: in `step` transformers' module receives what its first projections
-    returned in place of its input, and its last one is left out.
+    The first and last projections are computed for the tokens of all steps together, which reads
+    their weights once. In `step` transformers' module therefore gets the outputs of its first
+    projections in place of its input, and its last projection is left out.
 
     Args:
-        mixer: transformers' module, which is called and not changed.
+        mixer: transformers' module, which is not changed.
 
     Attributes:
-        batches: whether projections are made together; False calls the whole module in each step,
-            for modules that do more around them.
-        can_batch: whether its projections are known.
+        batches: whether projections are computed together; False calls the whole module in each
+            step, for modules that do more around their projections.
+        can_batch: whether the module has projections of known names.
     """
 
     def __init__(self, mixer: nn.Module) -> None:
@@ -73,7 +73,7 @@ class SteppedMixer(nn.Module):
         """Outputs of inputs, (B, T, E) each.
 
         Args:
-            options: a `HybridCache`, and what transformers' module takes besides.
+            options: a `HybridCache`, and other arguments of transformers' module.
         """
         cache: HybridCache = options.pop(self._cache_argument)
         if cache.steps is None:
@@ -87,13 +87,13 @@ class SteppedMixer(nn.Module):
         return cast(Tensor, self.mixer(hidden_BTE, **{self._cache_argument: cache}))
 
     def enter(self, hidden_N1E: Tensor) -> Tensor:
-        """The first projections, one after another in one tensor, (N, 1, F)."""
+        """The first projections, concatenated, (N, 1, F)."""
         if not self.batches:
             return hidden_N1E
         return torch.cat([linear(hidden_N1E) for linear in self._first], dim=-1)
 
     def step(self, entered_N1F: Tensor, cache: MixerCache) -> Tensor:
-        """The module between these projections, for one token of each of N texts, (N, 1, G)."""
+        """The module without these projections, for one token of each of N texts, (N, 1, G)."""
         inner = self._inner if self.batches else self.mixer
         return cast(Tensor, inner(entered_N1F, **{self._cache_argument: cache}))
 
@@ -103,7 +103,7 @@ class SteppedMixer(nn.Module):
 
 
 class _Part(nn.Module):
-    """Stands in for a projection whose output is a part of what it receives."""
+    """Stands in for a projection that was computed before: takes its part of the input."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class HybridLayers(GenericLayers):
         base: transformers' text model without its head; it is not changed.
 
     Attributes:
-        continues: whether its layers can read several tokens from a state; those of the first
-            Mamba cannot in transformers, and step through these tokens. The self-test finds out.
+        continues: whether its layers can read several tokens in one call from a state, which the
+            self-test tries. Mamba 1 of transformers cannot: it steps through these tokens.
         steps_differ: whether a step differs from reading by more than rounding: transformers
             limits the time steps of Nemotron-H and Zamba 2 in the one and not in the other.
     """
@@ -140,7 +140,7 @@ class HybridLayers(GenericLayers):
         self.steps_differ = any(one is not None and tuple(one) != UNLIMITED for one in limits)
 
     def measure(self, token_ids_1T: Tensor) -> KVShape:
-        """See `GenericLayers`; also refuses what keeps its states elsewhere."""
+        """See `GenericLayers`; also refuses layers whose states are not in transformers' cache."""
         if not hasattr(Cache, "get_recurrent_state"):
             raise UnsupportedTargetError("hybrids need transformers 5.22 or newer")
         if not self.mixers:
@@ -166,7 +166,7 @@ class HybridLayers(GenericLayers):
 
 
 def mixers(base: nn.Module) -> Iterator[nn.Module]:
-    """The modules that keep a state: those of a layer that own a convolution."""
+    """The modules that keep a state: modules of a layer with a convolution of their own."""
     return (module for module in base.modules() if _is_mixer(module))
 
 
@@ -176,13 +176,13 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def _cache_name(module: nn.Module) -> str | None:
-    """The name of the argument that takes the cache; None where there is none."""
+    """The name of the module's cache argument; None if it has none."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def _stepped(module: nn.Module) -> nn.Module:
-    """A copy with stepped mixers, which shares all else; the module itself where it has none."""
+    """A copy with stepped mixers that shares the rest; the module itself if it has no mixer."""
     if _is_mixer(module):
         return SteppedMixer(module)
     changed = {
@@ -194,7 +194,7 @@ def _stepped(module: nn.Module) -> nn.Module:
 
 
 def _copy_with(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy with some other children; it shares weights and the rest."""
+    """A copy with some children replaced; it shares the weights."""
     copied = copy.copy(module)
     vars(copied)["_modules"] = {**module._modules, **children}
     return copied

@@ -19,19 +19,19 @@ from moaspec.target.decoder_layers import WriteKV
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Where a layer's keys and values are in our caches, and their own shape."""
+    """A layer's index in our caches, and the shape of its own keys and values."""
 
-    index: int  # among the layers that have some
-    key: tuple[int, int]  # its heads, and their size
-    value: tuple[int, int]  # the same of values
+    index: int  # among the layers that have keys and values
+    key: tuple[int, int]  # number and size of the heads of keys
+    value: tuple[int, int]  # number and size of the heads of values
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The keys and values of all layers that have some.
+    """The shapes of the keys and values of all layers that have them.
 
-    Our caches have one shape for all layers, so a layer with fewer or smaller heads than another,
-    or with values that are smaller than keys, is padded with zeros.
+    Our caches have one shape for all layers, so layers with fewer or smaller heads, and values
+    that are smaller than keys, are padded with zeros.
     """
 
     layers: Mapping[int, LayerKV]  # by the index that transformers gives to a layer
@@ -65,15 +65,13 @@ class KVShape:
 class PassCache(Cache):
     """Stands in for transformers' cache during one pass.
 
-    A layer takes part in a pass by what it asks of this cache. One that attends calls `update`. One
-    that reads the keys and values of another layer asks nothing: the model hands them over. One
-    with a recurrent or convolution state would call `update_recurrent_state` and
-    `update_conv_state`; a subclass that keeps these per slot may be given to `GenericLayers`.
-    Everything else that transformers' caches answer is refused, because an answer would be a guess.
+    A layer that attends calls `update`. A layer that shares the keys and values of another calls
+    nothing: the model hands them over. Recurrent and convolution states are not kept here, see
+    `recurrent_states`. All other methods of transformers' caches raise an error.
 
     Args:
         write: see `moaspec.target.target`.
-        shape: of what is written; None where it is not known yet.
+        shape: of keys and values; None if not known yet.
         num_visible: keys that `write` returns.
     """
 
@@ -84,7 +82,7 @@ class PassCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand new keys and values of a layer over; those to attend to."""
+        """Write new keys and values of a layer; returns the keys and values to attend to."""
         if self._shape is None:
             return self._write(layer_idx, key_states, value_states)
         layer, pad = self._shape.layers[layer_idx], self._shape.pad
@@ -92,7 +90,7 @@ class PassCache(Cache):
         return _cut(key, layer.key), _cut(value, layer.value)
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """Number of keys and of the first of them."""
+        """Number of keys, and index of the first one."""
         return self._num_visible, 0
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
@@ -100,7 +98,7 @@ class PassCache(Cache):
         return 0
 
     def get_seq_length(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused by an UnsupportedTargetError: rows differ in length, drafts have positions."""
+        """Raise UnsupportedTargetError: rows have different lengths, drafts their own positions."""
         raise _unknown("the number of tokens before these, instead of their positions")
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> NoReturn:
@@ -117,7 +115,7 @@ class PassCache(Cache):
 
 
 class ShortTextCache(PassCache):
-    """For a model that asks for the length only to change something in texts that are too long."""
+    """A `PassCache` for models that need the length only in texts beyond our limit."""
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:  # type: ignore[override]
         """Any length within the limit does."""

@@ -3,10 +3,10 @@
 A model calls transformers' `create_*_mask` for each kind of layer that it has (full, sliding
 window, chunked). These call the mask function that is registered under the name of the model's
 attention. Ours returns the mask of the current pass, cut down by the rule of this kind of layer. So
-no code of ours lists layers that have a window.
+our code needs no list of layers with a window.
 
-Outside of our passes everything registered here does what transformers does under the name "sdpa"
-or "eager": the same model stays what it was for other callers.
+Outside of our passes the functions registered here do the same as transformers' "sdpa" or "eager",
+so other callers can use the same model.
 
 Legend: B batch, T new tokens, S visible keys, G query heads of a key head.
 """
@@ -40,14 +40,14 @@ class PassMasks:
         self._given, self._position_ids_BT = mask_B1TS, position_ids_BT
 
     def of(self, rule: MaskFunction) -> Tensor | None:
-        """The mask of layers with this rule, bool; None where it hides nothing but the future."""
+        """The mask of layers with this rule, bool; None for plain causal attention."""
         if self._given is None and rule is causal_mask_function:
             return None
         mask_B1TS = self.written_out(rule)
         return None if _is_plain(mask_B1TS) else mask_B1TS
 
     def written_out(self, rule: MaskFunction) -> Tensor:
-        """The mask of layers with this rule, bool, also of plain causal attention."""
+        """The mask of layers with this rule, bool, also for plain causal attention."""
         if rule is causal_mask_function:
             return self._mask
         row_B111 = torch.arange(len(self._mask), device=self._mask.device)
@@ -65,13 +65,13 @@ class PassMasks:
 
     @cached_property
     def _key_positions(self) -> Tensor:
-        """Position of each key that a query sees: it sees one of each position up to its own."""
+        """Position of each key that a query sees: it sees one key per position, up to its own."""
         seen = self._mask.cumsum(-1)
         return seen - seen[..., -1:] + self._position_ids_BT[:, None, :, None]
 
 
 def _is_plain(mask_B1TS: Tensor) -> bool:
-    """Whether models leave it out: it is of one token that sees all, or of a whole text."""
+    """Whether a mask is plain causal attention: one token that sees all keys, or a whole text."""
     num_tokens, num_keys = mask_B1TS.shape[-2:]
     if mask_B1TS.is_meta or num_tokens not in {1, num_keys}:
         return False
@@ -84,7 +84,7 @@ _CURRENT: ContextVar[PassMasks | None] = ContextVar("masks of the pass", default
 
 @contextmanager
 def masks_of_pass(masks: PassMasks) -> Iterator[None]:
-    """Let models attend by these masks inside the block, in this thread."""
+    """Models attend by these masks inside the block, in this thread."""
     token = _CURRENT.set(masks)
     try:
         yield
@@ -93,7 +93,7 @@ def masks_of_pass(masks: PassMasks) -> Iterator[None]:
 
 
 def attend_by_pass(config: Any) -> None:
-    """Let a model with this config attend by the masks of our passes, where there is one."""
+    """Let a model with this config attend by the masks of our passes, during a pass."""
     config._attn_implementation = NAMES.get(
         config._attn_implementation, config._attn_implementation
     )

@@ -2,7 +2,7 @@
 
 Such a layer folds all tokens before one into a state of fixed size, so a draft that is rejected
 cannot be masked out afterwards. A pass therefore steps through its drafts: each draft starts from
-the state behind the token before it, and every state is kept until it is known which drafts were
+the state after the token before it, and every state is kept until it is known which drafts were
 accepted. Branches of a tree have states of their own.
 
 A step is what transformers' modules compute for one token, and a prompt is read in one call, as
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 LayerState = Mapping[tuple[str, int], Tensor]
 """Tensors of a layer, (1, ...) each, by kind ("conv", "recurrent") and number of that kind."""
 TextState = Mapping[int, LayerState]
-"""Of all layers that have states, by transformers' index of the layer."""
+"""The states of all layers that have them, by transformers' index of the layer."""
 
 
 class MixerCache:
-    """The cache that one layer sees in one call, of transformers' interface for such layers.
+    """The cache of one layer in one call, with transformers' interface for layers with states.
 
     Args:
         states: before the call, (B, ...) each; empty at the start of a text. Calls change these
@@ -73,7 +73,7 @@ class MixerCache:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Keep the last inputs of a convolution; all inputs that it needs for the new ones."""
+        """Keep the last inputs of a convolution; returns all inputs that the new tokens need."""
         del layer_idx
         held = self.states.get(("conv", state_idx))
         size = conv_kernel_size or (conv_states if held is None else held).shape[-1]
@@ -101,7 +101,7 @@ class StepRow:
     # For each other token the index of the one before it in the row, -1 for the text before the
     # pass.
     parents: Sequence[int]
-    before: TextState  # state of that text; empty at its start, and then `num_read` is not 0
+    before: TextState  # states after that text; empty if there is none: `num_read` is above 0 then
 
 
 class StepPass:
@@ -165,7 +165,7 @@ class StepPass:
         return outputs
 
     def after(self, row: int, token: int) -> TextState:
-        """The states of all layers behind a row's token, in tensors without those of others."""
+        """The states of all layers after a row's token, in tensors of their own."""
         return {
             layer: {kind: _alone(one) for kind, one in states[row, token].items()}
             for layer, states in self._states.items()
@@ -181,7 +181,7 @@ class StepPass:
 
     @cached_property
     def _is_sorted(self) -> bool:
-        """Whether this is their order in the batch, too."""
+        """Whether the order of the steps is also the order of the batch."""
         return self._order == sorted(self._order)
 
     @cached_property

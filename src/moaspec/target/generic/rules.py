@@ -1,6 +1,6 @@
 """Conditions on config and class of a model before it becomes a `GenericTarget`.
 
-None of this names a model type. The last word has `self_test`.
+No condition names a model type. `self_test` then decides.
 """
 
 from collections.abc import Callable
@@ -50,13 +50,13 @@ def text_config(config: Any) -> Any:
 def text_model(model: Any) -> Any:
     """The model without its head: of a multimodal model, the text part."""
     found = model.get_decoder()
-    while hasattr(found, "lm_head"):  # some say their decoder were themselves
+    while hasattr(found, "lm_head"):  # `get_decoder` of some models returns the model itself
         found = found.model
     return found
 
 
 def require_generic(model: PreTrainedModel, name: str) -> None:
-    """UnsupportedTargetError for a model that does not keep to transformers' interfaces."""
+    """Raise UnsupportedTargetError for a model that departs from transformers' interfaces."""
     require_generic_config(model.config, name)
     config = text_config(model.config)
     implementation = config._attn_implementation
@@ -72,7 +72,7 @@ def require_generic(model: PreTrainedModel, name: str) -> None:
 
 def require_generic_config(config: Any, name: str) -> None:
     """Refuse a model by its config alone: UnsupportedTargetError says why."""
-    # A multimodal wrapper may say more of its text part than the part itself.
+    # A multimodal config may have fields about its text part that the part's config lacks.
     parts = {id(part): part for part in (config, text_config(config))}.values()
     for applies, reason in _REASONS:
         if any(applies(part) for part in parts):
@@ -104,11 +104,11 @@ def _attends(config: Any) -> bool:
 
 
 def context_length(config: Any) -> int:
-    """Tokens of the longest text, so that keys depend on positions alone.
+    """Tokens of the longest text whose keys depend on positions alone.
 
     It ends where LongRoPE takes its long factors, dynamic NTK grows, or queries are scaled by the
-    length of the cache: `forward` of a model computes a batch for one length only. Models whose
-    rotary embeddings are scaled otherwise have the length of `families.context_length`.
+    length of the cache: `forward` of a model computes a batch for one length only. Models with
+    other scalings have the length of `families.context_length`.
     """
     length = int(config.max_position_embeddings)
     limits = [int(config.floor_scale) - 1] if uses_cache_length(config) else []

@@ -1,9 +1,9 @@
 """A comparison of our passes with transformers' own, which decides whether a model is supported.
 
-Three tokens behind a prompt are enough to see whether a model attends by our mask, goes by our
-positions, and reads what our cache returns: a root and two drafts below it that must not see each
-other. Transformers runs the two texts that end in a draft without a cache. Of hybrids it reads the
-prompt and processes the other tokens one by one, as its `generate` does.
+The test is a prompt, a root, and two drafts below the root that must not see each other. It shows
+whether a model uses our mask, our positions, and the keys and values that our cache returns.
+Transformers runs the two texts that end in a draft without a cache; of a hybrid it reads the prompt
+and then processes the tokens one by one, as its `generate` does.
 
 Legend: T tokens, J KV heads, S visible keys, D head dim, V vocabulary.
 """
@@ -35,17 +35,17 @@ OTHER_TOLERANCE = 0.1
 widths differ by 1e-6 of it in float32, and by 1e-2 in bfloat16. A sibling's token that is seen by
 mistake changes logits by a multiple of these bounds."""
 TRIALS = ((0.31, 0.53, 0.74), (0.12, 0.88, 0.45), (0.67, 0.25, 0.91))
-"""Tokens as shares of the vocabulary. Rounding may send a token of a mixture-of-experts model to
-another expert in one trial; a wrong mask is wrong in all of them."""
+"""Token ids of each trial, as shares of the vocabulary. In one trial rounding may send a token to
+another expert; a wrong mask fails in all of them."""
 PROMPT = 2  # tokens of a trial that are put before it again, as its prompt
 TREE, CHAIN = (-1, 0, 0), (-1, 0, 1)  # parents of the tokens behind the prompt
 
 
 @torch.inference_mode()
 def require_equal(target: GenericTarget) -> KVShape:
-    """Shape of the keys and values of a target whose passes equal transformers' own.
+    """Require that a target's passes equal transformers' own; the shape of its keys and values.
 
-    On the meta device, where nothing can be compared, only the shape is found.
+    On the meta device nothing can be compared, and only the shape is found.
 
     Raises:
         UnsupportedTargetError: says what differs.
@@ -79,7 +79,7 @@ def require_equal(target: GenericTarget) -> KVShape:
 def _distance(target: GenericTarget, trial: list[int], limit: float) -> float:
     """Relative distance between our logits of two drafts and transformers': the larger one.
 
-    Of a hybrid it also finds out what its layers can do, see `HybridLayers` and `SteppedMixer`.
+    For a hybrid it also sets `continues`, `steps_differ` (`HybridLayers`) and `batches`.
     """
     ids_1T = torch.tensor([trial[:PROMPT] + trial], device=target.model.device)
     layers = target.layers
@@ -90,7 +90,7 @@ def _distance(target: GenericTarget, trial: list[int], limit: float) -> float:
     for batches in (True, False):
         for mixer in layers.mixers:
             mixer.batches = batches and mixer.can_batch
-        # A part that does more around its projections may fail in any way.
+        # A mixer that does more around its projections may fail in any way.
         with suppress(RuntimeError):
             text = _Text(target, ids_1T)
             layers.state_bytes, ours_TV = text.state_bytes, text.logits(TREE)[1:]

@@ -1,1 +1,1 @@
-"""How weights are read and kept: GGUF, adapters, quantised checkpoints, eight bits."""
+"""Formats of weights: GGUF, LoRA adapters, quantised checkpoints, int8 rows."""

@@ -1,6 +1,6 @@
 """LoRA adapters of a target, merged into its weights when it is loaded.
 
-An adapted target is another target: its text is its own. Kernels and packing see ordinary weights.
+An adapted target is another target, with other text. Kernels and packing see ordinary weights.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _NO_PART = ("auto_mapping", _BASE, "inference_mode", "peft_version", "revision")
 
 
 def read_adapter(directory: str | Path) -> dict[str, Any]:
-    """The config of an adapter that can be merged; InputError for none, or without peft."""
+    """The config of an adapter that can be merged; InputError if there is none, or no peft."""
     require("--adapter", "adapter")
     path = Path(directory)
     missing = [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]
@@ -110,7 +110,7 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
 
 
 def _tell_other_base(model: Any, made_for: str | None, directory: str | Path, name: str) -> None:
-    """Warn of an adapter that was made for a model of another name: only its sizes are checked."""
+    """Warn of an adapter made for a model of another name: only the sizes are checked."""
     names = [name, model.name_or_path, *(ALIASES[one].hub_id for one in ALIASES if one == name)]
     if made_for and _last_part(made_for) not in map(_last_part, names):
         log.warning(
@@ -143,7 +143,7 @@ def _require_mergeable(
 
 
 def _require_tied(adapted: Any, directory: str | Path, name: str) -> None:
-    """Refuse an adapter of one end of tied matrices: merging would change the other end, too."""
+    """Refuse an adapter of a tied embedding or head: merging would change the other one too."""
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 

@@ -31,7 +31,7 @@ from moaspec.target.families import require_supported
 log = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
-"""Fields of a part that the joined file has not, or that its writer writes itself."""
+"""Fields of a part that the joined file lacks, or that its writer adds itself."""
 EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -73,12 +73,12 @@ def parts_of(gguf: Path) -> list[Path]:
 
 
 def is_gguf_name(path: Path) -> bool:
-    """Whether the name ends as those of GGUF files do, in any case."""
+    """Whether a name ends in .gguf, in upper or lower case."""
     return path.suffix.lower() == ".gguf"
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a name too long for a path is none."""
+    """Whether there is such a file; no for a name too long for a path."""
     try:
         return path.is_file()
     except OSError:
@@ -100,7 +100,7 @@ def key_of(gguf: Path) -> str:
 
 
 def is_dequantised(key: str) -> bool:
-    """Whether the directory of that name is there."""
+    """Whether the converted file is in the cache."""
     return (trusted(key) / "config.json").exists()
 
 
@@ -151,7 +151,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 def _damage_named(
     name: str, gguf: Path, remedy: str, *, but: type[Exception] = MoaSpecError
 ) -> Iterator[None]:
-    """Name the file in whatever the libraries raise about it, except for errors of type `but`."""
+    """Turn the libraries' errors, except those of type `but`, into ours, which name the file."""
     try:
         yield
     except (MoaSpecError, but):
@@ -178,7 +178,7 @@ def _read(name: str, gguf: Path) -> tuple[Any, Any]:
 
 
 def _check_sizes(config: Any, gguf: Path) -> None:
-    """Refuse sizes that the file has no room for: transformers would build such a model first."""
+    """Refuse sizes that do not fit the file, before transformers builds such a model."""
     with gguf.open("rb") as file:
         (num_tensors,) = struct.unpack("<8xQ", file.read(16))
     if config.num_hidden_layers > num_tensors:

@@ -28,14 +28,14 @@ def quantise(weight_RI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 KERNEL_BLOCK = 16
-"""The CPU's kernel reads so many inputs at once, and past the end of a row that is no multiple."""
+"""Inputs that the CPU's kernel reads at once; of other row lengths it reads past the end."""
 ALIGNMENT = 64
-"""Bytes. The kernel may read from multiples of it alone, and weights in a mapped file lie anywhere:
-what lies elsewhere is copied, or the process would be killed."""
+"""Bytes. The kernel crashes on weights that do not start at a multiple of it, so weights of a
+mapped file that start elsewhere are copied."""
 
 
 class _Int8Rows(nn.Module):
-    """Quantised rows. They are buffers: nobody trains them, and a cast must not touch them."""
+    """Quantised rows. They are buffers, which are not trained, and which a cast must not change."""
 
     rows_RI: Tensor
     scale_R: Tensor
@@ -48,12 +48,12 @@ class _Int8Rows(nn.Module):
 
 
 class Int8Embedding(_Int8Rows):
-    """Token embeddings out of quantised rows.
+    """Token embeddings from quantised rows.
 
     Args:
         rows_RI: (V, E) int8.
         scale_R: (V,).
-        factor: what a family multiplies its embeddings with (Gemma).
+        factor: multiplies the embeddings (Gemma).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Checkpoints with quantised weights, loaded as ordinary weights of the same values.
 
-Their text is then that of the rounded weights in the target's dtype. Activations are not rounded,
-as some engines do for these checkpoints.
+Passes compute with these weights in the target's dtype. Activations are not rounded, though some
+engines round them for these checkpoints.
 """
 
 import inspect
@@ -51,7 +51,7 @@ def prepare_config(config: Any, name: str) -> None:
 
 
 def widen(model: Any) -> None:
-    """Make a loaded model one of ordinary weights, in place."""
+    """Replace a loaded model's quantised weights by ordinary ones, in place."""
     if getattr(model.config, "quantization_config", None) is None:
         return
     for module in model.modules():

@@ -1,1 +1,1 @@
-"""The drafter, which reads vLLM's paged cache."""
+"""The drafter inside vLLM, which reads and writes vLLM's paged cache."""
