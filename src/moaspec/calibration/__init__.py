@@ -1,1 +1,1 @@
-"""Measures what the parts of a round cost on this machine, and stores it."""
+"""Measures and stores the costs of a round's parts on this machine."""

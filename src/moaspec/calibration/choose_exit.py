@@ -1,8 +1,8 @@
 """The choice of a drafter's exit for callers that name none.
 
-Drafts through more of the target's last layers are accepted more often and cost more. Which of the
-two counts more depends on the machine. `calibrate` stores the costs, and the checkpoint stores the
-acceptance rates, so the same drafter takes the same exit every time.
+With a larger N drafts are accepted more often and cost more; the best N depends on the machine.
+`calibrate` stores the costs, and the checkpoint stores the acceptance rates, so the same drafter
+takes the same exit every time.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Exit:
 
     @property
     def speedup(self) -> float | None:
-        """What the best chain promises over plain decoding; None where too little is known."""
+        """Expected speed-up of the best chain; None without costs or rates of this exit."""
         found = self.best_chain
         return found[1] if found is not None and self.recorded else None
 
@@ -52,7 +52,7 @@ def known_exits(
 
 
 def chosen_exit(exits: Sequence[Exit]) -> Exit:
-    """The exit that promises most tokens per second; the first where nothing is known of it.
+    """The exit with the largest expected speed-up; the first if its speed-up is unknown.
 
     An exit without costs or rates of its own is not taken.
     """

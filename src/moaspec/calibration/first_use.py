@@ -1,4 +1,4 @@
-"""Measuring a machine when it first drafts by cost, where that takes seconds."""
+"""Measures a machine when it first drafts by cost, if that takes only seconds."""
 
 import os
 import time
@@ -17,13 +17,13 @@ from moaspec.support.paths import cache_dir, why_not_writable
 from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
-"""Environment variable: "off" measures nothing but what `calibrate` is asked for."""
+"""Environment variable: "off" leaves measuring to `moaspec calibrate`."""
 MAX_EXPECTED_S = 15.0  # longer measurements are left to `moaspec calibrate`
 TIME_LIMIT_S = 30.0  # a measurement is given up then: other processes began to use the CPU
 BUSY = "other processes use the CPU"
-MIN_WEIGHTS = 10_000_000  # targets below that are toys, whose speed matters to nobody
+MIN_WEIGHTS = 10_000_000  # smaller targets are not measured
 SAMPLES = 3
-"""Passes that are timed for an estimate; a moment's disturbance slows a single one a lot."""
+"""Passes that are timed for an estimate; the fastest counts."""
 OTHER_PARTS = 60.0  # parts of a round other than passes, in passes over one token
 
 
@@ -37,7 +37,7 @@ def measure_once(
     """Measure and store the costs of a round, unless that was done while the CPU was free.
 
     Returns:
-        See `known_exits`; and why nothing was measured, None where nothing is left to measure.
+        See `known_exits`; and why nothing was measured, or None if all is measured.
     """
     layers = num_target_layers
     exits = known_exits(target, drafter, num_target_layers=layers)

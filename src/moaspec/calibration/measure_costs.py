@@ -82,8 +82,8 @@ def calibrate(
         drafter: None measures the target alone.
         num_target_layers: N; None measures each that the drafter has an exit for.
         quick: measure fewer times; see `QUICK_TURNS`.
-        advance: told how far it is, now and then.
-        stopped: asked before each part is timed whether one time of each part has to do.
+        advance: called with a description of the progress.
+        stopped: called before each part is timed; True ends the measurement early.
 
     Returns:
         The costs with N, or with the drafter's default; `stored_costs` has those of its other
@@ -119,7 +119,7 @@ def _store(costs: CostTable, facts: dict[str, Any]) -> None:
 def stored_costs(
     target: Target, drafter: MoADrafter | None = None, *, num_target_layers: int | None = None
 ) -> CostTable | None:
-    """What `calibrate` stored for exactly this setting, or None."""
+    """The costs that `calibrate` stored for exactly this setting, or None."""
     path = _path(fingerprint(target, drafter, num_target_layers))
     try:
         content = read_json(path)

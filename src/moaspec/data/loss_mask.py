@@ -23,7 +23,7 @@ class MaskedTokens:
 
 
 def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
-    """What the target is given to write the next turn; DataError if its template refuses."""
+    """The prompt of the next turn; DataError if the template refuses."""
     tokenizer = _tokenizer(template, conversation)
     if not template.exists and conversation.plain:
         return list(tokenizer(conversation.messages[0]["content"])["input_ids"])
@@ -39,11 +39,10 @@ def masked_tokens(
 ) -> MaskedTokens:
     """A conversation's tokens, and which of them the assistant generated.
 
-    A template that marks them (`{% generation %}`) is believed. With any other, an assistant turn
-    begins where the prompt for it ends and stops after its first stop token. A turn counts only if
-    the whole conversation's tokens repeat both exactly: templates that rewrite earlier turns (most
-    drop their thinking) leave those turns without loss, because what the target generated is
-    not there any more. Turns of `weight` 0 carry no loss either.
+    If the template marks them (`{% generation %}`), by its marks. Otherwise an assistant turn
+    begins where its prompt ends and stops after its first stop token. It counts only if the tokens
+    of the whole conversation contain both unchanged: many templates rewrite earlier turns (most
+    drop their thinking), and rewritten turns carry no loss. Nor do turns of `weight` 0.
 
     Args:
         conversation: with at least one assistant turn.

@@ -65,7 +65,7 @@ class DataRow:
                 self._inner[f"messages.{key}"] = None
 
     def unused(self) -> tuple[str, ...]:
-        """Columns with text that were not read, and keys of messages that may not be."""
+        """Columns with text that were not read, and keys of messages that a template may ignore."""
         left = [k for k, v in self._value.items() if k not in self._used and _carries_text(v)]
         return (*map(str, left), *self._inner)
 
@@ -126,7 +126,7 @@ def _conversation(row: DataRow) -> Fields:
 
 
 def _require_objects(messages: Iterable[Message]) -> None:
-    """What a target learns to call must have arguments that can be read."""
+    """Refuse tool calls whose arguments are no JSON object."""
     for number, message in enumerate(messages, start=1):
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]

@@ -39,7 +39,7 @@ class StackConfig:
 
 
 class _Baseline(nn.Module):
-    """What both have.
+    """The parts that both baselines have.
 
     Args:
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
@@ -102,7 +102,7 @@ class EagleDrafter(_Baseline):
     ) -> Tensor:
         """The training pass: predictions of each token's final state, (B, T, E).
 
-        The first token has no predecessor: its row means nothing.
+        The first token has no predecessor, so its row is meaningless.
         """
         next_BTE = F.pad(embeddings_BTE[:, 1:], (0, 0, 0, 1))
         attend = _over_texts(attention_mask_BT)

@@ -17,7 +17,7 @@ are built."""
 
 Rates = tuple[tuple[float, ...], ...]
 """Share of drafts that the target chose, given that it chose the path to them: by depth, then by
-rank among siblings. Empty where nobody measured it."""
+rank among siblings. Empty if not measured."""
 
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
@@ -51,7 +51,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """What a checkpoint remembers of its target, so that it is never used with another."""
+    """The record of a drafter's target in its checkpoint; other targets are refused."""
 
     model_type: str
     num_layers: int
@@ -61,7 +61,7 @@ class TargetIdentity:
     vocab_size: int
     tokenizer_hash: str | None = None
     adapter: str | None = None
-    """Hash of the adapter merged into it; drafters of the base model go with it all the same."""
+    """Hash of the LoRA adapter merged into it. It also takes drafters of its base model."""
 
     @property
     def kv_size(self) -> int:
@@ -69,7 +69,7 @@ class TargetIdentity:
         return 2 * self.num_kv_heads * self.head_dim
 
     def as_facts(self) -> dict[str, Any]:
-        """All fields as JSON; one newer than old records is left out where it says nothing."""
+        """All fields as JSON, without `adapter` if there is none, as in older records."""
         facts = dataclasses.asdict(self)
         if self.adapter is None:
             del facts["adapter"]
@@ -89,8 +89,8 @@ class DrafterConfig:
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context length, which some scalings need.
-        trained_positions: LSA reads keys of this position and later ones as keys of earlier ones
-            (see `FoldedPositions`); the length of the longest training texts. 0: as they are.
+        trained_positions: length of the longest training texts. LSA reads keys of later positions
+            as keys of earlier ones (see `FoldedPositions`). 0: keys are read unchanged.
         prompt_window: how many tokens before the end of a prompt our own engine encodes at most; CA
             attends to these and to later ones. 0: all.
         num_target_layers: the N that this drafter was trained for, the default one first. Each is
@@ -98,12 +98,12 @@ class DrafterConfig:
         adapter: whether there is an `ExitAdapter` even for a single N, as after a change of N (see
             `TrainConfig.initial`). With several N each has one.
         target: the target it was trained for; None in published checkpoints.
-        without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
-            values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
-            its place a self-attention over aggregates of verified tokens and states of drafts).
+        without: parts left out in an ablation: "lsa" (only the last layer's keys and values are
+            read), "sa" (CA's queries come from token embeddings alone), "ca" (in its place a
+            self-attention over aggregates of verified tokens and states of drafts).
         acceptance: rates of the first exit's drafts; adaptive drafting starts from them.
         further_acceptance: rates of each further exit, in the order of `num_target_layers`; with
-            all of them, adaptive drafting chooses the exit. Empty where nobody measured them.
+            all of them, adaptive drafting chooses the exit. Empty if not measured.
     """
 
     hidden_size: int
@@ -172,7 +172,7 @@ class DrafterConfig:
         return self.adapter or len(self.num_target_layers) > 1
 
     def acceptance_of(self, num_target_layers: int) -> Rates:
-        """Acceptance rates of the exit for this N; empty where nobody measured them."""
+        """Acceptance rates of the exit for this N; empty if not measured."""
         by_exit = zip(
             self.num_target_layers, (self.acceptance, *self.further_acceptance), strict=False
         )
@@ -182,8 +182,8 @@ class DrafterConfig:
 def text_rope(config: Any) -> dict[str, Any]:
     """The `rope_parameters` that SA takes from a target's config.
 
-    Where sliding and full layers have their own (Gemma 3), those of full attention: SA is causal
-    over the whole text. A target without rotary embeddings gets plain ones in its drafter.
+    If sliding and full layers have different ones (Gemma 3), those of full layers: SA attends to
+    the whole text. The drafter of a target without rotary embeddings has plain ones.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     chosen = dict(parameters.get("full_attention", parameters))
@@ -191,7 +191,7 @@ def text_rope(config: Any) -> dict[str, Any]:
 
 
 def activation_name(config: Any) -> str:
-    """Name of a target's MLP activation; "silu" where it is unknown or has weights of its own."""
+    """Name of a target's MLP activation; "silu" if it is unknown or has weights."""
     names = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation"))
     name = str(next(filter(None, names), "silu"))
     return "silu" if name == "xielu" else name
@@ -204,6 +204,6 @@ def norm_eps(config: Any) -> float:
 
 
 def inner_size(config: Any) -> int:
-    """Width of a target's MLP; the largest where layers differ."""
+    """Width of a target's MLP; the largest if layers differ."""
     given = getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
     return int(given) if isinstance(given, int) else max(given)

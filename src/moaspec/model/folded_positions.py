@@ -23,7 +23,7 @@ CHUNK_TOKENS = 512
 class FoldedPositions(nn.Module):
     """Reads keys of later positions as keys of the second half of the trained positions.
 
-    Keys of the first positions are left out: there LSA knows the beginnings of prompts.
+    The first half is not used: LSA has seen only beginnings of prompts there.
 
     Args:
         config: of a drafter with `trained_positions`; all layers of its target have the rotary
@@ -59,7 +59,7 @@ class FoldedPositions(nn.Module):
         return torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]
 
     def _turned(self, kv_BTLK: Tensor, back_BT: Tensor) -> Tensor:
-        """Keys turned back by so many positions, and the values."""
+        """Keys rotated back by these numbers of positions, and the values."""
         cos, sin = self.rope.angles(back_BT)  # (B, T, D)
         key, value = kv_BTLK.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # (B, T, L, J, D)
         turned = rotate(key.float(), (cos[:, :, None, None], -sin[:, :, None, None]))

@@ -12,7 +12,7 @@ DAMPING = 0.01  # added to the diagonal, relative to its mean: other texts vary 
 def damped(moment_EE: Tensor) -> np.ndarray:
     """The moment in float64 with `DAMPING`.
 
-    NumPy's, because the factorisations of MKL, which PyTorch calls, keep some ten megabytes.
+    A NumPy array, because MKL's factorisations, which PyTorch calls, keep about ten megabytes.
     """
     moment = moment_EE.double().numpy()
     return moment + DAMPING * moment.diagonal().mean() * np.eye(len(moment))

@@ -18,7 +18,7 @@ from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, 
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What a pass of the frozen target over whole texts computed."""
+    """Results of a pass of the frozen target over whole texts."""
 
     # Keys and values of all layers, as `LayerFeatures` lays them out; of the last N layers only,
     # where `LayerMeanCache` read them.

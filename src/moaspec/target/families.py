@@ -191,9 +191,9 @@ class RotaryEmbeddings:
         Args:
             states_BTE: gives dtype and device of the result.
             position_ids_BT: (B, T) int64.
-            lengths_B: (B,) tokens of each row's whole text. LongRoPE chooses frequencies by them, so
-                other rows and the chunks of a long prompt change nothing. For dynamic NTK, tokens
-                of the prompt; see `rope_growth`.
+            lengths_B: (B,) tokens of each row's whole text. LongRoPE chooses frequencies by them,
+                so other rows and the chunks of a long prompt change nothing. For dynamic NTK,
+                tokens of the prompt; see `rope_growth`.
         """
         result: dict[str, CosSin] = {}
         for kind in self.parameters:

@@ -1,18 +1,17 @@
 """Continual training of a drafter on texts that its target writes while it serves.
 
-Texts arrive one by one (`ContinualTrainer.add`). A cycle takes `steps` batches of them for one
-optimiser step each, and compares the trained drafter with the one before on `held_out` other texts.
-If its simulated tau there is higher, it becomes the next version, else weights and optimiser roll
-back. The same tau rolls back too, as on texts that no drafter can follow. A prompt is always either
-trained on or held out.
+Texts arrive one by one (`ContinualTrainer.add`). A cycle makes `steps` optimiser steps on batches
+of new texts, then compares the trained drafter with the previous version on `held_out` other texts.
+If its simulated tau is higher, it becomes the next version; else weights and optimiser roll back.
+A prompt is always either trained on or held out.
 
-**Only the decoder learns** (SA, CA and exits). All versions share the encoder, so what it made of
-verified tokens stays valid: a server changes versions between two rounds, and a device may draft
+**Only the decoder learns** (SA, CA and exits). All versions share the encoder, so its features of
+verified tokens stay valid: a server changes versions between two rounds, and a device may draft
 with an older one.
 
 **No text is stored.** A batch is dropped after its step, and the held-out texts after the cycle.
-Weights, optimiser, random state and counters are written, all as they are between two cycles: from
-there the same stream of texts gives the same weights, bit for bit.
+Weights, optimiser, random state and counters are saved between two cycles. From there the same
+stream of texts gives the same weights, bit for bit.
 """
 
 import dataclasses
@@ -45,9 +44,9 @@ from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import FACTS_FILE, StateFiles, damaged_state
 
 MIN_RESPONSE_TOKENS = 2 * BLOCK_LENGTH
-"""Shorter responses are not used, so that each has a block whose drafts can be counted."""
+"""Shorter responses are not used: they have no complete block, which simulated tau needs."""
 HELD_OUT_SHARE = 4
-"""One prompt in so many is held out."""
+"""One prompt in this many is held out."""
 KEPT_VERSIONS = 3
 
 
@@ -114,7 +113,7 @@ class ContinualTrainer:
 
     Attributes:
         texts: texts received so far.
-        steps: optimiser steps behind the weights; the first cycle's worth of them warms up.
+        steps: optimiser steps so far; the learning rate rises in those of the first cycle.
         version: number of the newest version.
 
     Raises:
@@ -163,9 +162,10 @@ class ContinualTrainer:
         self._steps_before = self.steps
 
     def add(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> CycleReport | None:
-        """Learn from a text; at the end of a cycle judge it, save and report.
+        """Learn from a text; at the end of a cycle compare, save and report.
 
-        Too short a response is not used, nor is a text that its side of the cycle has no room for.
+        A text is ignored if its response is too short, or if the cycle has enough texts of its
+        kind, trained on or held out.
 
         Raises:
             TrainingError: the state cannot be written.
@@ -315,7 +315,7 @@ def version_directory(directory: Path, version: int) -> Path:
 
 
 def newest_version(directory: Path) -> Path | None:
-    """The checkpoint of the newest version in a directory; None where there is none.
+    """The checkpoint of the newest version in a directory; None if there is none.
 
     Raises:
         TrainingError: the saved state is damaged.
@@ -325,14 +325,14 @@ def newest_version(directory: Path) -> Path | None:
 
 
 def other_drafter(directory: Path, initial: str | Path | None) -> InputError:
-    """The refusal of a directory whose versions did not begin with this drafter."""
+    """The error for a directory whose versions have another initial drafter."""
     return InputError(
         f"{directory} holds versions of another drafter than {initial}. Use another directory."
     )
 
 
 def fingerprints(directory: Path) -> list[str]:
-    """Of the initial drafter and all its versions, as saved; empty where nothing is saved.
+    """Saved fingerprints of the initial drafter and its versions; empty if nothing is saved.
 
     Raises:
         TrainingError: the saved state is damaged.

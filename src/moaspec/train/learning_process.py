@@ -1,7 +1,7 @@
 """A second process of lowest priority that trains a server's drafter.
 
-The server offers it the texts that it has written, and is told of new versions of the drafter. It
-has a target of its own, so it needs the memory of another one. Texts pass through a pipe only.
+The server sends it finished texts through a pipe, and gets new versions of the drafter. The process
+loads a second copy of the target.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from moaspec.train.continual import (
 log = logging.getLogger(__name__)
 
 MAX_WAITING_TEXTS = 64
-"""Texts that wait for the process. Further ones are dropped: a server never waits for it."""
+"""Most texts that wait for the process. Further ones are dropped: a server never waits for it."""
 LOWEST_PRIORITY = 19  # nice value: the process runs when nothing else does, or nearly so
 
 Text = tuple[Sequence[int], Sequence[int]]
@@ -43,11 +43,11 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class LearningSettings:
-    """What the process loads.
+    """Settings of the process.
 
     Attributes:
-        target, dtype, adapter: as `load_target` takes them. A rounded target's texts are learned
-            from with the weights as they were.
+        target, dtype, adapter: as `load_target` takes them. If the server's target is rounded, the
+            process still learns with the weights before rounding.
         initial: the drafter to begin with: an alias, directory or hub id.
         directory: of states and versions, see `ContinualTrainer`.
         threads: CPU threads.
@@ -91,7 +91,7 @@ class LearningProcess:
 
     Attributes:
         status: as it is now.
-        versions: fingerprints of the initial drafter and of its versions at the start; empty where
+        versions: fingerprints of the initial drafter and of its versions at the start; empty if
             nothing was learned yet.
 
     Raises:
@@ -114,10 +114,10 @@ class LearningProcess:
         self._thread = threading.Thread(target=self._exchange, name="moaspec-learning", daemon=True)
 
     def check(self, target: TargetSpec) -> None:
-        """Refuse versions of another drafter than the initial one, in whose place they would draft.
+        """Refuse a directory whose versions have another initial drafter.
 
         Args:
-            target: of both.
+            target: of both drafters.
 
         Raises:
             InputError: the directory holds such versions.
@@ -138,7 +138,7 @@ class LearningProcess:
         self._thread.start()
 
     def offer(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
-        """Send a text; one for which there is no room or no process is dropped. Never waits.
+        """Send a text without waiting; it is dropped if there is no room or no process.
 
         It is called from one thread.
         """

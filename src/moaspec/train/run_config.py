@@ -66,17 +66,17 @@ class TrainConfig:
             In our runs it learned more from the same tokens; on a CPU its steps take longer.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
-        anchors: where blocks begin: "random" places, or "rounds": where rounds of the current
-            drafter would begin along the text, see `moaspec.train.students.simulated_rounds`. It
-            costs another forward pass; the simulation reads blocks at random places.
-        staircase: restrict SA to the query's own block: in all sequences at first, in ever fewer
-            until half of the run.
+        anchors: where blocks begin: at "random" places, or at "rounds": where rounds of the current
+            drafter would begin, see `moaspec.train.students.simulated_rounds`. The simulation takes
+            another forward pass, over random blocks.
+        staircase: restrict SA to the query's own block: at first in all sequences, then in fewer
+            and fewer, and in none from half of the run on.
         warm_start: start from the target's own weights and states, see
             `moaspec.train.students.warm_start`.
         initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
             are its N, unless it has no exits and `num_target_layers` names others: then each N gets
-            an exit, initialised by regression. `warm_start` has no effect. Of `sizes` only
-            `draft_vocab` has one: if not 0, the vocabulary grows to this size by the most frequent
+            an exit, initialised by regression. `warm_start` and `sizes` have no effect, except
+            `sizes.draft_vocab`: if not 0, the vocabulary grows to this size by the most frequent
             other tokens of the data.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
         frozen_lsa: fraction of the steps, from the first, in which LSA keeps its initial weights.

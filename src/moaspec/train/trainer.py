@@ -108,7 +108,7 @@ class Trainer:
         self.log = RunLog(self.output / "log.jsonl")
 
     def notes(self) -> list[str]:
-        """What to know before the first step, one sentence each."""
+        """Notes for the user before the first step, one sentence each."""
         return run_notes(self.student, self.config, self.data)
 
     def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:

@@ -33,7 +33,7 @@ class StateFiles:
         return found[max(found)] if found else None
 
     def sentence(self) -> str:
-        """What is saved, for messages."""
+        """A sentence on the saved state, for messages."""
         latest = self.latest()
         if latest is None:
             return f"Nothing was saved in {self.directory.parent} yet."

@@ -66,7 +66,7 @@ class CallReader:
         return said, self.calls[known:]
 
     def _begin_bare(self, last: bool) -> str | None:
-        """Start of a text in a form without trigger: either it begins with a call or has none."""
+        """Start of a text in a form without trigger: it begins with a call or has none."""
         rest = self._buffer.lstrip()
         if not rest and not last:
             return None

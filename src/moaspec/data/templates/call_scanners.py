@@ -20,7 +20,7 @@ OUTSIDE_STRINGS = frozenset('{}[]:,+-.0123456789eEtrufalsnINy" \t\r\n')
 
 
 class BracketScanner:
-    """Finds the bracket that closes the first one of a text that grows; strings may hold any.
+    """Finds the bracket that closes a growing text's first one; strings may contain brackets.
 
     Attributes:
         end: where the object or list ends; None as long as it is open.
@@ -35,7 +35,7 @@ class BracketScanner:
         self._quote, self._escaped = "", False
 
     def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
-        """Go on where the last scan ended; `text` begins as it did then."""
+        """Continue the last scan; `text` is the same text, with more at its end."""
         self.broken = self.broken or not self._may_begin(text)
         while self._place < len(text) and self.end is None and not self.broken:
             self._step(text[self._place])

@@ -19,7 +19,7 @@ from moaspec.data.templates.control_tokens import ControlTokens
 from moaspec.data.templates.template_traits import TemplateTraits, message_tools
 from moaspec.errors import InputError
 
-GUARDED_ROLES = ("user", "tool")  # whose messages hold no control tokens, whatever they say
+GUARDED_ROLES = ("user", "tool")  # control tokens in their messages are encoded as text
 
 INTRODUCTION = """\
 You can call functions. These exist, each described as JSON:
@@ -33,7 +33,7 @@ RENDER_VARIABLES = ("self", "messages", "conversations", "generation_indices")
 """Names that transformers gives to templates itself, beside its own parameters."""
 
 FAILURES = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What a template that meets something unexpected may raise."""
+"""Errors of a template that meets something unexpected."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """Encodes control tokens in the text of users and tools as text.
 
-A chat template writes a conversation as one text, in which the tokenizer would find the control
-tokens of a user's text as it finds the template's own. So they are guarded before the template
-sees them: a noncharacter is put between their characters. The text between two control tokens of
-the template is encoded without control tokens if it holds guarded ones. All other text is encoded
-as before, so a conversation without guarded tokens has the same ids as in transformers.
+A chat template writes a conversation as one text. The tokenizer cannot tell a user's control tokens
+in it from the template's, so a user's are guarded before rendering: a noncharacter is put between
+their characters. Text between two control tokens of the template that has guarded ones is encoded
+without control tokens. A conversation without guarded tokens has the same ids as in transformers.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What a chat template takes and writes, found by rendering short conversations with it."""
+"""Roles, call ids and fields that a chat template reads, found by rendering short conversations."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +42,9 @@ def message_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 class TemplateTraits:
-    """Answers about one chat template; each is found when it is first asked for.
+    """Traits of one chat template, each found when it is first needed.
 
-    A template that refuses even a single question has every trait, so that its own error is seen.
+    A template that refuses even a single question gets every trait, so that its own error is shown.
 
     Args:
         vocabulary: tokens that were added to the tokenizer's.

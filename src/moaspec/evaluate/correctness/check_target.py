@@ -238,7 +238,7 @@ class StopTokenProposer(TextProposer):
 
 
 def _untrained(drafter: MoADrafter) -> MoADrafter:
-    """A drafter of the same sizes that knows nothing."""
+    """A drafter of the same sizes with random weights."""
     some = next(drafter.parameters())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

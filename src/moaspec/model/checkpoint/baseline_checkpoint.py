@@ -1,4 +1,4 @@
-"""What baseline drafters share: their config and their checkpoints."""
+"""Configs and checkpoints of the baseline drafters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -57,15 +57,15 @@ def save_baseline(
 
 
 def is_baseline(directory: str | Path) -> bool:
-    """Whether the checkpoint is a baseline's."""
+    """Whether the checkpoint has a baseline drafter."""
     return SECTION in read_config(directory)
 
 
 def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and tensors of a drafter of any kind, if they are all of one.
+    """`config.json` and tensors of a complete drafter of any kind.
 
     Raises:
-        CheckpointError: none there.
+        CheckpointError: there is no checkpoint.
         CorruptCheckpointError: unreadable, incomplete, or no drafter.
     """
     config, tensors = read_config(directory), read_tensors(directory)
@@ -83,7 +83,7 @@ def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -
         target: identity of the target that it will draft for; None does not compare it.
 
     Raises:
-        CheckpointError: none there.
+        CheckpointError: there is no checkpoint.
         CorruptCheckpointError: unreadable or incomplete.
         MismatchError: it belongs to another target.
     """

@@ -1,4 +1,4 @@
-"""What can be asked of a checkpoint's directory without its tensors."""
+"""Reading a checkpoint's directory without its tensors."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is one; what is too long for a path is none."""
+    """Whether a path is a directory; no for one that is too long."""
     try:
         return path.is_dir()
     except OSError:

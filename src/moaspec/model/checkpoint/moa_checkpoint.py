@@ -54,7 +54,7 @@ _INCONSISTENCIES = (
     AttributeError,
     RuntimeError,
 )
-"""How impossible sizes and settings show themselves when modules are built from them."""
+"""Errors of modules that are built with impossible sizes or settings."""
 
 
 def save_drafter(
@@ -149,7 +149,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
 
 @contextmanager
 def consistent(directory: str | Path) -> Iterator[None]:
-    """What does not fit together in a checkpoint, as a CorruptCheckpointError that says where."""
+    """Turn errors of an inconsistent checkpoint into a CorruptCheckpointError with its path."""
     try:
         yield
     except _INCONSISTENCIES as error:
@@ -161,9 +161,9 @@ def consistent(directory: str | Path) -> Iterator[None]:
 def check_whole(
     directory: str | Path, config_json: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Refuse what is not all of a drafter, as far as that can be told without its target.
+    """Refuse an incomplete drafter, as far as that can be checked without its target.
 
-    A published checkpoint's sizes take its target to be known; of those only the names are checked.
+    Sizes of a published checkpoint depend on its target, so only its tensors' names are checked.
 
     Raises:
         CheckpointError: another format version.
@@ -195,7 +195,7 @@ def _check_moment(moment_EE: Tensor | None, size: int) -> None:
 
 
 def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Compare the tensors with what the config asks for, before any memory is spent on that."""
+    """Compare the tensors with the config's sizes, before modules take memory."""
     with torch.device("meta"):
         expected = published_parameters(MoADrafter(config))
     for kind, odd in (
@@ -218,7 +218,7 @@ def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor]) -> None:
-    """Let the tensors, which `_check_shapes` found to fit, be the modules' weights.
+    """Use the tensors, which `_check_shapes` has checked, as the modules' weights.
 
     They stay in the mapped file, so the system may drop pages that are not in use.
     """

@@ -1,7 +1,7 @@
-"""What a checkpoint says of its drafter: sizes, target and N.
+"""The config of a drafter in its checkpoint: sizes, target and N.
 
-Ours record everything in the `moaspec` section of `config.json`. Of published ones, raw or
-converted for vLLM, the sizes come from the tensors.
+Our checkpoints record it in the `moaspec` section of `config.json`. For published ones, raw or
+converted for vLLM, sizes are read from the tensors.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from moaspec.model.drafter_config import (
 )
 
 FORMAT_VERSION = 1
-SECTION = "moaspec"  # of `config.json`, where a checkpoint of ours says what it is
+SECTION = "moaspec"  # section of `config.json` in our checkpoints
 
 
 def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
@@ -47,7 +47,7 @@ def _rates(lists: Sequence[Sequence[float]]) -> Rates:
 
 
 def recorded_config(config_json: Mapping[str, Any]) -> DrafterConfig:
-    """What a checkpoint of ours says of itself."""
+    """The recorded config of one of our checkpoints; checks the format version."""
     section = config_json[SECTION]
     if not isinstance(section, Mapping):
         raise CorruptCheckpointError(f"The {SECTION} section of {CONFIG_FILE} must be an object.")
@@ -101,7 +101,7 @@ def infer_config(
 
 
 def _check_published_target(config_json: Mapping[str, Any], target: TargetIdentity) -> None:
-    """A raw checkpoint's config is its target's own; a converted one has lost some of it."""
+    """Refuse another target by its config: all of it is in a raw checkpoint, parts in others."""
     recorded = {
         "num_hidden_layers": target.num_layers,
         "num_key_value_heads": target.num_kv_heads,

@@ -20,7 +20,7 @@ _NOT_SIZES = {
     *("num_target_layers", "target", "acceptance", "further_acceptance"),
     *("trained_positions", "prompt_window"),
 }
-"""What published checkpoints never record."""
+"""Fields of `DrafterConfig` that published checkpoints never record."""
 
 
 def save_published(
@@ -48,7 +48,7 @@ def save_published(
 def published_problem(
     drafter: MoADrafter, form: Form, *, target: TargetIdentity, context: Any
 ) -> str | None:
-    """Why a form cannot describe this drafter, which may lie on the meta device; None if it can.
+    """Why a form cannot describe this drafter (also on the meta device); None if it can.
 
     Args: see `save_published`.
     """
@@ -64,7 +64,7 @@ def published_problem(
         read = infer_config(_config(form, target, context), tensors, target, context)
     except ShapeError as error:
         return f"The {form} form cannot describe this drafter: {error}"
-    except MismatchError as error:  # fewer layers or heads have keys than the target's config says
+    except MismatchError as error:  # the target's config says more layers or KV heads
         return f"The {form} form records the target's config, by which readers refuse it: {error}"
     return _difference(read, drafter.config, form)
 
@@ -75,7 +75,7 @@ def _config(form: Form, target: TargetIdentity, context: Any) -> dict[str, Any]:
 
 
 def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
-    """What the authors' converter leaves: no layer count and no KV heads."""
+    """The config that the authors' converter writes: without layer count and KV heads."""
     return {
         "architectures": ["MOASpecModel"],
         "model_type": "moa_spec",
@@ -89,7 +89,7 @@ def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
 
 
 def _difference(read: DrafterConfig, meant: DrafterConfig, form: Form) -> str | None:
-    """Compare the config that a reader will infer with the drafter's own."""
+    """Compare the config that a reader will infer with the drafter's."""
     wrong = []
     for field in dataclasses.fields(DrafterConfig):
         got, expected = getattr(read, field.name), getattr(meant, field.name)

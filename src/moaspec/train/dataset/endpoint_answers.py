@@ -1,4 +1,4 @@
-"""The token ids of a server's answer: its own, or those of its text if these can be told."""
+"""The token ids of a server's answer: as sent, or from its text if that is unambiguous."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -63,7 +63,7 @@ class AnswerReader:
             A stop reason of "max_new_tokens" where the server reached its limit.
 
         Raises:
-            UnusableAnswerError: the tokens cannot be told.
+            UnusableAnswerError: the tokens are ambiguous, or the end is not a turn's.
         """
         self.check(prompt_ids, answer)
         ids = answer.token_ids
@@ -99,9 +99,9 @@ class AnswerReader:
         return GenerationResult(token_ids=ids, stop_reason=reason)
 
     def _read_back(self, prompt_ids: Sequence[int], answer: Completion) -> list[int]:
-        """The tokens of a text behind a prompt, if they can be told from it.
+        """The tokens of the text after a prompt, if they are unambiguous.
 
-        A server counts the token that ends a turn, or not.
+        Some servers count the token that ends a turn, some do not.
         """
         text, counted = answer.choice.text or "", answer.counted.completion_tokens
         uncounted = answer.choice.finish_reason == "stop"

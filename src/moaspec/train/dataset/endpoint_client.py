@@ -1,7 +1,7 @@
 """A client of OpenAI-compatible servers: vLLM, SGLang, llama.cpp, `moaspec serve`.
 
-Busy servers and broken connections are waited for; other refusals are told apart by whether they
-concern one request or all of them.
+It tries again while a server is busy or out of reach. Another refusal concerns one request
+(`UnusableAnswerError`) or all requests (`ServerError`).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from moaspec.errors import DataError, InputError, ServerError
 
 CONNECT_S, READ_S = 10.0, 1800.0
-"""A request may wait in the server's queue for all requests before it."""
+"""Reading waits long: a request may stand in the server's queue behind many others."""
 BUSY = frozenset({408, 425, 429, 502, 503, 504})
 """Status codes after which the same request may succeed."""
 KEY_REFUSED = frozenset({401, 402, 403})
@@ -101,7 +101,7 @@ class UnusableAnswerError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a server is; InputError for no http or https URL, or a key that cannot be sent."""
+    """Address and key of a server; InputError for a URL or key that cannot be used."""
 
     url: str  # base URL, with or without /v1
     model: str | None = None  # the server's name of the model; None: it has only one
@@ -147,10 +147,10 @@ class EndpointClient:
         await self._http.aclose()
 
     async def model(self, called: str) -> tuple[str, int | None]:
-        """The name of the model that is asked, and its context length where the server says it.
+        """The name of the server's model, and its context length if the server reports it.
 
         Args:
-            called: how this command calls it, which also decides among several models.
+            called: this command's name of the model, which selects one of several.
 
         Raises:
             ServerError: no server answers.
@@ -266,6 +266,6 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _retry_after_s(answer: httpx.Response) -> float | None:
-    """What the server asks for, in seconds."""
+    """The delay that the server asks for, in seconds."""
     said = answer.headers.get("retry-after", "")
     return min(float(said), MAX_DELAY_S) if said.isdecimal() else None

@@ -42,7 +42,7 @@ class EndpointWriter(Writer):
     Args:
         target: config and tokenizer of the server's model.
         options: of generation; `batch_size` is the number of requests under way at once.
-        advance: called with the progress; what it raises ends the writing.
+        advance: called with the progress; an exception of it ends the writing.
         tell: called with a line when the server is waited for, and at the end for each reason why
             answers were dropped.
 
@@ -95,7 +95,7 @@ class EndpointWriter(Writer):
 
         Raises:
             ServerError: it cannot be reached, or refuses every form of the prompt.
-            InputError: its tokens are not the target's, or its model cannot be told.
+            InputError: its tokens are not the target's, or it is unclear which model to ask.
         """
         self._runner.run(self._connect(prompt_ids))
 
@@ -116,7 +116,7 @@ class EndpointWriter(Writer):
             yield from self._first_group()
 
     def settings(self, **more: object) -> dict[str, object]:
-        """What determines the rows, after `connect`."""
+        """The settings that determine the rows, after `connect`."""
         options = dataclasses.asdict(self.options)
         del options["batch_size"]
         return {

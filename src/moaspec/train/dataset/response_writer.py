@@ -70,7 +70,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Writer(ABC):
-    """Decodes conversations, inside a context: here, or by a server."""
+    """Writes responses, with the engine or by a server; a context manager."""
 
     target: TargetSpec
     options: WriterOptions
@@ -86,11 +86,11 @@ class Writer(ABC):
         """Leave the server, if there is one."""
 
     def connect(self, prompt_ids: Sequence[int]) -> None:  # noqa: B027
-        """Find out how the server takes a prompt, before the first group."""
+        """Find out which form of prompts the server takes, before the first group."""
 
     @abstractmethod
     def settings(self, **more: object) -> dict[str, object]:
-        """What determines the rows."""
+        """The settings that determine the rows."""
 
     @abstractmethod
     def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:

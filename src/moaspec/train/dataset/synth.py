@@ -30,12 +30,12 @@ class UserTurn:
 
     before: tuple[Message, ...]  # the system message, if there is one
     prefix_ids: tuple[int, ...]  # tokens before it
-    suffix: str  # what follows it, as text
+    suffix: str  # text after it
     suffix_ids: tuple[int, ...]  # the same as tokens
 
 
 def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
-    """How a template opens and closes a first user turn; DataError where that cannot be told."""
+    """The text around a first user turn; DataError if the template has none that is fixed."""
     before = () if system is None else ({"role": "system", "content": system},)
     try:
         text = template.text(template.prepare([*before, {"role": "user", "content": SENTINEL}]))
@@ -68,8 +68,8 @@ class PromptGenerator:
         template = ChatTemplate(target.tokenizer, target.name)
         if not template.exists:
             raise DataError(
-                f"{target.name} has no chat template, so it cannot imagine a user's prompts. Write "
-                'texts that it shall continue, one {"prompt": "..."} a line, and give them to '
+                f"{target.name} has no chat template, so it cannot write a user's prompts. Write "
+                'texts for it to continue, one {"prompt": "..."} a line, and give them to '
                 "moaspec data regenerate."
             )
         self._turns = [user_turn(template, system) for system in (None, *system_prompts)]
@@ -107,7 +107,7 @@ def synth(
 
     Args:
         num: of prompts in the journal.
-        max_samples: end after so many samples, those of earlier runs included; None: no limit.
+        max_samples: end after this number of samples, earlier runs included; None: no limit.
         report: called after each group with (prompts, samples) in all.
 
     Raises:

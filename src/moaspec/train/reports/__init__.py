@@ -1,1 +1,1 @@
-"""What a run tells of itself: its plan, notes, log, history and model card."""
+"""Reports of a training run: plan, notes, log, history and model card."""

@@ -1,4 +1,4 @@
-"""What held-out measurements of a run tell: the best step, and overfitting."""
+"""The best step of a run, and warnings of overfitting, from held-out measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from moaspec.train.reports.run_log import StepMetrics
 
 MAX_WIDENING = 0.05
-"""Increase of the gap between training and held-out accuracy that is worth a warning."""
+"""Least increase of the gap between training and held-out accuracy for a warning."""
 MIN_RISE = 0.005
 """A held-out accuracy that rises less than this from one measurement to the next stands still."""
 
@@ -30,9 +30,9 @@ def held_out_score(progress: StepMetrics) -> float:
 def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """A warning if the gap between training and held-out accuracy widens, or None.
 
-    It is given when the gap has grown by `MAX_WIDENING` since its smallest value, or since it was
-    given before, and held-out accuracy stands still. Training accuracy is the mean since the
-    measurement before; early it lags behind, so a negative gap counts as 0.
+    It comes when the gap has grown by `MAX_WIDENING` since its smallest value or the last warning,
+    while held-out accuracy stands still. Training accuracy is the mean since the last measurement;
+    early in a run it is too low, so a negative gap counts as 0.
 
     Args:
         rows: of the whole log; the last one has a held-out measurement.

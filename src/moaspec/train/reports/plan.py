@@ -1,15 +1,15 @@
-"""What a training run needs and leads to, computed before anything is loaded.
+"""Resources and expected result of a training run, computed before anything is loaded.
 
-Formulas, per token where nothing else is said:
+Formulas, per token unless stated otherwise:
 
 - disk: two bytes for each value that a cache keeps (`target_activations`), 12 for each parameter of
   a saved state (weights and AdamW's two moments in float32), two for each of the checkpoint.
 - memory of a process: the target's weights; 16 bytes for each parameter of the drafter (weights,
   gradients, moments), 18 with bf16, sharded as `sharding` says; the head's rows of a trimmed draft
-  vocabulary; and a pass: what autograd keeps of the drafter, counted on the meta device, the
+  vocabulary; and a pass: the drafter's tensors that autograd keeps, counted on the meta device, the
   target's keys and values, and the logits of one chunk.
-- operations: two for each active parameter of the target's layers where it runs, six for each of
-  the drafter, LSA's times the number of layers, and six for each of the draft head. Products of
+- operations: two for each active parameter of the target's layers if they run, six for each
+  parameter of the drafter (LSA's times the number of layers) and of the draft head. Products of
   attention are left out.
 
 Legend: T tokens, L target layers, K one layer's key and value, E hidden size, V draft vocabulary.
@@ -69,7 +69,7 @@ Source: docs/drafters.md and lab/log/drafter-runs.md."""
 PAPER_TAU = "4.22 (Llama-3-8B, N=0) after 186,000 steps of 32 sequences, arXiv 2410.03804"
 LOGIT_COPIES = 6  # tensors as large as a chunk's logits that are in memory at once
 PROBE_TOKENS = 8
-"""Few, so that attention's own matrices, which fused kernels never keep, count for little."""
+"""Few tokens, so that attention's matrices, which fused kernels do not keep, count little."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class GPUs:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a training run needs and leads to. Sizes are bytes."""
+    """Resources and expected result of a training run. Sizes are bytes."""
 
     parameters: Mapping[str, int]  # trainable ones, by part of the drafter
     target_parameters: int
@@ -115,7 +115,7 @@ class Plan:
         return sum(self.parameters.values())
 
     def hours(self, gpus: GPUs) -> float:
-        """Of the run, by its operations alone."""
+        """Hours of the run, from its operations alone."""
         return self.operations / (GPUS[gpus.name][0] * UTILISATION * gpus.count) / 3600
 
 

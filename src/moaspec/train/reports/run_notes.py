@@ -1,4 +1,4 @@
-"""What a run will lead to, told before its first step."""
+"""Notes on a run's draft vocabulary and drafter, before the first step."""
 
 from moaspec.generation.destinations import destinations
 from moaspec.train.data_order import DataOrder

@@ -1,4 +1,4 @@
-"""Sizes of a new drafter, and the configs that they and the target make."""
+"""Sizes of a new drafter, and its config from these sizes and the target."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from moaspec.model.drafter_config import (
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target_base import TargetBase
 
-WIDTH_UNIT = 64  # widths that a budget chooses are multiples of it, as fast products want
+WIDTH_UNIT = 64  # MLP widths chosen by `sizes.parameters` are multiples of it, for fast products
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -37,8 +37,8 @@ class DrafterSizes:
     """Sizes of a new drafter; 0 derives them from the target.
 
     Attributes:
-        parameters: trainable parameters at most, as 250000000 or "250M"; SA and CA then get the
-            widest MLPs, both as wide, that keep to it.
+        parameters: most trainable parameters, as 250000000 or "250M"; SA and CA then get MLPs of
+            the largest width within it, the same for both.
         lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
         lsa_kv_heads: key and value heads of LSA.
         lsa_intermediate: MLP width of LSA; default K.
@@ -72,7 +72,7 @@ class DrafterSizes:
 
 
 def _widest(sizes: DrafterSizes, make: Callable[[DrafterSizes], torch.nn.Module]) -> DrafterSizes:
-    """The sizes with MLP widths that keep to `sizes.parameters`; without it, unchanged.
+    """The sizes with the largest MLP widths within `sizes.parameters`; unchanged if that is 0.
 
     Args:
         make: builds a drafter of these sizes; its parameters are linear in the widths.

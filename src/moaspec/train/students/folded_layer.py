@@ -1,7 +1,7 @@
-"""SA's start for targets whose first layer has norms that SA lacks (Qwen3, Gemma, OLMo 2).
+"""SA's initial weights if the target's first layer has norms that SA lacks (Qwen3, Gemma, OLMo 2).
 
-SA has a norm before its attention and one before its MLP. What any other norm does to each channel
-of sampled tokens is replaced by its mean, a factor that is multiplied into the weights around it:
+SA has a norm before its attention and one before its MLP. Each other norm is replaced by a factor
+for each channel, its mean effect on sampled tokens, which is multiplied into the weights around it:
 
     norm of queries or keys               rows of the projection before it
     norm after attention, or after MLP    rows of `o_proj`, or `down_proj`
@@ -35,10 +35,10 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
     """The target's first layer under Llama's names, further norms folded into its weights.
 
     Args:
-        batches: examples that tell what the norms do.
+        batches: examples on which the effects of norms are measured.
 
     Returns:
-        None where the layer has other parts than projections and these norms.
+        None if the layer has parts other than projections and these norms.
     """
     state = target.layer_state(0)
     parts = {name.rpartition(".")[0] for name in state}
@@ -96,7 +96,7 @@ class _Factors(dict[str, Tensor]):
 
 
 def _measure(target: Target, layer: Any, parts: set[str], batches: Iterable[Batch]) -> _Factors:
-    """What each norm does, by its name, and the inputs of "attention" and "mlp" for unit states."""
+    """Factors of each norm by its name, and the inputs of "attention" and "mlp" for unit states."""
     factors = _Factors()
     before_mlp = _BEFORE_MLP if _BEFORE_MLP in parts else _AFTER_ATTENTION
     if _AFTER_MLP in parts and before_mlp == _AFTER_ATTENTION:

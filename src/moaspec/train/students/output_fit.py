@@ -1,14 +1,14 @@
 """Closed-form start of CA's MLP and of the exits, so that a new drafter predicts no single token.
 
-SA and CA add to the token's embedding. At the LM head, which is often the table of embeddings
-itself, a scaled embedding (Gemma: by sqrt(E)) outweighs the rest: the drafter repeats its last
-token. No parameter scales a residual, but the MLP can subtract it. With a gate that is nearly
-constant the MLP's inner activations are linear in its normed input, and its last projection is the
-ridge regression, on them, of
+SA and CA add to the token's embedding. A large embedding (Gemma scales it by sqrt(E)) outweighs the
+rest at the LM head, which is often the same matrix: the drafter repeats its last token. No
+parameter scales the residual, but CA's MLP can subtract it. With a nearly constant gate the MLP's
+inner activations are linear in its normed input, and its last projection is fitted by ridge
+regression on them to
 
     the target's state - (CA's input + CA's attention).
 
-So the drafter starts near the mean of the target's states, given what CA has read.
+So the drafter starts near the target's mean state for CA's inputs.
 
 Legend: T tokens, N sampled tokens or queries, E hidden size, I width of CA's MLP, K inputs.
 """

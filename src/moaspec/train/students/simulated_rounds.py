@@ -1,8 +1,8 @@
 """Blocks that begin where rounds of the current drafter would begin.
 
-A real round begins behind the first token that the last one did not draft. Such places are not
-like others: the token there was hard to foresee. Rounds are simulated along the known response with
-the probabilities of one pass with other blocks, because a draft depends little on its step.
+A real round begins after the first token that the previous round did not draft. Such tokens are
+harder to predict than random ones. Rounds are simulated along the known response with the
+probabilities of one pass with other blocks, because a draft depends little on its step.
 
 Legend: B batch, T tokens, M queries with loss, V draft vocabulary.
 """
@@ -15,8 +15,8 @@ from moaspec.train.students.losses import MAX_CHUNK, ExitStates
 
 ROUND_DEPTH = 6  # drafts of a simulated round in a row, as in the paper's tree `Tree(6, 8, 62)`
 MIN_ROUND_LOG_PROBABILITY = -5.0
-"""Drafts whose probabilities have a product below e to this are not in the tree. With it, simulated
-rounds order drafters as decoding with the paper's tree does."""
+"""Least log-probability of a path in a simulated tree. With this value, simulated rounds rank
+drafters as decoding with the paper's tree does."""
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def _log_probabilities(
 
 
 def _round_begins(log_T: list[float], loss_T: list[bool]) -> list[bool]:
-    """Mark tokens behind ends of simulated rounds, by log-probabilities of drafts."""
+    """Mark tokens after the ends of simulated rounds, by log-probabilities of drafts."""
     begins, total, step = [False] * len(log_T), 0.0, 0
     for i, (log_probability, has_loss) in enumerate(zip(log_T, loss_T, strict=True)):
         if not has_loss:  # A prompt, or the end of a response.

@@ -90,7 +90,7 @@ class Student(ABC):
     """A drafter in training, as the training loop uses it.
 
     Args:
-        counted: examples in whose responses a trimmed draft vocabulary is counted.
+        counted: examples whose responses determine a trimmed draft vocabulary.
         output: directory of the run.
 
     Attributes:
@@ -116,7 +116,7 @@ class Student(ABC):
 
     @property
     def simulates_chain(self) -> bool:
-        """Whether a training pass drafts what a real chain would, so that it has a simulated tau.
+        """Whether a training pass drafts as a real chain does, which simulated tau needs.
 
         In real chains EAGLE reads its own predictions, in training the target's states.
         """
@@ -264,7 +264,7 @@ class DraftVocabularyHead:
 
 
 class MoAStudent(Student):
-    """A Mixture-of-Attentions drafter."""
+    """A Mixture-of-Attentions drafter in training."""
 
     _former_n: int | None = None
     _means: LayerMeanCache | None = None
@@ -316,7 +316,7 @@ class MoAStudent(Student):
         )
 
     def _encoder_input(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
-        """What `MoADrafter.forward` takes as `kv_or_means`, and the target's pass."""
+        """The argument `kv_or_means` of `MoADrafter.forward`, and the target's pass."""
         if not lsa_is_frozen(self._config, step):
             result = self._activations.passes(part.batch)
             return result.kv_BTLK, result

@@ -40,11 +40,11 @@ from moaspec.train.students.output_fit import RIDGE, fit_exit, fit_linear, layer
 
 log = logging.getLogger(__name__)
 
-FOLD_EXAMPLES = 16  # examples that show what the norms of the first layer do, and what it returns
+FOLD_EXAMPLES = 16  # examples on which the first layer's norms and outputs are measured
 MASSIVE_DIMENSION = 100.0
 """SA stays random where a dimension of the first layer's output, by its root mean square, is above
-this multiple of the median one (Gemma 3 270M: 659). In the target later layers and the last norm
-remove it. CA's norms would see little else, and any step of training would change much there."""
+this multiple of the median one (Gemma 3 270M: 659). The target's later layers remove such a
+dimension; in the drafter it would dominate CA's norms and change with each step of training."""
 LAYER_SLOPES = (1.0, 0.5, 0.25)  # increase of the score per layer, for LSA's heads in turn
 LSA_GAIN = 4.0
 """Scale of LSA's attention output relative to the residual it is added to, so that the regression's
@@ -77,7 +77,7 @@ def warm_start(
     """
     sample, shown = tee(sample)
     copy_first_layer(target, drafter, (batch for batch, _ in shown))
-    del shown  # `tee` keeps what it has not read
+    del shown  # `tee` keeps unread items
     kv, finals, texts = [], [], []
     for batch, result in sample:
         kv.append(result.kv_BTLK[0].float())
@@ -167,7 +167,7 @@ def _fits(source: Mapping[str, Tensor], drafter: MoADrafter) -> bool:
 
 
 def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
-    """Make LSA's heads prefer the last layers and pass on what predicts the final state.
+    """Make LSA's heads prefer the last layers, with values that predict the final state.
 
     Queries and keys of a head are constants (biases), so a score depends on the distance of two
     layers only. Each head's values are the directions of its average that matter most to the
