@@ -11,7 +11,7 @@ import type { WebSocketTransport } from "./protocol/websocket.js";
 import { newerVersion } from "./session/server_calls.js";
 import type { DrafterVersion } from "./session/server_calls.js";
 
-/** What a session needs: a drafter, and facts of the target that it drafts for. */
+/** A device as its session uses it: a drafter, and facts of the target. */
 export interface Device {
   readonly manifest: Manifest;
   readonly generationDefaults: GenerationDefaults;
@@ -30,7 +30,7 @@ export interface LoadedDevice extends Device {
    * Take the newest version of the drafter of a server that learns. Texts go on meanwhile, but for the time that the
    * runtime needs to load a graph; sessions draft with it from their next turn on. It reads the bundle's graph again.
    *
-   * @returns the version, or undefined where there is no newer one
+   * @returns the version, or undefined if there is no newer one
    * @throws LinkError the link broke
    * @throws RefusedError the server refuses, or sends weights that are not of this drafter
    * @throws WireError the server's answer is invalid
@@ -47,8 +47,8 @@ export interface LoadedDevice extends Device {
  * @param read `fromUrl(...)`, or `fromDirectory(...)` of moaspec-device/node
  * @param runtime the module onnxruntime-web, or another with its interface
  * @param options of the runtime's session, such as `executionProviders`
- * @param kept a version that `update` has returned for the same bundle: its graph is loaded in place of the bundle's own,
- *   which takes its place where it does not fit
+ * @param kept a version that `update` has returned for the same bundle: its graph is loaded in place of the bundle's,
+ *   unless it does not fit
  * @throws BundleError no such bundle, a damaged one, or one that the runtime cannot run
  */
 export async function loadDevice(
@@ -82,7 +82,7 @@ export async function loadDevice(
   return device;
 }
 
-/** A drafter with a version's graph, or with the bundle's own where it does not fit; and which one it is. */
+/** A drafter with a version's graph, or with the bundle's if that does not fit; and which of them it has. */
 async function newestDrafter(
   bundle: Bundle,
   kept: DrafterVersion | undefined,
@@ -100,7 +100,7 @@ async function newestDrafter(
   return [await OnnxDrafter.load(bundle, ...how), bundle.manifest.fingerprint];
 }
 
-/** A copy of the bundle's graph with the weights of a version; BundleError where they do not fit. */
+/** A copy of the bundle's graph with the weights of a version; BundleError if they do not fit. */
 function patched(own: Uint8Array, { versions }: Manifest, { data }: DrafterVersion): Uint8Array {
   const graph = own.slice();
   let first = 0;

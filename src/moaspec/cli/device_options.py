@@ -30,7 +30,7 @@ SERVER = "127.0.0.1:50051"
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What a device drafts with, its server, and how it uses the link to it."""
+    """Options of a device: its bundle, its server and the link between them."""
 
     server: Annotated[
         str,
@@ -153,7 +153,7 @@ class DeviceOptions:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether drafting needs PyTorch: it does with all bundles but those for onnxruntime."""
+        """Whether drafting needs PyTorch: only bundles for onnxruntime do not."""
         return self.bundle is None or not is_onnx_bundle(self.bundle)
 
     def load(self) -> Device:

@@ -1,4 +1,4 @@
-"""What `--learn` does in a server: texts go to a process that trains, and its versions draft."""
+"""`--learn` in a server: texts go to a training process, and its versions draft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def with_learning(
     asked: LoadOptions, directory: Path | None
 ) -> tuple[LoadOptions, LearningProcess | None]:
-    """What to load, and the process that trains the drafter; None where `--learn` is not given.
+    """What to load, and the process that trains the drafter; None without `--learn`.
 
     Raises:
         InputError: the directory cannot be written, or no drafter is named, and none is bundled.
@@ -54,7 +54,7 @@ def with_learning(
 
 
 def _tell(said: str) -> None:
-    """Print a line, from a thread that must not end where nobody reads standard error any more."""
+    """Print a line, from a thread that must survive a closed standard error."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{said}\n")
         sys.stderr.flush()

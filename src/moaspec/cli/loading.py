@@ -86,7 +86,7 @@ def num_threads(threads: int, kind: str = "") -> str:
 
 
 def measure_once(target: Target, module: MoADrafter | Proposer | None) -> None:
-    """Measure this machine where --tree auto is used on it first, with a status line."""
+    """Measure this machine at the first use of --tree auto, with a status line."""
     from moaspec.calibration import first_use
     from moaspec.model.moa import MoADrafter
 
@@ -106,11 +106,11 @@ def warn_unmeasured(why_not: str, *, busy: bool) -> None:
         why_not: why the machine is not measured now.
         busy: whether it was measured before while other processes used the CPU.
     """
-    said = f"This machine is not measured, because {why_not}. Only what is sure to pay is drafted"
+    said = f"This machine is not measured, because {why_not}. Few or no drafts are made"
     if busy:
         said = (
             "This machine was measured while other processes used its CPU, and is not measured "
-            f"again, because {why_not}. What is drafted may pay less than it could"
+            f"again, because {why_not}. Drafts may gain less than they could"
         )
     console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")
 

@@ -92,7 +92,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is loaded, and how."""
+    """Options of loading a target and its drafter."""
 
     model: Model = MODEL
     drafter: DrafterName = None
@@ -104,7 +104,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """How texts are drafted and sampled."""
+    """Options of drafting and sampling."""
 
     tree: Shape = "auto"
     free_branches: FreeBranches = "auto"

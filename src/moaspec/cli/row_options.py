@@ -1,4 +1,4 @@
-"""Options of commands that read rows of data, and what they say of rows that they left out."""
+"""Options of commands that read rows of data, and their messages about rows left out."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ Skip = Annotated[
 
 
 class MalformedRows:
-    """What to do with malformed rows: refuse the first, or count them and show the first few."""
+    """Refuses the first malformed row, or counts them and shows the first few."""
 
     def __init__(self, *, skip: bool) -> None:
         self._skip, self._count = skip, 0
@@ -35,12 +35,12 @@ class MalformedRows:
             console.warn(f"Skipped: {error}")
 
     def tell(self) -> None:
-        """Say how many were skipped."""
+        """Print how many rows were skipped."""
         if self._count:
             console.warn(f"{self._count} malformed rows skipped.")
 
 
 def tell_unused(report: ReadReport) -> None:
-    """Say what else was left out."""
+    """Print which columns, files and examples were not used."""
     for line in report.lines():
         console.warn(line)

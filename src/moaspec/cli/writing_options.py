@@ -36,7 +36,7 @@ KEY = "MOASPEC_API_KEY"
 
 @dataclass(frozen=True)
 class WritingOptions:
-    """The target that writes, and how."""
+    """Options of the target that writes rows."""
 
     out: Annotated[Path, "JSONL file to write (.gz allowed)."]
     model: Model = MODEL

@@ -48,7 +48,7 @@ POLICY = (
     .replace("connect-src 'self'", "connect-src 'self'; worker-src 'self'; manifest-src 'self'")
 )
 WORKER_POLICY = "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; connect-src 'self'"
-"""For scripts of workers: the runtime starts threads from addresses that no policy of ours made."""
+"""For scripts of workers, without trusted types: the runtime starts threads from plain URLs."""
 
 PAGE_HEADERS = {
     **HEADERS,
@@ -60,8 +60,8 @@ PAGE_HEADERS = {
 }
 
 MAX_STALL_S = 600.0
-"""Longest time in which a client takes nothing; its connection would keep its place for ever. Slow
-links need minutes: a system's buffer of some megabytes counts as one piece."""
+"""Time after which a client that reads nothing loses its connection. Slow links need minutes: the
+system's buffer of some megabytes counts as one piece."""
 
 
 def find_scripts(given: Path | None = None) -> Path:
@@ -151,7 +151,7 @@ class DevicePage:
 
 
 def _web_manifest(model: str) -> dict[str, Any]:
-    """What a browser needs to install the page as an application."""
+    """The web manifest, with which browsers install the page as an application."""
     return {
         "name": f"moaspec: {model}",
         "short_name": "moaspec",

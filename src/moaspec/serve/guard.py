@@ -24,7 +24,7 @@ COMPOUND_VALUES = 4  # values that an object, a list or a member of an object co
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """What `HttpGuard` lets pass."""
+    """Limits of `HttpGuard`."""
 
     api_keys: tuple[str, ...] = ()  # accepted API keys; if empty, no key is required
     max_body_bytes: int = limits.MAX_BODY_BYTES  # maximum size of a request body
@@ -127,8 +127,8 @@ def too_many_json_values(body: bytes) -> bool:
     """Whether a body holds more than `MAX_JSON_VALUES` values; takes much less time than parsing.
 
     Separators outside of strings are counted: there are at least as many as values, less one.
-    Nobody else is answered while a body is parsed, and what an object, a list or a member of an
-    object takes is several times what a number takes. They count `COMPOUND_VALUES` times.
+    Parsing blocks all other requests. Objects, lists and members of objects take several times as
+    long as numbers, so they count `COMPOUND_VALUES` times.
     """
     if _count_separators(body) < limits.MAX_JSON_VALUES:
         return False

@@ -12,7 +12,7 @@ const OPTIONAL_FILES = ["generation_config.json", "chat_template.jinja"];
  * Reads a file of a bundle.
  *
  * @param name of the file
- * @param maxBytes the reader may stop after so many bytes, and one more
+ * @param maxBytes size of the largest valid file; the reader may stop one byte after it
  */
 export type ReadFile = (name: string, maxBytes: number) => Promise<Uint8Array>;
 

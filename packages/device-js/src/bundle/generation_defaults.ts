@@ -3,7 +3,7 @@ import type { SamplingParams, TokenRules } from "../sampling/params.js";
 
 type Settings = Record<string, unknown>;
 
-/** Settings that change a text and are not supported, and which of their values change it. */
+/** Settings that are not supported, and a test whether a value changes the text. */
 const REFUSED: Record<string, (value: any) => boolean> = {
   num_beams: (value) => value > 1,
   num_beam_groups: (value) => value > 1,
@@ -49,8 +49,8 @@ const FORMS: Record<string, (value: unknown) => boolean> = {
 };
 
 /**
- * A model's defaults, of its `generation_config.json`, as Python's `generate` takes them. The
- * temperature is none of them: without one a text is greedy.
+ * A model's defaults from its `generation_config.json`, used as in Python's `generate`, except the
+ * temperature: a call without one is greedy.
  */
 export class GenerationDefaults {
   /** @param config the file's content; {} for none */

@@ -7,18 +7,18 @@ const FORMAT_VERSION = 1;
 /** Versions of messages and of seeded sampling (`moaspec/remote/protocol/identity.py`). */
 const PROTOCOL = 1;
 const SAMPLING_VERSION = 2;
-/** Numbers of the largest key of a token, all heads together, that is believed. */
+/** Largest size of a token's key in one cache, all heads together. */
 const MAX_WIDTH = 2 ** 16;
-/** Numbers of a token's keys in all caches that are believed: 512 MiB for caches of 512 tokens. */
+/** Largest size of a token's keys in all caches: 512 MiB for caches of 512 tokens. */
 const MAX_TOTAL_WIDTH = 2 ** 17;
-/** Largest number of positions, heads or dimensions that is believed. */
+/** Largest number of positions, heads or dimensions that a manifest may state. */
 const MAX_SIZE = 2 ** 24;
-/** Largest number of target layers that is believed. */
+/** Largest number of target layers that a manifest may state. */
 const MAX_LAYERS = 1024;
 const MAX_FILES = 64;
-/** Bytes of the largest file that is believed. */
+/** Largest size of a file that a manifest may state, in bytes. */
 const MAX_FILE_BYTES = 2 ** 31;
-/** Tokens of the largest vocabulary that is believed. */
+/** Largest vocabulary that a manifest may state. */
 const MAX_VOCABULARY = 2 ** 24;
 
 /** What two models must share to be the same target. */
@@ -53,15 +53,15 @@ export interface Manifest {
   readonly rope_growth: number | null;
   readonly stop_token_ids: readonly number[];
   readonly files: Readonly<Record<string, FileFacts>>;
-  /** Missing in bundles of earlier releases, whose drafter stays as it is. */
+  /** Missing in bundles of earlier releases, whose drafter cannot be updated. */
   readonly versions?: Versions;
 }
 
-/** Which bytes of the graph's file are those of a version of the drafter. */
+/** The bytes of the graph's file that a version of the drafter replaces. */
 export interface Versions {
-  /** The form in which a server sends them. */
+  /** The form of these bytes when a server sends them. */
   readonly packing: string;
-  /** First byte and number of bytes of each part, in the order in which they are sent. */
+  /** First byte and number of bytes of each part, in the order of sending. */
   readonly ranges: readonly (readonly [number, number])[];
 }
 

@@ -27,8 +27,8 @@ export interface Drafter {
   /** Forget activations from position `length` on. */
   cut(length: number): void;
   /**
-   * Draft with the newest version from now on; returns whether it is another one. Then activations stay, and the text is
-   * to be run again.
+   * Draft with the newest version from now on; returns whether the version changed. Then activations stay valid, and the
+   * text must be run again.
    */
   renew?(): boolean;
 }
@@ -64,10 +64,10 @@ function cachesOf(manifest: Manifest): { text: Cache; memory: Cache[] } {
 /**
  * A drafter that runs a bundle's graph (`moaspec/remote/device_onnx/draft_graph.py`).
  *
- * Caches have a fixed number of slots, which is doubled when a text outgrows it. Where a runtime
+ * Caches have a fixed number of slots, which is doubled when a text outgrows it. If the runtime
  * writes outputs into given tensors, the graph writes new keys and values into the cache that it
- * reads. onnxruntime-web copies tensors into WebAssembly's memory and does not; its output then
- * takes the place of the cache.
+ * reads. onnxruntime-web does not, as it copies tensors into WebAssembly's memory; there the output
+ * replaces the cache.
  */
 export class OnnxDrafter implements Drafter {
   private numSlots = 0;

@@ -11,7 +11,7 @@ export interface ChatMessage {
   readonly [field: string]: unknown;
 }
 
-/** How a conversation is written. */
+/** Options of rendering a conversation. */
 export interface ChatOptions {
   /** Functions that the model may call, as OpenAI's API takes them: `{type, function}` each. */
   readonly tools?: readonly Record<string, unknown>[];
@@ -19,7 +19,7 @@ export interface ChatOptions {
   readonly continueFinal?: boolean;
 }
 
-/** Whose messages hold no control tokens, whatever they say. */
+/** Roles in whose messages control tokens are encoded as text. */
 const GUARDED_ROLES = ["user", "tool"];
 /** Marks the end of a message that is continued; Unicode gives it to no character. */
 const END_MARK = "\ufdd1";
@@ -38,7 +38,7 @@ interface AddedToken {
  *
  * Control tokens in the text of users are encoded as text, as on the server's side
  * (`moaspec/data/templates/control_tokens.py`): a noncharacter is put between their characters
- * before the template sees them, and text that holds such ones is encoded without control tokens.
+ * before rendering, and text with such noncharacters is encoded without control tokens.
  */
 export class DeviceTokenizer {
   private readonly tokenizer: Tokenizer;

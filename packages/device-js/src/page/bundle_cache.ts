@@ -6,7 +6,7 @@ import type { Manifest } from "../bundle/manifest.js";
 import { download } from "./download.js";
 
 const CACHE = "moaspec-bundle";
-/** Time that the server has to send the manifest, before the one in the cache is taken. */
+/** Time to wait for the server's manifest before the cached one is used. */
 const MANIFEST_MS = 3000;
 
 /** Reads a bundle's files: from the cache, or from the server and then into the cache. */
@@ -40,7 +40,7 @@ export class BundleCache {
       return data;
     }
     const data = await download(new URL(name, this.base), maxBytes, (count) => this.advance(count));
-    // Without room the page works, too; it downloads the bundle again next time.
+    // If there is no room, the page downloads the bundle again next time.
     await cache.put(this.key(name), new Response(data as BodyInit)).catch(() => { this.complete = false; });
     return data;
   };
@@ -63,7 +63,7 @@ export class BundleCache {
     await caches.delete(CACHE);
   }
 
-  /** The server's manifest, or that of the cache where the server cannot be reached. */
+  /** The server's manifest, or the cached one if the server cannot be reached. */
   private async readManifest(maxBytes: number): Promise<Uint8Array> {
     const cached = await (await caches.open(CACHE)).match(this.url(MANIFEST_FILE));
     const late = new Promise<undefined>((resolve) => setTimeout(resolve, MANIFEST_MS));

@@ -1,4 +1,4 @@
-/** What the page shows only where it is the device: the download, and the device's figures. */
+/** Elements of the page as a device: the bundle's download, and the device's figures. */
 import type { Link, Stats } from "./messages.js";
 
 function element(tag: string, text = ""): HTMLElement {

@@ -1,4 +1,4 @@
-/** A download that goes on where a network ended it. */
+/** A download that resumes after the connection broke. */
 import { BundleError, LinkError } from "../errors.js";
 
 /** Time without a new byte of the file after which a download fails. */
@@ -12,11 +12,11 @@ const FIRST_BYTES = 1 << 20;
  * Download a file. Where a connection ends early, the next one asks for the rest.
  *
  * @param url of the file
- * @param maxBytes the size that the file should have; the download stops one byte after it, and a connection
- *   that breaks there has brought the whole file. The caller checks the file's hash.
- * @param onBytes called with the number of bytes that arrived; negative where they are dropped
+ * @param maxBytes the expected size; the download stops one byte after it, and a connection that breaks at
+ *   this size has sent the whole file. The caller checks the file's hash.
+ * @param onBytes called with the number of bytes that arrived; negative if bytes are dropped
  * @throws BundleError the server refuses the file, or it does not fit in memory
- * @throws LinkError connections broke, and for a minute none got further than those before it
+ * @throws LinkError connections broke, and for a minute none brought a new byte
  */
 export async function download(
   url: URL,

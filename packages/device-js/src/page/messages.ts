@@ -1,4 +1,4 @@
-/** What the page and its worker say to each other, and what the page's chat is told. */
+/** Messages between the page and its worker, and events of the page's chat. */
 import type { ChatMessage } from "../bundle/tokenizer.js";
 
 /** A question to the worker. */
@@ -32,7 +32,7 @@ export type FromWorker =
   | { readonly kind: "chunk"; readonly id: number; readonly chunk: Chunk }
   | { readonly kind: "end"; readonly id: number; readonly failure?: Failure };
 
-/** An error; `status` is 401 where a token is missing or wrong, else 0. */
+/** An error; `status` is 401 if a token is missing or wrong, else 0. */
 export interface Failure {
   readonly message: string;
   readonly status: number;

@@ -12,7 +12,7 @@ function key({ fingerprint }: Manifest): string {
   return new URL(`/prefix/${encodeURIComponent(fingerprint)}`, self.location.href).href;
 }
 
-/** Keep a text, and none of other drafters; undefined keeps the one that is there. */
+/** Keep a text, and remove those of other drafters; undefined keeps the stored one. */
 export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined): Promise<void> {
   if (!prefix || prefix.tokenIds.length > MAX_TOKENS) return;
   const ids = Uint32Array.of(prefix.tokenIds.length, ...prefix.tokenIds);
@@ -22,7 +22,7 @@ export async function keepPrefix(manifest: Manifest, prefix: Prefix | undefined)
     for (const { url } of await cache.keys()) if (url !== key(manifest)) await cache.delete(url);
     await cache.put(key(manifest), new Response(body));
   } catch {
-    // The browser's storage is full; a text less is no loss.
+    // The browser's storage is full; the page works without the text.
   }
 }
 

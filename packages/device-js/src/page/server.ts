@@ -6,14 +6,14 @@ import { DeviceFigures, DownloadBar } from "./device_elements.js";
 import { PREFIX_CACHE } from "./prefix_cache.js";
 import type { Chunk, Facts, Failure, FromWorker, Link, ToWorker } from "./messages.js";
 
-/** A readable error. `status` is 401 where the server wants a token, or 0. */
+/** A readable error. `status` is 401 if the server wants a token, else 0. */
 export class ServerError extends Error {
   constructor(message: string, readonly status = 0) {
     super(message);
   }
 }
 
-/** What the page knows of its server; see `/v1/moaspec` in docs/serve.md. */
+/** The description of the server; see `/v1/moaspec` in docs/serve.md. */
 interface About {
   readonly model: string;
   readonly mode: "edge";
@@ -22,7 +22,7 @@ interface About {
   readonly link: Link;
 }
 
-/** Receives what the worker says about one answer. */
+/** Receives the worker's messages about one answer. */
 type Listener = (message: Extract<FromWorker, { kind: "chunk" | "end" }>) => void;
 
 const NOT_YET: Link = {

@@ -7,7 +7,7 @@ interface PageFiles {
   readonly paths: readonly string[];
 }
 
-/** What this script needs of a service worker's global scope. */
+/** The part of a service worker's global scope that this script uses. */
 interface Scope {
   readonly MOASPEC: PageFiles;
   readonly clients: { claim(): Promise<void> };

@@ -1,4 +1,4 @@
-/** The newest version of the drafter, so that a page need not download it each time. */
+/** The newest version of the drafter in the browser's cache, so that it is not downloaded each time. */
 import type { Manifest } from "../bundle/manifest.js";
 import { GRAPH_FILE } from "../bundle/manifest.js";
 import type { DrafterVersion } from "../session/server_calls.js";
@@ -11,7 +11,7 @@ function key({ files }: Manifest): string {
   return new URL(`/version/${files[GRAPH_FILE]!.sha256}`, self.location.href).href;
 }
 
-/** Keep a version, and none of other bundles. */
+/** Keep a version, and remove those of other bundles. */
 export async function keepVersion(manifest: Manifest, { version, data }: DrafterVersion): Promise<void> {
   try {
     await caches.delete(CACHE);
@@ -34,7 +34,7 @@ export async function keptVersion(manifest: Manifest): Promise<DrafterVersion | 
   }
 }
 
-/** Forget a version that is of no use. */
+/** Remove a version that cannot be used. */
 export async function forgetVersion(): Promise<void> {
   await caches.delete(CACHE).catch(() => {});
 }

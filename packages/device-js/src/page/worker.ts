@@ -23,7 +23,7 @@ const UPDATE_EVERY_MS = 60_000;
 const BASE = new URL("/", self.location.href);
 
 let device: LoadedDevice | undefined;
-/** Where new versions of the drafter come from; undefined where it does not learn. */
+/** Source of new versions of the drafter; undefined if it does not learn. */
 let updates: WebSocketTransport | undefined;
 let isUpdating = false;
 /** Whether a loaded version waits for the next answer: another one would take memory beside it. */
@@ -46,7 +46,7 @@ function failure(error: unknown): Failure {
   return { message, status: error instanceof UnknownClientError ? 401 : 0 };
 }
 
-/** Threads exist only where the page is isolated from others; more than these wait for one another. */
+/** Threads exist only in an isolated page; more than these would slow each other down. */
 function numThreads(): number {
   if (!self.crossOriginIsolated) return 1;
   return Math.max(1, Math.min(MAX_THREADS, Math.floor(navigator.hardwareConcurrency / 2)));

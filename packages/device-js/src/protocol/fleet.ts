@@ -1,5 +1,5 @@
 /**
- * Several servers as one: which of them a text goes to, and which come last for now.
+ * Several servers as one: chooses the server of each text, and avoids servers for some time.
  *
  * A text's server is chosen by rendezvous hashing of its first tokens, as in Python. So texts with one long beginning
  * meet on the server that has read it.
@@ -28,8 +28,8 @@ export class Fleet {
   /**
    * The fleet at some addresses, with the same options.
    *
-   * @param addresses ws://HOST:PORT or wss://HOST:PORT; Python's devices choose the same server for a text where theirs
-   *   are the same
+   * @param addresses ws://HOST:PORT or wss://HOST:PORT; with the same addresses Python's devices choose the same server
+   *   for a text
    * @throws InputError no address, or one that cannot be used
    */
   static at(addresses: readonly string[], options: WebSocketOptions = {}): Fleet {

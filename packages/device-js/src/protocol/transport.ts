@@ -1,8 +1,8 @@
 import type { LinkError, RefusedError } from "../errors.js";
 
-/** What the user of a connection is told. */
+/** Callbacks of a connection. */
 export interface ConnectionEvents {
-  /** A frame has come. */
+  /** A frame has arrived. */
   onFrame(frame: Uint8Array): void;
   /** The connection has ended, other than by `close`. Called once at most. */
   onEnd(error: LinkError | RefusedError): void;

@@ -65,7 +65,7 @@ export class WebSocketTransport implements Transport {
    *
    * @throws LinkError no answer in time
    * @throws RefusedError the server does not accept this device
-   * @throws WireError what came is no description
+   * @throws WireError the answer is no description
    */
   async describe(timeoutMs = 5000): Promise<Description> {
     const limit = new AbortController();

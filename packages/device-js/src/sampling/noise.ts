@@ -41,7 +41,7 @@ function highWord(a: number, b: number): number {
   return (aHigh * bHigh + (middle >>> 16) + (other >>> 16)) >>> 0;
 }
 
-/** What the noise of a text depends on. */
+/** The values that determine the noise of a text. */
 export interface NoiseKey {
   /** 0 .. 2^64 - 1 */
   readonly seed: bigint;

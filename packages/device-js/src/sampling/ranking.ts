@@ -1,7 +1,7 @@
 import { gumbel } from "./noise.js";
 import type { SamplingParams } from "./params.js";
 
-/** The drafter's log-probability is multiplied with this; see `moaspec/drafting/path_scores.py`. */
+/** Factor of the drafter's log-probabilities; see `moaspec/drafting/draft_noise.py`. */
 const SHARPNESS = 1.75;
 /** Smallest temperature that is used. */
 const COLDEST = 1e-200;
@@ -13,8 +13,8 @@ export interface Drafts {
 }
 
 /**
- * Choose the token to draft: at temperature 0 the most probable one. Above it the target's choice is
- * likely the drafter's with the same noise, so the same noise is added here.
+ * Choose the token to draft: at temperature 0 the most probable one. Above it the target adds noise
+ * to its scores, so the same noise is added here.
  *
  * @param position of the drafted token in its text
  */
@@ -33,7 +33,7 @@ export function chooseDraft(drafts: Drafts, sampling: SamplingParams, position: 
   return drafts.tokenIds[best]!;
 }
 
-/** The score that a token needs after top-k, top-p and min-p; `scores` descend. */
+/** Least score that top-k, top-p and min-p keep; `scores` descend. */
 function survivorThreshold(scores: readonly number[], sampling: SamplingParams): number {
   let kept = scores.length;
   if (sampling.topK) kept = Math.min(kept, sampling.topK);

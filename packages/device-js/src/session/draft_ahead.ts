@@ -12,9 +12,9 @@ import { nextTask } from "./timing.js";
 
 /** Most tokens of a text in one run of the drafter; bounds its memory. */
 const READ_CHUNK = 512;
-/** A draft step that reads more tokens, of a prompt or after a pause, takes longer than others. */
+/** Most new tokens of a draft step whose time counts; reading a prompt takes longer. */
 const MAX_NEW = 8;
-/** Draft steps whose time must be known before one decides, and how many count as current. */
+/** Timed draft steps before `stepMs` is reliable, and the number of latest ones that count. */
 const MIN_STEPS = 4;
 const NUM_STEPS = 9;
 
@@ -22,7 +22,7 @@ const NUM_STEPS = 9;
  * Keeps an expected text: the verified one, and the tokens that were drafted after it.
  *
  * While the target chooses the expected tokens, drafts are ready before they are needed. A draft
- * step takes several tasks, and nothing else may change the text meanwhile: `whenIdle` puts that off
+ * step takes several tasks, and nothing else may change the text meanwhile: `whenIdle` delays changes
  * until the step has ended.
  */
 export class AheadDrafter {
@@ -55,7 +55,7 @@ export class AheadDrafter {
     return [...this.stepsMs].sort((a, b) => a - b)[this.stepsMs.length >> 1];
   }
 
-  /** Whether `stepMs` rests on too few steps: one may be far slower than the others. */
+  /** Whether `stepMs` is the median of too few steps to be reliable. */
   get isMeasuring(): boolean {
     return this.stepsMs.length < MIN_STEPS;
   }
@@ -81,7 +81,7 @@ export class AheadDrafter {
     if (this.drafter.renew?.()) this.numRead = 0;
   }
 
-  /** Do something now, or after the draft step that is under way. */
+  /** Call a function now, or after the draft step under way. */
   whenIdle(work: () => void): void {
     if (!this.isBusy) {
       work();
@@ -111,7 +111,7 @@ export class AheadDrafter {
     return this.expected.slice(this.numVerified);
   }
 
-  /** The next `count` expected tokens, drafted where they are missing; fewer where the text ends. */
+  /** The next `count` expected tokens, drafted if they are missing; fewer if the text ends. */
   async propose(text: readonly number[], count: number): Promise<number[]> {
     this.follow(text);
     while (this.ready().length < count && (await this.extend()));
@@ -141,9 +141,9 @@ export class AheadDrafter {
     return true;
   }
 
-  /** Note the time of a step that read so many tokens. */
+  /** Note the time of a step that read this number of tokens. */
   private measure(tookMs: number, numNew: number): void {
-    // A step that only drafts takes no longer than one that reads many tokens.
+    // A step with many new tokens is an upper bound of one without.
     if (numNew > MAX_NEW && !(tookMs < (this.stepMs ?? 0))) return;
     this.stepsMs.push(tookMs);
     if (this.stepsMs.length > NUM_STEPS) this.stepsMs.shift();
@@ -169,7 +169,7 @@ export class AheadDrafter {
   }
 }
 
-/** Number of tokens that two texts begin with alike. */
+/** Length of the longest common prefix of two texts, in tokens. */
 export function commonLength(a: readonly number[], b: readonly number[]): number {
   const most = Math.min(a.length, b.length);
   let common = 0;

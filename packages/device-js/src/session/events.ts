@@ -39,7 +39,7 @@ export interface GenerationResult {
   readonly seed: bigint | undefined;
 }
 
-/** Mean tokens per round; undefined where there was none. Decoding without drafts has 1. */
+/** Mean tokens per round; undefined without rounds. Decoding without drafts has 1. */
 export function tau({ acceptLengths }: GenerationResult): number | undefined {
   const tokens = acceptLengths.reduce((sum, length) => sum + length, 0);
   return acceptLengths.length ? tokens / acceptLengths.length : undefined;
@@ -55,15 +55,15 @@ export interface RoundTrip {
   readonly drafted: number;
   readonly dropped: number;
   readonly accepted: number;
-  /** Tokens that were drafted meanwhile. */
+  /** Tokens drafted while the request waited. */
   readonly ahead: number;
-  /** Whether a cut, or the server, had the request sent again. */
+  /** Whether the request was sent again, after a cut or because the server was busy. */
   readonly repeated?: boolean;
 }
 
-/** Rounds whose times count as current. */
+/** Number of latest rounds whose times count. */
 const NUM_LATEST = 9;
-/** Rounds after which the wait of a round with drafts is too old: its server may have been busy. */
+/** Rounds after which the wait of a round with drafts no longer counts. */
 const MAX_WAIT_AGE = 256;
 /** Rounds that are kept. */
 const MAX_ROUNDS = 4096;
@@ -120,10 +120,9 @@ export class LinkStats {
   }
 
   /**
-   * Time of a verdict on drafts: the median of the latest ones, which ignores outliers. These may be
-   * old, as few rounds draft on a slow link: each is shorter by what the round trip of heartbeats has
-   * lost since. Without any it is that round trip and a pass. A verdict may take longer: it is read
-   * after the draft step that is under way.
+   * Time of a verdict on drafts: the median of the latest ones, which ignores outliers. Few rounds
+   * draft on a slow link, so these may be old. If the round trip of heartbeats has become shorter
+   * since, the difference is subtracted. Without verdicts on drafts it is that round trip plus a pass.
    */
   get waitMs(): number | undefined {
     const rttMs = this.rttMs ?? 0;

@@ -44,9 +44,9 @@ const LATE_MS = 200;
 /** Heartbeats without an answer that are remembered. */
 const MAX_BEATS = 64;
 
-/** What a link calls. */
+/** Callbacks of a link. */
 export interface LinkUser {
-  /** A message has come that is no heartbeat. */
+  /** A message other than a heartbeat has arrived. */
   onMessage(message: ServerMessage): void;
   /** There is a new connection; what is sent now precedes all other messages. */
   onConnect(): void;
@@ -196,7 +196,7 @@ export class ServerLink {
       this.stats.downMs = now();
       this.setState("down");
     }
-    // The server, or what is before it, accepts connections only.
+    // A server, or a proxy before it, that accepts connections and says nothing.
     if (!wasUp && !this.isClosing && !this.isRenewing) this.route.leave(AVOID_MS);
     if (error && !(error instanceof LinkError)) throw error;
     return wasUp;

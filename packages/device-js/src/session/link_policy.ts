@@ -13,35 +13,35 @@ import { MAX_FURTHER } from "../protocol/limits.js";
 /** Longest chain; beyond `MAX_DEPTH` the acceptance of the last depth is assumed. */
 const MAX_DRAFTS = 24;
 const MAX_DEPTH = 8;
-/** P(the target chooses the drafter's favourite) before anything is known: the bundled drafters' chains. */
+/** Assumed P(the target chooses the drafter's favourite) at first, measured for the bundled drafters' chains. */
 const PRIOR = 0.5;
 /** Rounds that the prior counts for. */
 const PRIOR_ROUNDS = 4;
-/** Worth of an observation one round later: texts change, so old rounds fade. */
+/** Weight of an observation one round later, as texts change. */
 const MEMORY = 0.98;
-/** Assumed before the first round trip and the first draft. */
+/** Times assumed before the first round trip and the first draft step. */
 const ASSUMED_WAIT_MS = 50;
 const ASSUMED_STEP_MS = 10;
 /**
- * Time, beyond a round trip, that the server streams on without a request: one packet sent again, or
- * the first draft step, does not stop it.
+ * Time, beyond a round trip, for which the server streams without a new request, so that a lost packet
+ * or the first draft step does not stop the stream.
  */
 const STREAM_SLACK_MS = 250;
-/** Streamed tokens that are drafted too: the first ones, then every so many, which saves energy. */
+/** Streamed tokens that are drafted too: all of the first ones, then a part, to save energy. */
 const NUM_OBSERVED = 16;
 const OBSERVED_EVERY = 4;
-/** Speed over plain decoding from which a device goes over to drafts, which costs a round trip. */
+/** Least expected speed-up for which a device begins to draft, which costs a round trip. */
 const MIN_GAIN = 1.05;
-/** Tokens that drafts may cost at first, and further ones for each streamed token. What drafts gain is added. */
+/** The budget of drafts: tokens that they may cost at first, and more for each streamed token. Gains are added. */
 const FIRST_LOSS = 1.5;
 const LOSS_PER_TOKEN = 0.005;
-/** Largest part of the time of a streamed token that a draft step may take to be observed. */
+/** Most time of a draft step, relative to that of a streamed token, for tokens to be observed. */
 const MAX_STEP_SHARE = 0.8;
-/** Largest number of tokens that drafts may cost, whatever they gained before. */
+/** Largest budget, in tokens. */
 const MAX_BUDGET = 16;
 /** Rates of drafts that are never wrong. */
 const ALL_RIGHT = new Array<number>(MAX_DEPTH).fill(1);
-/** Shorter times are not believed. */
+/** Least time that is used; shorter ones are raised to it. */
 const MIN_MS = 0.1;
 
 /** How often the target chooses the drafter's favourite, by depth. */
@@ -60,7 +60,7 @@ export class AcceptanceRates {
 
   /** By depth: P(the target chooses the favourite), given that it chose the path to it. */
   get rates(): number[] {
-    // Counts of one depth shift the expectation of all; its own counts then correct it.
+    // Counts of all depths shift the prior; the counts at each depth then correct it.
     const shifted = (PRIOR_ROUNDS * PRIOR + sum(this.hits)) / (PRIOR_ROUNDS + sum(this.trials));
     return this.hits.map(
       (hits, depth) => (PRIOR_ROUNDS * shifted + hits) / (PRIOR_ROUNDS + this.trials[depth]!),
@@ -119,7 +119,7 @@ export class LinkPolicy {
     return Math.max(...this.speeds(ALL_RIGHT)) * plainMs >= 1000 * MIN_GAIN;
   }
 
-  /** Number of drafts with the most expected tokens per second; 0 where plain decoding has more. */
+  /** Number of drafts with the most expected tokens per second; 0 if plain decoding is faster. */
   numDrafts(): number {
     const knownMs = this.plainMs();
     const rounds = this.rounds(this.acceptance.rates);

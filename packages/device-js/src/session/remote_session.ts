@@ -305,7 +305,7 @@ export class RemoteSession {
     return alone && this.knowsEnough() && this.draftAlone(pending);
   }
 
-  /** Whether the link is lost, or cannot be had. */
+  /** Whether there is no link, or there cannot be one. */
   private get isCut(): boolean {
     const { state, failures } = this.stats;
     return state === "down" || (state === "connecting" && failures > 0);
@@ -382,7 +382,7 @@ export class RemoteSession {
     throw new LinkError(`${what} for ${giveUpMs} ms.`);
   }
 
-  /** Handle something between two draft steps. */
+  /** Call a function between two draft steps. */
   private whenIdle(work: () => void): void {
     this.ahead.whenIdle(() => {
       try {

@@ -26,7 +26,7 @@ const MAX_PAUSE_MS = 2000;
 /** Missing activations are requested after this multiple of `retryMs` without any. */
 const FETCH_AFTER = 2;
 
-/** What is to be verified: a text, and drafts after its last token. */
+/** A request to verify drafts after the last token of a text. */
 export interface VerifyRequest {
   readonly text: readonly number[];
   readonly promptLength: number;
@@ -38,7 +38,7 @@ export interface VerifyRequest {
   readonly sampling: SamplingFields;
 }
 
-/** What the target chose after the request's text. */
+/** The target's choices after the request's text. */
 export interface VerifyResult {
   /** Accepted drafts, and the bonus token. */
   readonly tokens: readonly number[];
@@ -70,7 +70,7 @@ export interface PendingRequest {
   result: VerifyResult | undefined;
 }
 
-/** What a verifier is made of. */
+/** The parts and settings of a verifier. */
 export interface VerifierOptions {
   readonly ahead: AheadDrafter;
   readonly layout: ActivationLayout;
@@ -84,11 +84,11 @@ export interface VerifierOptions {
   readonly meanwhile: (pending: PendingRequest) => Promise<boolean>;
   /** Number of rounds without drafts that will follow one without drafts. */
   readonly further: () => number;
-  /** Told of each draft of a streamed token whether it is right. */
+  /** Called with each draft of a streamed token: whether it was right. */
   readonly observe: (isRight: boolean) => void;
 }
 
-/** Verifies one text; see above. */
+/** Verifies the drafts of one text. */
 export class RemoteVerifier {
   /** Set by the session. */
   link!: ServerLink;
@@ -325,7 +325,7 @@ export class RemoteVerifier {
     if (verdict.activations) this.onActivations(verdict.activations);
   }
 
-  /** Keep the tokens that no round with these drafts can emit for the next requests. */
+  /** Cut a verdict after the tokens that this round can emit; keep the rest for later requests. */
   private putOffStreamed(pending: PendingRequest, verdict: Verdict, skip: number): void {
     const path = verdict.tokens.slice(skip, -1);
     const sent = [pending.request.drafts, pending.drafts];
@@ -440,7 +440,7 @@ export class RemoteVerifier {
   }
 }
 
-/** Whether a cut, or a server that did not verify it, had a request sent again. */
+/** Whether a request was sent again, after a cut or because the server did not verify it. */
 function isRepeated({ resent, putOff }: PendingRequest): boolean {
   return resent || putOff > 0;
 }

@@ -20,7 +20,7 @@ export interface DrafterVersion {
 
 /** Milliseconds that all weights of a version may take. */
 const UPDATE_MS = 600_000;
-/** Milliseconds for the news that there is one; nobody waits for it. */
+/** Milliseconds for asking whether there is one. */
 const DESCRIBE_MS = 60_000;
 
 /**
@@ -68,11 +68,11 @@ export async function* frames(
 }
 
 /**
- * The newest version of a server's drafter; undefined where it has no newer one for this bundle.
+ * The newest version of a server's drafter; undefined if it has no newer one for this bundle.
  *
  * @param own the version that the device has
  * @throws LinkError the link broke
- * @throws RefusedError the server refuses, or sends what is not for this bundle
+ * @throws RefusedError the server refuses, or sends weights that are not for this bundle
  * @throws WireError the server's answer is invalid
  */
 export async function newerVersion(

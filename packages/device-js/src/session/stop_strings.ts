@@ -13,7 +13,7 @@ export class TextStream {
   private readonly context: readonly number[];
   private ids: number[] = [];
   private prefix = "";
-  /** Number of `ids` that `prefix` has the text of. */
+  /** Number of `ids` whose text is in `prefix`. */
   private numDecoded = 0;
 
   /**
@@ -99,7 +99,7 @@ export class StopStrings {
     return twin;
   }
 
-  /** Take in the next token; the stop string that it completes, the earliest in the text. */
+  /** Add the next token; the stop string that it completes, the earliest in the text. */
   push(tokenId: number): string | undefined {
     const piece = this.stream.step(tokenId);
     if (!piece) return undefined;

@@ -10,7 +10,7 @@ import type { TurnOptions } from "./options.js";
 import type { VerifyRequest, VerifyResult } from "./remote_verifier.js";
 import { StopStrings } from "./stop_strings.js";
 
-/** What one verification added to a text. */
+/** The tokens that one verification added to a text. */
 export interface Emitted {
   readonly tokenIds: readonly number[];
   readonly sources: readonly Source[];
@@ -74,7 +74,7 @@ export class Turn {
     }
   }
 
-  /** A watcher for stop strings from the start of the answer; undefined where there are none. */
+  /** A watcher for stop strings from the start of the answer; undefined if there are none. */
   watcher(): StopStrings | undefined {
     if (!this.strings.length) return undefined;
     if (!this.device.tokenizer) throw new InputError("Stop strings need a tokenizer.");

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from moaspec.drafting.policy.cost_model import CostTable
 
 BUSY = (
-    "Other processes used the CPU meanwhile, so these costs are too high. They hold until a "
+    "Other processes used the CPU meanwhile, so these costs are too high. They are used until a "
     "command that drafts by them finds the CPU free and measures again."
 )
 KEPT = (
-    "Other processes used the CPU meanwhile, so what was measured is dropped. Shown are the costs "
-    "of before, which were measured while the CPU was free, and still hold."
+    "Other processes used the CPU meanwhile, so this measurement is dropped. Shown are the earlier "
+    "costs, which were measured while the CPU was free; they are still used."
 )
 
 
@@ -47,7 +47,7 @@ def calibrate(
     dtype, --quantize, device and number of threads, and replace earlier ones. A drafter with
     several N is measured with each, and --tree auto takes the best.
 
-    Let nothing else run meanwhile. Costs measured while other processes use the CPU replace none,
+    Run nothing else meanwhile. Costs measured while other processes use the CPU replace no others,
     and the next command that drafts while the CPU is free measures again.
 
     Example: moaspec calibrate --threads 2
@@ -91,7 +91,7 @@ def calibrate(
 
 
 def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
-    """The costs that --tree auto goes by, and what each exit promises."""
+    """The costs that --tree auto uses, and the expected speed-up of each exit."""
     from moaspec.calibration.choose_exit import chosen_exit
 
     if not exits:
@@ -115,7 +115,7 @@ def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
 
 
 def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
-    """What the target and the drafter's encoder take, by the tokens of a pass."""
+    """Times of the target and the drafter's encoder, by the tokens of a pass."""
     lines = [
         *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
         ("head and choice", costs.head_s),
@@ -130,7 +130,7 @@ def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
 
 
 def _drafting_table(exits: Sequence[Exit]) -> Table:
-    """What the levels of a draft take, by their nodes."""
+    """Times of the levels of a draft, by their nodes."""
     widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
     rows = [
         (
@@ -161,7 +161,7 @@ def _show_promises(exits: Sequence[Exit]) -> None:
 
 
 def _named(one: Exit, exits: Sequence[Exit]) -> str:
-    """What a line begins with that is one exit's among several."""
+    """The beginning of a line on one exit of several."""
     return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
 
 

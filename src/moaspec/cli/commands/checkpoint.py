@@ -71,7 +71,8 @@ def export_device(
     form: Annotated[
         Literal["torch", "onnx", "onnx-web"],
         typer.Option(
-            "--format", help="What drafts: PyTorch, onnxruntime, or the same in browsers."
+            "--format",
+            help="What drafts on the device: PyTorch, onnxruntime, or onnxruntime in browsers.",
         ),
     ] = "torch",
     int8: Annotated[bool, "Store eight bits per weight."] = False,

@@ -44,7 +44,7 @@ def synth_command(
         int | None, "Give up after this many samples; default: 20 for each prompt."
     ] = None,
 ) -> None:
-    """Let the target imagine prompts.
+    """Let the target write prompts.
 
     No data set is needed. Samples that do not end, or repeat a prompt, are discarded. Run the
     command again to continue after a stop.

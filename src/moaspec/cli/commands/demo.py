@@ -111,14 +111,14 @@ def new_screen() -> Screen:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decodes, and how."""
+    """Models and settings of the demo."""
 
     target: Target
     drafter: MoADrafter
     methods: Sequence[Method]
     prompts: Sequence[Prompt]
     trusted: Callable[[], Target]  # loads the target that says which of two texts is right
-    # Why drafts are not chosen by measured costs; None where they are.
+    # Why drafts are not chosen by measured costs; None if they are.
     unmeasured: str | None = None
 
     def __str__(self) -> str:

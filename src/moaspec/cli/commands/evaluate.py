@@ -173,7 +173,7 @@ def evaluate(
 
 
 def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
-    """Refuse what is out of range or would be ignored, before anything is loaded or written."""
+    """Refuse options that are out of range or would be ignored, before anything is loaded."""
     for name in ("limit", "turns"):
         value = options[name]
         if value is not None and value < 1:
@@ -196,7 +196,7 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
 def _study(
     *, cost: bool, cut: int | None, max_new_tokens: int, accuracy: bool, unsafe: bool
 ) -> Any:
-    """What measures --cost or --cut, which are code of a checkout; None for neither.
+    """The study of --cost or --cut, whose code only a checkout has; None for neither.
 
     Raises:
         InputError: this is an installed package.
@@ -251,7 +251,7 @@ def _put_out(
 def _put_out_apart(
     facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
 ) -> None:
-    """`_put_out` of costs or a cut; what Ctrl-C has ended early replaces no file."""
+    """`_put_out` of costs or a cut; results that Ctrl-C cut short replace no file."""
     interrupted = facts["interrupted"]
     held = interrupted and path is not None and path.exists()
     _put_out(facts, show_it, None if held else path, as_json=as_json)
@@ -265,7 +265,7 @@ def _leave(what: str, kept: str | None) -> NoReturn:
 
 
 def _write_page(directory: Path) -> Path | None:
-    """The page, where there is a report to show; the rest works without tools and matplotlib."""
+    """Write the page if there is a report; skip it without tools or matplotlib."""
     if not (directory / REPORT).exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""`moaspec info CHECKPOINT`: shows what a checkpoint holds."""
+"""`moaspec info CHECKPOINT`: shows the contents of a checkpoint."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint or bundle holds.
+    """Show the contents of a checkpoint or bundle.
 
     Its weights are read and checked.
 

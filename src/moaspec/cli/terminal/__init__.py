@@ -1,1 +1,1 @@
-"""What the terminal shows: tables, panes, progress."""
+"""Output in the terminal: tables, panes, progress."""

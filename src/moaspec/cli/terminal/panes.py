@@ -56,7 +56,7 @@ def can_redraw(screen: Console) -> bool:
 
 
 def legend(screen: Console) -> Text:
-    """What the colours mean; without colours, what bold means."""
+    """The meaning of the colours, or of bold if there are no colours."""
     if screen.no_color or screen.color_system is None:
         return Text.assemble("Tokens: ", ("drafted and accepted", "bold"), ", the target's own")
     return Text.assemble(
@@ -139,7 +139,7 @@ def _show_lines(
 
 
 def counters(effort: DecodingStats) -> tuple[str, str]:
-    """Two lines: what was counted, and what was timed."""
+    """Two lines of figures: counts, and times."""
     return (
         f"{effort.tokens} tokens, {effort.passes} target passes",
         f"{effort.tokens_per_s:.1f} tokens/s, {effort.seconds:.2f} s",
@@ -185,7 +185,7 @@ def _heading(prompt: str, width: int) -> Text:
 
 
 def shortened(prompt: str) -> str:
-    """The prompt in one line, without its end where it is long."""
+    """The prompt in one line, shortened if it is long."""
     return textwrap.shorten(prompt, PROMPT_CHARACTERS, placeholder=" ...")
 
 

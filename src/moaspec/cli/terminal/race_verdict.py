@@ -33,7 +33,7 @@ def show_verdict(
 
 
 def verdict(races: Races, unmeasured: str | None = None) -> str:
-    """One line: what was gained, on how much text."""
+    """One line: the speed-up, and the amount of text."""
     number = len(races.each)
     basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
     if races.speedup is None:
@@ -50,7 +50,7 @@ def verdict(races: Races, unmeasured: str | None = None) -> str:
 
 
 def _gained(races: Races) -> bool:
-    """With as many passes, any difference is one of the machine."""
+    """Whether there was a gain; with equal numbers of passes, differences are noise."""
     fewer = races.speculative.passes < races.plain.passes
     return fewer and races.speedup is not None and round(races.speedup, 2) >= MIN_GAIN
 
@@ -66,7 +66,7 @@ def _saved_passes(races: Races) -> str:
 
 
 def reason(races: Races, unmeasured: str | None = None) -> str | None:
-    """Why there was no gain, or what to do about a fault; None where all is well."""
+    """Why there was no gain, or what to do about a fault; None after a gain."""
     if not races.lossless:
         return (
             "No speed-up is shown. `moaspec check` finds the first wrong token; please report it."
@@ -89,10 +89,10 @@ def reason(races: Races, unmeasured: str | None = None) -> str | None:
 
 
 def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
-    """Two commands to go on with.
+    """Two commands to try next.
 
     Args:
-        gained: whether speculation was faster; where it was not, a busy machine may be why.
+        gained: whether speculation was faster; if not, a busy machine may be the reason.
         details: whether this demo shows its tables already.
     """
     first = (f"{name} chat", "talk with this model")

@@ -1,4 +1,4 @@
-"""Status lines while something loads, and what libraries may print meanwhile."""
+"""Status lines while something loads; hides the output of libraries meanwhile."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ log = logging.getLogger("moaspec")
 
 @contextmanager
 def status(message: str) -> Iterator[Status]:
-    """Show what is being done until it is done; in files and pipes, print it once."""
+    """Show a message during the block; in files and pipes, print it once."""
     if not console.err.is_terminal:
         console.err.print(message)
     with console.err.status(Text(message)) as shown, show_log_records(console.err, shown.update):
@@ -64,7 +64,7 @@ def loading(
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
-    """Show a status line for `calibrate`; the function that is yielded sets what is timed."""
+    """Show a status line for `calibrate`; yields a function that sets the timed part in it."""
     said = "Measuring this machine, once"
     announced = console.err.is_terminal
     with console.err.status("Preparing") as shown:

@@ -28,7 +28,7 @@ class TimedSteps:
         started = time.perf_counter()
         if is_live(self._screen):
             columns = (SpinnerColumn("line"), TextColumn(announced), TimeElapsedColumn())
-            # Few redraws: they take time from what may be being measured.
+            # Few redraws: they take CPU time from measurements.
             with Progress(
                 *columns, console=self._screen, transient=True, refresh_per_second=4
             ) as shown:

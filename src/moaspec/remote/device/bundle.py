@@ -57,7 +57,7 @@ from moaspec.target.target import Target
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
 MAX_HEADER_BYTES = 1 << 16
-"""Of a file of weights that a server sends."""
+"""Largest header of a file of weights that a server sends."""
 TARGET_CONFIG = "target"  # directory inside the bundle for the target's config and tokenizer
 
 M = TypeVar("M", bound=nn.Module)
@@ -186,7 +186,7 @@ def export_bundle(
 def load_models(
     target: str | Path, drafter: str | Path, *, dtype: str = "bfloat16"
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
-    """Load what a bundle is made of, in this dtype; errors as `export_bundle` raises them."""
+    """Load the models of a bundle in this dtype; raises the errors of `export_bundle`."""
     source = find_drafter(drafter)
     whole = load_target(target, dtype=dtype, packed=False)
     loaded = load_any_drafter(source, target=whole)

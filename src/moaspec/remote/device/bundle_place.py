@@ -1,4 +1,4 @@
-"""Where a device bundle is written: in place of an older one, never over other files."""
+"""Writes a device bundle in place of an older one, never over other files."""
 
 import contextlib
 import errno

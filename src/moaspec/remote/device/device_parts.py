@@ -1,4 +1,4 @@
-"""What a session needs of a device: facts of the target, and a drafter. Needs no PyTorch."""
+"""A device as its session uses it: facts of the target, and a drafter. Needs no PyTorch."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -46,10 +46,10 @@ class DeviceProposer(Proposer):
 
 
 class Device(ABC):
-    """What a session needs of a device."""
+    """The models on a device, as its session uses them."""
 
     target: DeviceTarget  # a whole target, or the parts of it in a device bundle
-    # Of the drafter whose encoder the server must have; None where none is needed.
+    # Of the drafter whose encoder the server must have; None if it needs none.
     fingerprint: str | None
 
     @abstractmethod

@@ -16,10 +16,10 @@ from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
 
 MAX_NEW = 8
-"""A draft step that reads more tokens, of a prompt or after a pause, takes longer than others."""
+"""Most new tokens of a draft step whose time counts; reading a prompt takes longer."""
 
 MIN_STEPS, NUM_STEPS = 4, 9
-"""Draft steps whose time must be known before one decides, and how many count as current."""
+"""Timed draft steps before `step_s` is reliable, and the number of latest ones that count."""
 
 
 class AheadDrafter(Proposer):
@@ -63,7 +63,7 @@ class AheadDrafter(Proposer):
 
     @property
     def is_measuring(self) -> bool:
-        """Whether `step_s` rests on too few steps: one may be far slower than the others."""
+        """Whether `step_s` is the median of too few steps to be reliable."""
         return len(self._steps_s) < MIN_STEPS
 
     @property
@@ -117,7 +117,7 @@ class AheadDrafter(Proposer):
     def _measure(self, step_s: float, num_new: int) -> None:
         """Note a draft step of `step_s` seconds that read `num_new` tokens."""
         known_s = self.step_s
-        # A step that only drafts takes no longer than one that reads many tokens.
+        # A step with many new tokens is an upper bound of one without.
         if num_new <= MAX_NEW or (known_s is not None and step_s < known_s):
             self._steps_s.append(step_s)
 

@@ -48,9 +48,9 @@ class RoundTrip:
         pass_s: duration of the server's pass.
         drafted: drafted tokens that the server verified.
         accepted: accepted tokens among them.
-        ahead: tokens that were drafted meanwhile.
+        ahead: tokens drafted while the request waited.
         dropped: drafted tokens that the server did not verify.
-        repeated: whether a cut, or the server, had the request sent again.
+        repeated: whether the request was sent again, after a cut or because the server was busy.
     """
 
     sent_s: float
@@ -64,10 +64,10 @@ class RoundTrip:
 
 
 NUM_LATEST = 9
-"""Rounds whose times count as current."""
+"""Number of latest rounds whose times count."""
 
 MAX_WAIT_AGE = 256
-"""Rounds after which the wait of a round with drafts is too old: its server may have been busy."""
+"""Rounds after which the wait of a round with drafts no longer counts."""
 
 
 @dataclass
@@ -129,9 +129,9 @@ class LinkStats:
     def wait_s(self) -> float | None:
         """Time of a verdict on drafts: the median of the latest ones, which ignores outliers.
 
-        These may be old, as few rounds draft on a slow link: each is shorter by what the round trip
-        of heartbeats has lost since. Without any it is that round trip and a pass. A verdict may
-        take longer: it is read after the draft step that is under way.
+        Few rounds draft on a slow link, so these may be old. If the round trip of heartbeats has
+        become shorter since, the difference is subtracted. Without verdicts on drafts it is that
+        round trip plus a pass.
         """
         rtt_s = self.rtt_s or 0.0
         waits = islice(filter(None, reversed(self._waits)), NUM_LATEST)

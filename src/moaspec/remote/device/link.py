@@ -183,7 +183,7 @@ class ServerLink:
             was_up = self.stats.state == "up"
             ended = await end_tasks(*tasks)
             self._lost(was_up)
-        if not was_up:  # the server, or what is before it, accepts connections only
+        if not was_up:  # a server, or a proxy before it, that accepts connections and says nothing
             self._route.leave(AVOID_S)
         for error in ended:
             if isinstance(error, Exception) and not isinstance(error, LinkError):

@@ -27,31 +27,31 @@ PRIOR = ((0.5,),)
 ONE_DRAFT = DraftTree((0,), (-1,))
 
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
-"""Assumed before the first round trip and the first draft."""
+"""Times assumed before the first round trip and the first draft step."""
 
 STREAM_SLACK_S = 0.25
-"""Time, beyond a round trip, that the server streams on without a request: one packet sent again,
-or the first draft step, does not stop it."""
+"""Time, beyond a round trip, for which the server streams without a new request, so that a lost
+packet or the first draft step does not stop the stream."""
 
 NUM_OBSERVED, OBSERVED_EVERY = 16, 4
-"""Streamed tokens that are drafted too: the first ones, then every so many, which saves energy."""
+"""Streamed tokens that are drafted too: all of the first ones, then a part, to save energy."""
 
 MIN_GAIN = 1.05
-"""Speed over plain decoding from which a device goes over to drafts, which costs a round trip."""
+"""Least expected speed-up for which a device begins to draft, which costs a round trip."""
 
 FIRST_LOSS, LOSS_PER_TOKEN = 1.5, 0.005
-"""Tokens that drafts may cost at first, and further ones for each streamed token. What drafts gain
-is added."""
+"""The budget of drafts: tokens that they may cost at first, and more for each streamed token. Gains
+of drafts are added."""
 
 MAX_STEP_SHARE = 0.8
-"""Largest part of the time of a streamed token that a draft step may take to be observed."""
+"""Most time of a draft step, relative to that of a streamed token, for tokens to be observed."""
 
 MAX_BUDGET = 16.0
-"""Largest number of tokens that drafts may cost, whatever they gained before."""
+"""Largest budget, in tokens."""
 
 
 class LinkPolicy(DraftPolicy):
-    """Drafts the chain with most expected tokens per second, or none where plain decoding has more.
+    """Drafts the chain with most expected tokens per second, or none if plain decoding is faster.
 
     A device begins without drafts. While tokens are streamed, it drafts the next one and compares:
     this takes no round trip, and shows the time of a draft step and the acceptance.
@@ -134,7 +134,7 @@ class LinkPolicy(DraftPolicy):
         """Expected tokens, and seconds, of rounds with 1, 2, ... drafts."""
         wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
         rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
-        reached = rates.cumprod()  # probability that so many drafts are accepted
+        reached = rates.cumprod()  # probability that all drafts up to here are accepted
         tokens = np.asarray(1.0 + reached.cumsum())
         draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:

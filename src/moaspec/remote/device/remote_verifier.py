@@ -67,7 +67,7 @@ class PendingRequest:
 
     @property
     def repeated(self) -> bool:
-        """Whether a cut, or a server that did not verify it, had it sent again."""
+        """Whether it was sent again, after a cut or because the server did not verify it."""
         return self.resent or self.put_off > 0
 
 
@@ -303,7 +303,7 @@ class RemoteVerifier(Verifier):
             self._activations(verdict.activations)
 
     def _put_off_streamed(self, pending: PendingRequest, verdict: pb.Verdict, skip: int) -> None:
-        """Keep the tokens that no round with these drafts can emit for the next requests."""
+        """Cut a verdict after the tokens that this round can emit; keep the rest for later ones."""
         trees, path = (pending.request.tree, pending.tree), verdict.tokens[skip:-1]
         stop = skip + 1 + max(len(nodes_along(path, tree)) for tree in trees)
         if pending.kept or stop == len(verdict.tokens):

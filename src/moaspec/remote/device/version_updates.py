@@ -17,7 +17,7 @@ async def newer_version(
         packing: their form; see `DescribeRequest`.
 
     Returns:
-        Its fingerprint and its weights; None where the server has no newer one in this form.
+        Its fingerprint and its weights; None if the server has no newer one in this form.
 
     Raises:
         LinkError: the link broke.

@@ -20,8 +20,8 @@ from moaspec.model.checkpoint.directory import read_json
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens that have a name: `bos_token`, ..."""
 END = "\ufdd1 "
-"""Marks where a continued message ends; Unicode gives its first character to none. A template that
-removes the space has removed white space of the message, too."""
+"""Marks the end of a message to continue. Its first character is a noncharacter of Unicode. A
+template that removes the space also removes white space of the message."""
 
 
 class DeviceTokenizer:
@@ -155,7 +155,7 @@ class DeviceTokenizer:
 
     @cached_property
     def _environment(self) -> ImmutableSandboxedEnvironment:
-        """What templates of transformers expect to find."""
+        """A Jinja environment with the functions that templates of transformers use."""
         found = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols]
         )

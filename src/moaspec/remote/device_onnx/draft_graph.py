@@ -69,13 +69,13 @@ class ReusedLayers(NamedTuple):
 
 
 class TargetParts(NamedTuple):
-    """What a graph needs of the target.
+    """The parts of the target in a graph.
 
     Attributes:
         embedding_VE: its embedding.
-        factor: what the model multiplies embeddings with.
-        head: weight of the head's rows that can be drafted; None where they are the embedding's,
-            which the graph then holds once.
+        factor: multiplies the embeddings.
+        head: weight of the head's rows that can be drafted; None if head and embedding are one
+            matrix, which the graph then holds once.
         bias: of these rows, or None.
         scale, cap: of the logits (`LMHead`).
         reused: its last layers; None for N = 0.

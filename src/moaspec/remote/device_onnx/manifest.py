@@ -17,20 +17,20 @@ GRAPH_FILE = "drafter.onnx"
 FORMAT = "moaspec-device-onnx"
 FORMAT_VERSION = 1
 MOST = 2**24
-"""Largest number of positions, heads or dimensions that is believed."""
+"""Largest number of positions, heads or dimensions that a manifest may state."""
 MAX_WIDTH = 2**16
-"""Numbers of the largest key of a token, all heads together, that is believed."""
+"""Largest size of a token's key in one cache, all heads together."""
 MAX_TOTAL_WIDTH = 2**17
-"""Numbers of a token's keys in all caches that are believed: 512 MiB for caches of 512 tokens."""
+"""Largest size of a token's keys in all caches: 512 MiB for caches of 512 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Which bytes of the graph's file are those of a version.
+    """The bytes of the graph's file that a version replaces.
 
     Attributes:
-        packing: the form in which a server sends them; see `DescribeRequest`.
-        ranges: first byte and number of bytes of each part, in the order in which they are sent.
+        packing: the form of these bytes when a server sends them; see `DescribeRequest`.
+        ranges: first byte and number of bytes of each part, in the order of sending.
     """
 
     packing: str
@@ -59,8 +59,8 @@ class Manifest:
         rope_growth: see `TargetSpec.rope_growth`.
         stop_token_ids: ids that end a turn.
         files: `bytes` and `sha256` of each other file, by name.
-        versions: how a later version of the drafter gets into the graph; None, as in bundles of
-            earlier releases: none does.
+        versions: how a later version of the drafter is put into the graph; None (bundles of
+            earlier releases) if that is impossible.
     """
 
     protocol: int

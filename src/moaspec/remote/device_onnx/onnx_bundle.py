@@ -1,4 +1,4 @@
-"""Export of ONNX bundles, from which onnxruntime drafts on any device."""
+"""Export of ONNX bundles, for devices that draft by onnxruntime."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,7 @@ from moaspec.target.registry import find_weights
 from moaspec.target.target import Target
 
 PACKING_VERSION = 1
-"""Raised where `onnx_ops` or `draft_graph` store or read weights in another way."""
+"""Increased when `onnx_ops` or `draft_graph` change how weights are stored or read."""
 
 
 def export_onnx(
@@ -78,9 +78,9 @@ def export_onnx(
 
 
 def _dtype(target: str | Path) -> str:
-    """float32 where the target's weights have it, as those of GGUF files: they are rounded once.
+    """float32 for a target with float32 weights, such as a GGUF file's, else bfloat16.
 
-    Rounding weights of eight bits and a scale to bf16 would take them off that grid.
+    Weights of eight bits and a scale would change if they were rounded to bf16 first.
     """
     directory = Path(find_weights(str(target)))
     config = read_config(directory) if (directory / CONFIG_FILE).is_file() else {}

@@ -23,7 +23,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class BundledTarget:
-    """What a bundle says of its target; see `DeviceTarget`.
+    """The target as a bundle describes it; see `DeviceTarget`.
 
     Args:
         manifest: of the bundle.

@@ -121,7 +121,7 @@ class OnnxDrafter:
         return twin
 
     def _clear(self) -> None:
-        """Make empty caches."""
+        """Replace the caches by empty ones."""
         self.caches: dict[str, Any] = {}
         self._mask = np.zeros(0, np.bool_)
         self.reserve(min(FIRST_SLOTS, self.manifest.max_positions))
@@ -129,8 +129,8 @@ class OnnxDrafter:
     def run(self, token_ids: Sequence[int], start: int) -> Drafts:
         """Store T tokens of a text from position `start` on, and draft the token after them.
 
-        Tokens before `start` must have been stored. Later slots are not attended to, so after a cut
-        the next `start` is enough. Where no position has been placed, the drafts mean nothing.
+        Tokens before `start` must have been stored. Later slots are not attended to, so `start`
+        alone cuts a text. Until activations are placed, the drafts are meaningless.
 
         Raises:
             InputError: no tokens, or positions that the target does not have.
@@ -201,7 +201,7 @@ class OnnxDrafter:
         self.reserve(stop)
 
     def _bind(self) -> None:
-        """Bind the caches; those that a run writes are input and output at once."""
+        """Bind the caches; a cache that a run writes is both input and output."""
         self._bound = self._session.io_binding()
         arrays: Mapping[str, Any] = self.caches | {"memory_mask": self._mask}
         for name, array in arrays.items():

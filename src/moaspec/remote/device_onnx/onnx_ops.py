@@ -278,9 +278,9 @@ class GraphBuilder:
         return self.op("Pad", x, self.constant([0, 0, 0, missing])) if missing else x
 
     def _split(self, x: str) -> tuple[str, str]:
-        """Inputs in eight bits, (T, I), and these above what eight bits leave, (2, T, I).
+        """Inputs rounded to eight bits, (T, I), and these stacked on the remainder, (2, T, I).
 
-        `MatMulNBits` rounds its inputs in the same way, which leaves the former as they are.
+        `MatMulNBits` rounds its inputs in the same way, which does not change rounded ones.
         """
         blocks = self.op("Reshape", x, self.constant([0, -1, BLOCK]))
         largest = self.op("ReduceMax", self.op("Abs", blocks), self.constant([2]), keepdims=1)

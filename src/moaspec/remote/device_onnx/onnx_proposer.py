@@ -57,7 +57,7 @@ class OnnxProposer(DeviceProposer):
         return [chain(tokens[length:])]
 
     def _next(self, tokens: Sequence[int], row: RequestText) -> int:
-        """The draft after these tokens; those that the drafter lacks are read first."""
+        """The draft after these tokens; the drafter first reads the ones it lacks."""
         start = min(self._num_read, len(tokens) - 1)
         while True:
             piece = tokens[start : start + READ_TOKENS]

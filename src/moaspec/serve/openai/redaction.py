@@ -112,7 +112,7 @@ class RequestRedactor:
 
 
 class AnswerRestorer:
-    """Restores an answer that arrives in pieces, of which several may share a placeholder."""
+    """Restores an answer that arrives in pieces; a placeholder may span several pieces."""
 
     def __init__(self, vault: Vault | None, write: Callable[[str], str]) -> None:
         self._vault, self._write = vault, write

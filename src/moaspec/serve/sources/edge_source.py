@@ -126,8 +126,8 @@ class EdgeSource(TextSource):
         server_only: decodes jobs without speculation and log-probabilities; None drafts for all
             jobs, which changes no text.
         defaults: sampling defaults; None takes those of the target.
-        updates: where new versions of the device's drafter come from; None: it stays as it is. A
-            warning is logged if there is no link at first.
+        updates: source of new versions of the device's drafter; None for no updates. A warning is
+            logged if there is no link at first.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class EngineWorker:
         release: frees the engine's caches; called when it has no row.
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
-        client_rows: jobs of a client that take part in every step, however few the others have.
+        client_rows: jobs of one client that a step always takes, even if others have fewer.
         on_text: called with prompt and generated ids of each whole text that the target chose
             freely; must neither block nor raise.
     """
@@ -183,8 +183,8 @@ class EngineWorker:
     def _turn(self) -> set[int]:
         """Handles of the jobs in the next step.
 
-        Of one client at most as many as of all others, or `client_rows`; if it has more, they take
-        turns. So whoever fills the server does not make each step of the others much longer.
+        One client gets at most as many jobs as all others together, or `client_rows`; more jobs
+        take turns. So a client with many jobs does not slow the others' steps much.
         """
         self._steps += 1
         by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)

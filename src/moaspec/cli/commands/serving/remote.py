@@ -109,7 +109,7 @@ async def _run(
 
 
 async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_link: str) -> None:
-    """Report each outage longer than `PATIENCE_S`, except the one that `--cut-after` makes."""
+    """Report each outage longer than `PATIENCE_S`, except that of `--cut-after`."""
     told = list[float | None]()
     while True:
         down_s = session.stats.down_s
@@ -122,7 +122,7 @@ async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_li
 
 
 class _Cut:
-    """Takes the link away once, for a while."""
+    """Cuts the link once, for some seconds."""
 
     def __init__(self, faults: Faults, after: int | None, seconds: float) -> None:
         self._faults, self._after, self._seconds = faults, after, seconds
@@ -148,9 +148,9 @@ class _Cut:
 
 
 class _Show:
-    """Prints text as it comes; what is taken back is said, and written anew.
+    """Prints text as it arrives; if text is taken back, says so and prints the new text.
 
-    Where it is not `live`, text waits until it is verified.
+    Without `live`, text waits until it is verified.
     """
 
     def __init__(self, tokenizer: Any, vault: Vault, *, quiet: bool, live: bool) -> None:
@@ -182,7 +182,7 @@ class _Show:
         self._waiting, self._replaced = False, 0
 
     def words(self, *, final: bool = False) -> str:
-        """The text so far with private spans restored; what may still change waits."""
+        """The text so far with private spans restored, without characters that may change."""
         ids = self.text if final or self._live else self.text[: self._num_final]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         restorer = self._vault.restorer()
@@ -196,7 +196,7 @@ class _Show:
             console.err.print(Text(words, style=NOTE))
 
     def break_line(self) -> None:
-        """Let what is told next begin a line; a pipe's text goes on."""
+        """End the line before a message; not in a pipe, where the text continues."""
         if self._live:
             self.close()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Where an HTTP server listens, who may use it, and what its requests may ask for."""
+    """Options of an HTTP server: address, keys and limits of requests."""
 
     host: Annotated[str, "Address to listen on; 0.0.0.0: all."] = "127.0.0.1"
     api_key_file: Annotated[
@@ -157,6 +157,6 @@ def serve(
 
 
 def check_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
-    """Say which of the model's defaults hold; InputError where some cannot be honoured."""
+    """Print which of the model's defaults apply; InputError if some are not supported."""
     defaults.settings(sampled=True)
     print_defaults(target, defaults)

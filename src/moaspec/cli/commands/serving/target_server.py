@@ -76,12 +76,14 @@ def target_server(
     ] = None,
     traces: Annotated[bool, "Print OpenTelemetry spans on standard error."] = False,
     max_sessions: Annotated[
-        int, typer.Option(help="Largest number of sessions; fewer where memory is short.", min=1)
+        int, typer.Option(help="Largest number of sessions; fewer if memory is short.", min=1)
     ] = 64,
     max_sessions_per_client: Annotated[
         int | None,
         typer.Option(
-            help="The same for one token; default: half of all, or all for a single token.", min=1
+            help="Largest number of one token's sessions; default: half of all, or all for a "
+            "single token.",
+            min=1,
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
@@ -97,7 +99,7 @@ def target_server(
     ] = 10,
     engine: Annotated[
         Literal["torch", "vllm"],
-        "What runs the target; vllm has to be installed, see docs/vllm.md.",
+        "What runs the target; vllm must be installed, see docs/vllm.md.",
     ] = "torch",
     tensor_parallel_size: Annotated[
         int,
@@ -244,7 +246,7 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
     if module is None:
         return TargetService(target, None, limits)
-    # Alone the server drafts with N = 0 or not at all. Passes cost the same whatever N is.
+    # Alone the server drafts with N = 0 or not at all. N does not change the cost of a pass.
     layers = 0 if 0 in module.config.num_target_layers else None
     shaping = shaping_for(target, module, num_target_layers=layers)
     return TargetService(target, module, limits, shaping=shaping)
@@ -253,7 +255,7 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
 def _in_vllm(
     asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int, stopping: threading.Event
 ) -> TargetService:
-    """The target inside vLLM; of the drafter only the encoder is used."""
+    """The target inside vLLM, with the drafter's encoder only."""
     from moaspec.vllm_plugin.hooks import require_version
 
     require_version()

@@ -23,7 +23,7 @@ ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 
 def show(report: Report) -> None:
-    """Print what was measured, and what speed-ups and equality mean."""
+    """Print the tables of a report, and the meaning of speed-ups and equality."""
     facts = report.as_json()
     show_table(methods_table(facts))
     console.print_wrapped(f"{SPEEDS} {facts['rule']}", "dim")
@@ -44,7 +44,7 @@ def show(report: Report) -> None:
 
 
 def methods_table(facts: Facts) -> Table:
-    """A row per method: how fast, and whether its texts are right."""
+    """A row per method: its speed, and whether its texts are right."""
     batch, base, methods = facts["batch"], facts["baseline"], facts["methods"]
     how = f"{batch} prompts at once" if batch > 1 else "one prompt at a time"
     title = (
@@ -69,7 +69,7 @@ def methods_table(facts: Facts) -> Table:
 
 
 def methods_costs_table(facts: Facts) -> Table:
-    """Where the time of timed methods goes."""
+    """The times of a round's parts, of timed methods."""
     parts = (f"{part}, ms/round" for part in ROUND_PARTS)
     more = ("passes/token", "CPU s/token", "peak MB")
     rows = [
@@ -88,7 +88,7 @@ def methods_costs_table(facts: Facts) -> Table:
 
 
 def parts_table(facts: Facts) -> Table:
-    """Tau by suite, or by category where there is one suite only."""
+    """Tau by suite, or by category for a single suite."""
     methods = {name: one for name, one in facts["methods"].items() if one["tau"] is not None}
     for title, key in (("suite", "suites"), ("category", "categories")):
         parts = {name: method[key] for name, method in methods.items()}

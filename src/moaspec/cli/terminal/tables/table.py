@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"[-+]?\d|$")
 
 @dataclass(frozen=True)
 class Table:
-    """What a command measured or found."""
+    """Rows and headings of a table."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -54,7 +54,7 @@ def show_table(table: Table) -> None:
 
 
 def rendered(table: Table, width: int) -> RenderableType:
-    """The table as it is shown in a terminal of this width."""
+    """The lines of the table in a terminal of this width."""
     title = [Text(line, style="bold") for line in _wrapped(table.title, width)]
     forms = [table] if table.grouped else [table, table.turned]
     tries = list(itertools.product(CELL_LINES, forms))
