@@ -32,7 +32,7 @@ from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"  # environment variable; "off" does without
 MAX_GRAPHS = 64
-"""Shapes that are remembered, recorded or not; the one that was not needed for longest goes."""
+"""Most shapes that are remembered, recorded or not; the least recently used one is dropped."""
 
 Layers = Callable[[Tensor, Mapping[str, AttentionInputs], WriteKV], Tensor]
 """(states (B, T, E), attention_inputs by layer type, write) -> final states (B, T, E)."""
@@ -112,7 +112,7 @@ class PassGraphs:
 
     @classmethod
     def of(cls, device: torch.device) -> PassGraphs | None:
-        """Those of a device; None where there are no CUDA graphs, or they are not wanted."""
+        """The graphs of a device; None if it has no CUDA graphs, or they are switched off."""
         if device.type != "cuda" or os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
             return None
         # Recordings are replayed one at a time, and results copied: they can share their memory.
@@ -128,12 +128,12 @@ class PassGraphs:
         *,
         key: Hashable,
     ) -> Tensor:
-        """What layers make of a pass's states.
+        """Run layers, by replaying a graph if there is one.
 
         Args:
-            layers: are called where there is no recording yet, and to make one.
+            layers: called if there is no recording yet, and to make one.
             attention_inputs: by layer type, with masks.
-            key: all else that `layers` go by.
+            key: all other values that the operations of `layers` depend on.
 
         Returns:
             (B, T, E), to keep.
@@ -166,7 +166,7 @@ class PassGraphs:
     def _recorded(
         self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute
     ) -> _Recorded | None:
-        """The recording for a shape, made where the shape comes for the second time."""
+        """The recording for a shape, made when the shape occurs for the second time."""
         if self.failure is not None:
             return None
         seen = key in self._graphs

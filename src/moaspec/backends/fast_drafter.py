@@ -42,11 +42,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-    """The drafter and its head for decoding: packed copies where the CPU gains by them.
+    """The drafter and its head for decoding: packed copies if they are faster on this CPU.
 
-    They are made once and again when weights change, so a drafter in training may be tried out at
-    any time. The drafter itself does not change. One with hooks or replaced methods decodes as it
-    is, so that these are called.
+    They are made once, and again when weights change, so a drafter can be tried out during
+    training. The drafter itself does not change. A drafter with hooks or replaced methods is not
+    copied, so that these are called.
     """
     altered = _is_altered(drafter)
     ids = drafter.draft_token_ids
@@ -84,7 +84,7 @@ def _packed(drafter: MoADrafter) -> MoADrafter:
 
 
 def _version(drafter: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Changes whenever a weight does: where each is stored, and how often it was written."""
+    """A value that changes with the weights: where each is stored, and how often it was written."""
     return tuple(
         (p.data_ptr(), 0 if p.is_inference() else p._version) for p in drafter.parameters()
     )
@@ -103,7 +103,7 @@ def _is_altered(drafter: nn.Module) -> bool:
 
 
 def packed_copy(drafter: Module, *, exact: Collection[nn.Module] = ()) -> Module:
-    """The fastest copy of a drafter on this CPU; the drafter itself where there is nothing to gain.
+    """The fastest copy of a drafter on this CPU; the drafter itself if no copy is faster.
 
     Args:
         exact: children whose outputs are more than drafts, so that their weights keep all bits.
@@ -303,7 +303,7 @@ class FastTargetEncoder(TargetEncoder):
         return _halves(heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:]))
 
     def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> tuple[Tensor, Tensor] | None:
-        """`encode` of one text's neighbouring tokens; None where it is not the same in one call.
+        """`encode` of consecutive tokens of one text in one call; None if kernels lack a part.
 
         Args:
             kv_TLJ2D: a view of the target's cache, J its KV heads.

@@ -20,7 +20,7 @@ from moaspec.target.target import Target
 
 
 class PackedHead(PackedLinear):
-    """A packed LM head: outputs in float32, not rounded to the weights' dtype where kernels can."""
+    """A packed LM head with outputs in float32, if kernels can without rounding them first."""
 
     is_head = True
 
@@ -31,8 +31,8 @@ class PackedHead(PackedLinear):
 class FastLMHead(LMHead):
     """An `LMHead` by a packed copy, on a CPU that `can_pack`.
 
-    From then on only single rows of the weight are read, by an embedding that shares it or for a
-    draft head, so it moves to a file, see `map_into_memory`.
+    After that only single rows of the weight are read, by a tied embedding or for a draft head, so
+    the weight moves to a file, see `map_into_memory`.
     """
 
     def __init__(self, head: LMHead) -> None:

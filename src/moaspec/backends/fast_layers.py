@@ -3,8 +3,8 @@
 A pass over a few tokens is short: on a CPU, half of it would go into the many small operations of
 transformers' layers. These compute the same numbers from the same modules' weights: projections of
 one input at once, rotary embeddings of queries and keys together, masks prepared once per pass, and
-no copies of keys and values for the query heads that share them. Where `moaspec.backends.cpu` has
-the weights, and the layer is built like Llama's, all of it but the attention is two calls.
+no copies of keys and values for the query heads that share them. If `moaspec.backends.cpu` has the
+weights, and the layer is built like Llama's, all of it but the attention is two calls.
 
 Legend: B batch, T new tokens, S visible keys, H query heads, J KV heads, G = H / J, D head dim,
 R rotated dims, E hidden size.
@@ -36,7 +36,7 @@ class AttentionInputs:
     """Inputs that all layers of one type share in a pass."""
 
     cos_BTR: Tensor  # cosines; float32 for kernels
-    sin_BTR: Tensor  # sines, likewise
+    sin_BTR: Tensor  # sines; float32 for kernels
     # Added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean where
     # kernels attend; None is plain causal attention.
     mask: Tensor | None
@@ -86,9 +86,8 @@ class AttentionInputs:
 class FastLayer:
     """Stands in for the `forward` of one of transformers' decoder layers.
 
-    Called with `AttentionInputs` it computes by itself; called in any other way, it passes the
-    call to the layer's own `forward`, so that the model keeps working as its users know it. As the
-    layer itself is still what is called, forward hooks on it see every pass.
+    Called with `AttentionInputs` it computes by itself. Any other call goes to the layer's own
+    `forward`, so other users of the model see no change. Forward hooks on the layer still run.
 
     Args:
         layer: of a supported family, in evaluation mode.
@@ -169,7 +168,7 @@ class FastLayer:
         return self._output(self._attend(parts, inputs, cache))
 
     def _attend(self, parts: Sequence[Tensor], inputs: AttentionInputs, cache: KVCapture) -> Tensor:
-        """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
+        """The attention's output, (B, T, H * D), from rotated queries and keys, and values."""
         query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
         key_BJSD, value_BJSD = cache.update(key_BJTD, value_BJTD, self._index)
         read_BHTD = fast_attention(

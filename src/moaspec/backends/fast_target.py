@@ -137,7 +137,7 @@ class FastDecoderLayers(DecoderLayers):
             for kind, (cos_sin, mask) in inputs.items()
         }
         graphs = self.graphs if watch is None else None
-        # A recording would leave out what hooks and gradients need.
+        # A recording would skip hooks and gradients.
         watched = any(self._hooks) or self._watches_norm() or states_BTE.requires_grad
         if graphs is not None and isinstance(write, GraphSafeWrite) and not watched:
             return graphs.run(
@@ -146,7 +146,7 @@ class FastDecoderLayers(DecoderLayers):
         return self._few_calls(num, states_BTE, attention_inputs, write, watch)
 
     def last(self, num: int) -> LastLayers | None:
-        """The last `num` layers, if kernels can run them where a token sees all text before it."""
+        """The last `num` layers for kernels, if these can run them with full causal attention."""
         if self.fused is None or any(self._hooks) or self._last_types(num) != {FULL}:
             return None
         assert isinstance(self._rotary, TabulatedRotary)
@@ -194,8 +194,8 @@ class FastDecoderLayers(DecoderLayers):
     ) -> Tensor | None:
         """The last `num` layers and the final norm over a few tokens by kernels.
 
-        None where layers are run one by one: those with hooks, and those whose keys and values go
-        elsewhere than into a cache that kernels know.
+        None if layers must run one by one: they have hooks, or their keys and values do not go into
+        a cache that kernels know.
         """
         slots = getattr(write, "slots", None)
         if (

@@ -25,9 +25,9 @@ class PackedLinear(nn.Module):
     """A frozen `nn.Linear` in the fastest form; see the module's docstring.
 
     Args:
-        linear: what to pack, on the CPU. It is not changed.
+        linear: the layer to pack, on the CPU. It is not changed.
         drafts: whether its outputs are only drafts, so that it may be rounded to four bits.
-        moment_II: mean outer product of its inputs, by which rounding does less harm.
+        moment_II: mean outer product of its inputs, which reduces the error of rounding.
     """
 
     is_head = False
@@ -59,13 +59,13 @@ class PackedLinear(nn.Module):
         return self._backend.product(x)
 
     def single(self, x: Tensor) -> Tensor:
-        """`forward` in float32, of sums that were not rounded where that can be had."""
+        """`forward` in float32, from unrounded sums if the backend has them."""
         if isinstance(self._backend, CpuKernelLinear) and not x.requires_grad:
             return self._backend.matrix.product(x, single=True)
         return self._backend.product(x).float()
 
     def product(self) -> Callable[[Tensor], Tensor]:
-        """`forward` itself, without what PyTorch does around it."""
+        """The product alone, without the overhead of a PyTorch module."""
         return self._backend.product
 
     @property
@@ -162,7 +162,7 @@ def joint_matrix(parts: Sequence[nn.Module]) -> Matrix | None:
 
 
 def is_silu(act: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an activation is SiLU, the only one that kernels compute."""
+    """Whether an activation is SiLU; kernels compute no other."""
     probe = torch.linspace(-4, 4, 9)
     return torch.equal(act(probe), F.silu(probe))
 

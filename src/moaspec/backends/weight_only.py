@@ -129,7 +129,7 @@ def by_torchao(layers: nn.Module, quantize: str) -> None:
 
 
 def _widened(linear: nn.Linear) -> Tensor:
-    """What a layer's weight stands for: the products of unit vectors."""
+    """A layer's dequantised weight: the products of unit vectors."""
     like = linear.weight
     units_II = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
     return F.linear(units_II, like).T.contiguous()

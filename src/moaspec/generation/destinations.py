@@ -11,10 +11,10 @@ FORMS: tuple[Form, ...] = ("raw", "vllm")
 
 
 def destinations(drafter: MoADrafter | Baseline, target: TargetSpec) -> dict[str, str | None]:
-    """Why a drafter cannot be used at each place, as a sentence; None where it can.
+    """For each place, a sentence why a drafter cannot be used there; None if it can.
 
     Args:
-        drafter: sizes and vocabulary are asked, so it may lie on the meta device.
+        drafter: may be on the meta device: only its sizes and vocabulary are used.
         target: that it drafts for.
 
     Returns:

@@ -45,7 +45,7 @@ def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Propos
     """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
 
     Returns:
-        What `generate` takes as `drafter`. A baseline holds rows of one engine only.
+        The argument `drafter` of `generate`. A baseline holds rows of one engine only.
     """
     directory = find_drafter(name)
     if not is_baseline(directory):

@@ -1,4 +1,4 @@
-"""Options of everything that decodes a text, and what they mean for the engine; no PyTorch."""
+"""Options of all functions that decode a text, converted for the engine; no PyTorch."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class GenerateOptions(TypedDict, total=False):
         max_new_tokens: limit of generated tokens per prompt; 64. 0 returns an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, rules, logprobs, top_logprobs, choice: see `SamplingParams`.
-            None, or nothing, is the model's own default, and without one that of `SamplingParams`;
-            for the temperature always 0.
+            Without a value, or with None, the model's own default, else that of `SamplingParams`;
+            the temperature's default is always 0.
         generation_config: "auto" (the default) takes those defaults from the model's
             `generation_config.json`; None takes none from there.
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
             `logit_bias` and `stop`, None is none.
-        stop: a string or several; the text ends with the token that completes one.
+        stop: a string or several; the text ends with the token that completes a stop string.
         stop_token_ids: ids that end a row; None takes the target's own.
-        tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the shape that pays most on
-            this machine, plain rounds included, as `moaspec calibrate` has measured it for this
-            target, drafter, dtype and number of threads. Where it has not, the first call measures
-            it in some seconds and stores the result. `shaping_for` says what holds where it cannot,
-            and for drafters other than `MoADrafter`.
-        free_branches: whether candidates out of the text itself are verified beside the drafts:
+        tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the fastest shape on this
+            machine, or no drafts, by the costs that `moaspec calibrate` has measured for this
+            target, drafter, dtype and number of threads. Without these costs, the first call
+            measures them in some seconds and stores them. For machines that cannot be measured, and
+            for drafters other than `MoADrafter`, see `shaping_for`.
+        free_branches: whether continuations copied from the text are verified beside the drafts:
             True, False, or "auto" (the default): together with `tree="auto"`, as long as they pay.
             Their tokens are reported as "copy".
     """
@@ -77,8 +77,8 @@ class Options(GenerateOptions, total=False):
         num_choices: continuations per prompt, each with noise of its own; with more than one,
             every prompt gives a list of results.
         num_target_layers: N, target layers that the drafter reuses. None takes its default: the
-            first, or, of several, with `tree="auto"` the one that pays most on this machine, where
-            `moaspec calibrate` has measured it.
+            first, or with `tree="auto"` the fastest on this machine, if `moaspec calibrate` has
+            measured several.
     """
 
     drafter: MoADrafter | Proposer | None
@@ -96,7 +96,7 @@ def check_options(options: Mapping[str, Any], known: type) -> None:
 
 
 def row_settings(target: Any, options: GenerateOptions) -> dict[str, Any]:
-    """What `options` mean for `Engine.add`, all but what to draft."""
+    """Arguments of `Engine.add` from `options`, except what to draft."""
     stops = options.get("stop_token_ids")
     return {
         "max_new_tokens": options.get("max_new_tokens", 64),
@@ -120,11 +120,11 @@ def defaults_of(target: Any, options: GenerateOptions) -> GenerationDefaults:
 def sampling_params(
     options: GenerateOptions, defaults: GenerationDefaults = NO_DEFAULTS
 ) -> SamplingParams:
-    """What `options` say about sampling, with a seed drawn where one is needed and missing.
+    """Sampling parameters from `options`, with a seed drawn if one is needed and missing.
 
     Args:
-        options: what is None, or not there, is not said.
-        defaults: hold where nothing is said, but for the temperature.
+        options: values that are None or missing take the default.
+        defaults: of the model, except the temperature.
 
     Raises:
         InputError: a value outside its range, or defaults that cannot be honoured.

@@ -22,15 +22,15 @@ def shaping_for(
 ) -> DraftSettings:
     """The draft settings for this target and drafter.
 
-    "auto" goes by the costs that this machine has stored or measures now (`measure_once`). Where it
-    cannot, it goes by costs estimated from the models' sizes, if a chain promises a speed-up of
-    `SURE` by them (`sure_costs`), and else drafts nothing. A drafter other than `MoADrafter` has no
-    costs, and "auto" is `DEFAULT_TREE`.
+    "auto" decides by the costs that this machine has stored or measures now (`measure_once`). If it
+    cannot be measured, costs are estimated from the models' sizes, and "auto" drafts if a chain is
+    expected to be faster by `SURE` (`sure_costs`), else nothing. For a drafter other than
+    `MoADrafter` there are no costs, and "auto" is `DEFAULT_TREE`.
 
-    The engine that they join must have the N of the answer.
+    The engine must have the N of the returned settings.
 
     Args:
-        drafter: of the rows; what it costs is known for `MoADrafter` only.
+        drafter: of the rows; costs are known for `MoADrafter` only.
 
     Raises:
         InputError: a shape or setting that does not exist.

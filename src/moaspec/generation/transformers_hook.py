@@ -68,7 +68,7 @@ _MEDIA = ("pixel_values", "image_", "video_", "input_features", "audio_")
 
 
 class CustomGenerate:
-    """What `custom_generate` returns; transformers calls it as a decoding loop."""
+    """The decoding loop that `custom_generate` returns and transformers calls."""
 
     def __init__(self, drafter: MoADrafter | Proposer | None, **draft_options: Any) -> None:
         self._drafter, self._draft_options = drafter, draft_options
@@ -133,7 +133,7 @@ def custom_generate(
     logits processors of the configuration and of the caller (a custom one must depend on its
     arguments only: it is also called on prefixes that end in a draft), stopping criteria (called
     once per step on all rows, with verified tokens only), streamers, `num_return_sequences`, and
-    `return_dict_in_generate`. Greedy text is transformers' own. Sampled text follows the law of
+    `return_dict_in_generate`. Greedy text is transformers' own. Sampled text is that of
     `moaspec.generate`: `seed=` may be given to `model.generate`; without it the seed is drawn from
     torch's default generator, so `torch.manual_seed` repeats a call. The model is not changed.
 
@@ -268,9 +268,9 @@ class _Prompts:
     def adapt(self, processors: LogitsProcessorList, row: int) -> tuple[LogitsProcessor, ...]:
         """Transformers' processors as one of ours, for one row of the batch.
 
-        They count padded lengths, and some hold something of every row of the batch (how many pads
-        it has, for one). So they are shown this row behind its pads, in the place of every row. A
-        function of batch index and prefix is asked for this row alone.
+        They count padded lengths, and some keep data of every row of the batch, such as its number
+        of pads. So they get this row with its pads, repeated for every row of the batch. A function
+        of batch index and prefix is called for this row alone.
         """
         stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
         if stateful:
@@ -300,8 +300,8 @@ def _for_row(processor: Any, row: int) -> Any:
 class _Rows:
     """Hands verified tokens out step by step, as transformers' loop would produce them.
 
-    Rows advance by rounds of different length. Criteria and streamers see them in step: one token
-    of every row at a time, and nothing of what a row is ahead.
+    Rows advance by rounds of different length. Criteria and streamers get one token of every row at
+    a time; tokens of rows that are ahead wait.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class StopStrings:
         after: the prompt, which is not searched.
 
     Raises:
-        InputError: no tokenizer, or one that cannot decode incrementally.
+        InputError: no tokenizer, or a tokenizer that cannot decode incrementally.
     """
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Any, after: Sequence[int] = ()) -> None:

@@ -24,7 +24,7 @@ COMPOUND_VALUES = 4  # values that an object, a list or a member of an object co
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Limits of `HttpGuard`."""
+    """Limits and keys of `HttpGuard`."""
 
     api_keys: tuple[str, ...] = ()  # accepted API keys; if empty, no key is required
     max_body_bytes: int = limits.MAX_BODY_BYTES  # maximum size of a request body

@@ -57,7 +57,7 @@ class LearnConfig:
     Attributes:
         batch_size: texts of one optimiser step.
         steps: optimiser steps of one cycle.
-        held_out: texts on which a cycle is judged.
+        held_out: texts for comparing the drafters of a cycle.
         learning_rate: of AdamW, the same in all steps.
         max_length: tokens of a text, prompt included; the rest is cut off.
         seed: of the lengths of blocks.

@@ -79,7 +79,7 @@ class TrainConfig:
             `sizes.draft_vocab`: if not 0, the vocabulary grows to this size by the most frequent
             other tokens of the data.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
-        frozen_lsa: fraction of the steps, from the first, in which LSA keeps its initial weights.
+        frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes
             a step much cheaper; with N > 0 the target's last layers still run.
         activation_cache: keep the target's activations on disk; for a baseline, its final states

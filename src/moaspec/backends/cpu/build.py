@@ -30,7 +30,7 @@ INSTRUCTIONS = {
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mf16c"),
 }
-"""What kernels are compiled for, the fastest first."""
+"""Instruction sets that kernels are compiled for, the fastest first."""
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class _UnavailableError(Exception):
-    """Kernels cannot be had here; says why."""
+    """There can be no kernels on this machine; says why."""
 
 
 class _NoCompilerError(Exception):
@@ -54,7 +54,7 @@ def why_not() -> str | None:
 
 
 def must_compile() -> bool:
-    """Whether the first use of kernels here will take the time to compile them."""
+    """Whether the first use of kernels will compile them, which takes time."""
     try:
         flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
         return not _library_file(flags, _compiler()).exists()
@@ -86,7 +86,7 @@ def unpacks_exactly() -> bool:
 
 
 def instructions() -> str | None:
-    """The one of `INSTRUCTIONS` that the kernels here were compiled for; None without kernels."""
+    """The name in `INSTRUCTIONS` that the kernels here were compiled for; None without kernels."""
     if why_not() is not None:
         return None
     library().moaspec_instructions.restype = ctypes.c_char_p
@@ -126,7 +126,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _checked(path: Path) -> ctypes.CDLL:
-    """Load the library; OSError where it is not the one of these sources."""
+    """Load the library; OSError if it was compiled from other sources."""
     library = ctypes.CDLL(str(path))
     try:
         check_layouts(library)
@@ -137,7 +137,7 @@ def _checked(path: Path) -> ctypes.CDLL:
 
 
 def supported() -> list[str]:
-    """Those of `INSTRUCTIONS` that this CPU has, the fastest first; none on other systems."""
+    """Names in `INSTRUCTIONS` that this CPU has, the fastest first; none on other systems."""
     if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
         return []
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
@@ -146,7 +146,7 @@ def supported() -> list[str]:
 
 
 def _wanted() -> list[str]:
-    """What to compile for, the fastest first; _UnavailableError where there is nothing."""
+    """Names in `INSTRUCTIONS` to compile for, the fastest first; _UnavailableError for none."""
     asked = os.environ.get(SWITCH, "").lower()
     if asked in OFF:
         raise _UnavailableError(f"{SWITCH} is off")
@@ -196,7 +196,7 @@ def _compiled_for(name: str) -> Path:
                 text=True,
                 timeout=TIMEOUT_S,
             )
-            Path(made.name).chmod(0o700)  # whatever the compiler made of it
+            Path(made.name).chmod(0o700)  # the compiler may have set other rights
             Path(made.name).replace(final)
         except BaseException:
             Path(made.name).unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def _compiled_for(name: str) -> Path:
 
 
 def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
-    """Where the library is kept that this compiler makes of these sources with these flags."""
+    """The library's path, named by a hash of sources, flags and compiler."""
     sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
     facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]

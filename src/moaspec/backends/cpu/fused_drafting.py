@@ -104,9 +104,9 @@ class FusedExit:
 
 @dataclass(frozen=True)
 class TreePart:
-    """Layers that a drafter uses, over all tokens that they read in one call."""
+    """A stack of layers, and the tokens that it processes in one call."""
 
-    stack: FusedStack  # that has them as its last ones
+    stack: FusedStack  # the layers are its last ones
     cos_TR: Tensor  # cosines of those tokens and of each level of drafts, float32, contiguous
     sin_TR: Tensor  # sines of the same tokens, float32, contiguous
     slots: Slots  # of the first of those tokens
@@ -176,18 +176,18 @@ def draft_tree(
         depth: levels to draft, at most.
         breadth: nodes of a level that get children, at most, and children of each; at most O.
         least: log-probability that a path must have for its last node to get children.
-        text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
-            one before it, and sees the text and what it is drafted after.
-        memory: CA, of the last `finished` unread tokens and then of the drafts; it sees the same
-            slots from every token.
-        exit_: what their states go through behind CA.
-        last: the target's layers that they go through then, of the same tokens. They are stored in
-            the target's cache in the slots that they have in SA's, and see the same.
-        finished: unread tokens that CA reads, too: the last one, and with `last` those before it of
-            which the target's cache has nothing.
-        names_O: int64, the ids of its outputs.
+        text: SA, over the unread tokens and then the drafts. Each token takes the next slot, and
+            sees the text and its ancestors.
+        memory: CA, over the last `finished` unread tokens and then the drafts; all tokens see the
+            same slots.
+        exit_: norm and linear layer after CA, if any.
+        last: the target's last layers, over the same tokens as CA, if any. Slots in the target's
+            cache, and what a token sees, are as in SA.
+        finished: unread tokens that CA processes: the last one, and with `last` also the tokens
+            before it that the target's cache lacks.
+        names_O: int64, token ids of the head's outputs.
         embeddings_VE: of all ids, bf16.
-        coupling: of a row that samples. Drafts are then those that are left by its filters.
+        coupling: of a row that samples; its filters drop drafts.
     """
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64

@@ -99,7 +99,7 @@ class FusedLayer:
         return self._finished(x_BTE, read_BTX, group=1, out=x_BTE.new_empty(x_BTE.shape))
 
     def finish_mean(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
-        """The mean over tokens of what `finish` gives, (B, E)."""
+        """The mean over tokens of `finish`, (B, E)."""
         rows, tokens, width = x_BTE.shape
         return self._finished(x_BTE, read_BTX, group=tokens, out=x_BTE.new_empty((rows, width)))
 
@@ -134,9 +134,9 @@ class FusedNorm:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a pass stores keys and values in a `KVCache`, and finds those it reads.
+    """The slots of a `KVCache` that a pass writes and reads.
 
-    It stands here, below `drafting`, because kernels take it as it is.
+    It is defined here, below `drafting`, because kernels use it directly.
     """
 
     cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous in D: keys and values of all layers
@@ -146,11 +146,11 @@ class Slots:
 
 
 class FusedStack:
-    """Neighbouring layers in one call, their weights in one piece of memory.
+    """Consecutive layers in one call, with their weights in one piece of memory.
 
     Args:
-        layers: in order; their weights are moved, one that several share once. A layer without keys
-            and values of its own attends to the stored ones and stores none.
+        layers: in order. Their weights are moved; a weight shared by several is moved once. A layer
+            without keys and values of its own (CA) attends to stored ones only.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:

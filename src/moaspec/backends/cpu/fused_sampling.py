@@ -33,7 +33,7 @@ def can_choose(logits_NV: Tensor) -> bool:
 
 
 def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
-    """The token of the largest logit / temperature + noise, among those that the filters leave.
+    """The token of the largest logit / temperature + noise, after the filters.
 
     Args:
         logits_NV: float32, on the CPU.
@@ -54,7 +54,7 @@ def can_draw(*arguments: Tensor) -> bool:
 
 
 def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
-    """The bits that `moaspec.sampling.noise` makes its numbers of; all int64, broadcast."""
+    """The random bits of `moaspec.sampling.noise`; arguments int64, broadcast."""
     facts = (seed, choice, position)
     if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside
         facts = torch.broadcast_tensors(*facts)

@@ -28,10 +28,9 @@ class Matrix:
 
     They are described in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h` and `w4a8.h`.
 
-    A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
-    inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16 bits, and a third or half of the bytes is read, where kernels can (see
-    `unpacks_exactly`).
+    A weight that came from four or eight bits, with a scale and perhaps a zero for each 32 inputs
+    (GGUF's Q4_1 and Q8_0), is recognised and stored in these bits. Kernels then read a third or
+    half of the bytes, and products are bit for bit the same (see `unpacks_exactly`).
 
     Args:
         weight_OI: bf16, see `can_hold`.
@@ -86,7 +85,7 @@ class Matrix:
         self._describe()
 
     def use_large_pages(self) -> None:
-        """Move the panels to large pages, which weights that every call reads whole gain by."""
+        """Move the panels to large pages: faster for weights that every call reads whole."""
         self.move(large_pages(self.num_bytes))
 
     @staticmethod

@@ -32,7 +32,7 @@ class QuantizedWeight:
     bits: int  # 4 or 8
 
     def weight(self) -> Tensor:
-        """(O, I) bf16, what the codes stand for."""
+        """The dequantised weight, (O, I) bf16."""
         scale_ON1, zero_ON1 = (x.double()[..., None] for x in (self.scale_ON, self.zero_ON))
         # Rounded to float32 once, as by the kernel's fused multiply and add.
         return (scale_ON1 * self.codes_ONI + zero_ON1).float().flatten(1).bfloat16()
@@ -63,7 +63,7 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, panels_PNX: Tensor, bits: int, *, by_output: bool = False) -> QuantizedWeight:
-        """What `panels` made panels of."""
+        """The inverse of `panels`."""
         facts = 2 if bits == 4 else 1
         facts_PNX = panels_PNX[..., : 2 * facts * LANES].contiguous().view(torch.float16)
         scale_ON, *zero = (x.mT.flatten(0, 1) for x in facts_PNX.split(LANES, dim=2))
@@ -89,7 +89,7 @@ def _bytes(x_PNX: Tensor) -> Tensor:
 
 
 def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
-    """The fewest bits that a weight is exactly kept in; None if they are 16."""
+    """A weight in the fewest bits that keep it exactly; None if that takes 16."""
     outputs, inputs = weight_OI.shape
     if inputs % BLOCK:
         return None
@@ -136,14 +136,14 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
 
 
 def _shares(moment_II: Tensor) -> Tensor:
-    """How much of an error in an input (a row) each later one (a column) takes."""
+    """The share of an input's error (a row) that each later input (a column) compensates."""
     lower = np.linalg.inv(np.linalg.cholesky(damped(moment_II)))
     upper = np.linalg.cholesky(lower.T @ lower).T  # of the moment's inverse
     return torch.from_numpy(upper / upper.diagonal()[:, None]).float()
 
 
 def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
-    """Codes of the first block; the others' weights change in place by what its errors ask for."""
+    """Codes of the first block; later weights change in place to compensate its errors."""
     block_XO, codes, errors = left_IO[:BLOCK], [], []
     for i in range(BLOCK):
         code_O = _nearest(block_XO[i], scale_O, zero_O)

@@ -57,7 +57,7 @@ class PassFacts(ctypes.Structure):
 
 
 class EncoderFacts(ctypes.Structure):
-    """What becomes of a token's keys and values in all layers."""
+    """The encoder: from a token's keys and values in all layers to CA's."""
 
     _fields_ = (
         *_fields(c_void_p, "layer cos sin"),
@@ -69,7 +69,7 @@ class EncoderFacts(ctypes.Structure):
 
 
 class ExitFacts(ctypes.Structure):
-    """What a drafter's states go through before what it reuses of the target."""
+    """The adapter of an exit, between CA and the target's layers or head."""
 
     _fields_ = (*_fields(c_void_p, "norm linear"), *_fields(c_float, "eps scale"))
 
@@ -100,7 +100,7 @@ class GrowthFacts(ctypes.Structure):
 
 
 class SamplerFacts(ctypes.Structure):
-    """How a token is chosen, and where."""
+    """Sampling settings and position of a token."""
 
     _fields_ = (
         ("temperature", c_double),

@@ -12,7 +12,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a path is a directory; no for one that is too long."""
+    """Whether a path is a directory; False if the path is too long."""
     try:
         return path.is_dir()
     except OSError:

@@ -1,1 +1,1 @@
-"""What device and server send each other."""
+"""The protocol of device and server: messages (`target.proto`), their limits, connections."""

@@ -26,7 +26,7 @@ class Activations(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return self.key_CTD.shape[1]
 
 

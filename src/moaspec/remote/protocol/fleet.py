@@ -1,4 +1,4 @@
-"""Several servers as one: which of them a text goes to, and which come last for now.
+"""Several servers as one: chooses the server of each text, and avoids servers for some time.
 
 A text's server is chosen by rendezvous hashing of its first tokens. So texts with one long
 beginning meet on the server that has read it, and a change of the fleet moves only the texts of
@@ -35,14 +35,14 @@ KEY_TOKENS = 64
 of these does not draw all texts to one server."""
 
 AVOID_S = 10.0
-"""Seconds for which a server comes last that cannot be reached or that drains."""
+"""Seconds for which a server that drains or cannot be reached is tried last."""
 
 BUSY_S = 2.0
-"""The same for a server without room."""
+"""Seconds for which a server without room is tried last."""
 
 MAX_LATE = 2
-"""Attempts to reach a session's own server that may take too long: a short cut of the device's own
-link should not cost it the server that knows its text."""
+"""Attempts at a session's own server that may time out before another one is tried: a short cut of
+the device's link should not lead to another server, which does not know the text."""
 
 LATE_S = 0.3
 """Seconds after which the lookup of a name is late; an attempt to connect takes at most 1 s."""
@@ -123,7 +123,7 @@ class Fleet:
 
     @property
     def no_link(self) -> str:
-        """What to tell users while no server has answered yet."""
+        """The message to users while no server has answered yet."""
         websocket = any(one.startswith(WEBSOCKETS) for one in self.addresses)
         return (
             f"No link to {', '.join(self.addresses)}; trying again. Does `moaspec target-server"
@@ -191,7 +191,7 @@ class Fleet:
     ) -> AsyncGenerator[pb.Generated]:
         """Let a server decode alone.
 
-        When it fails, the next one writes the text again, and what is known already is left out.
+        If it fails, the next one writes the text again, and known tokens are left out.
         """
         key, written = key_of(request.token_ids), list[int]()
         error = LinkError("There is no server.")
@@ -335,8 +335,8 @@ def _name(address: str) -> tuple[str, int] | None:
 def _look_up(found: Future[list[Server]], address: str, host: str, port: int) -> None:
     """Look up a name; `found` receives a server for each IP address of the preferred family.
 
-    A name with one address is one server. So is a name that cannot be looked up: its transport
-    reports the fault.
+    A name with one address is one server. A name that cannot be looked up is one server too, whose
+    transport reports the fault.
     """
     ips: set[str] = set()
     with contextlib.suppress(OSError, UnicodeError):

@@ -55,7 +55,7 @@ class Transport(Protocol):
     """
 
     async def connect(self) -> Connection:
-        """Open a connection."""
+        """Open a connection to the server."""
         ...
 
 
@@ -106,7 +106,7 @@ class AddressedTransport(ServerTransport):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Check address and credentials; InputError for those that cannot be used."""
+        """Check address and credentials; InputError if they cannot be used."""
 
     @abstractmethod
     def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:

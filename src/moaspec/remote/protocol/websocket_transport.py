@@ -34,7 +34,7 @@ from moaspec.support.limits import MAX_FRAME_BYTES
 from moaspec.support.tasks import time_limit
 
 SUBPROTOCOL = Subprotocol("moaspec.v1")
-"""What both sides agree on in the handshake."""
+"""The subprotocol that both sides agree on in the handshake."""
 
 UNKNOWN_CLIENT, FORBIDDEN, INVALID, REFUSED, TOO_BIG, BUSY = 4401, 4403, 4400, 4412, 1009, 1013
 """Close codes; those above 4000 are HTTP's status and 4000."""
@@ -52,8 +52,8 @@ CLOSE_S = 0.2
 class WebSocketTransport(AddressedTransport):
     """Connections to a `moaspec target-server --websocket`.
 
-    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
-    With wss:// the default CAs are this system's. A token must be one that a header can carry.
+    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls'
+    paths. With wss:// the default CAs are this system's. A token must be valid in a header.
     """
 
     def _prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""One connection of a device: what its messages ask for, and who answers."""
+"""One connection of a device: passes its messages to its session."""
 
 from __future__ import annotations
 

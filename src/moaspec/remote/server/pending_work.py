@@ -92,7 +92,7 @@ class PendingWork:
         is_new = drafted.base > session.asked
         self._aim(session, drafted)
         if drafted.base < max(1, committed):
-            # What was streamed ahead of its request is on its way, unless that is repeated.
+            # Tokens that were streamed are under way; only a repeated request gets them again.
             if drafted.tree.tokens or not is_new:
                 session.answer(drafted.base)
         elif committed >= most:

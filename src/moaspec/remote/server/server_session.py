@@ -127,9 +127,9 @@ class ServerSession:
         self._adopt(opening.asked)
 
     def offer_text(self) -> None:
-        """Pass on what the target has written, unless the device steered it.
+        """Pass on the target's text, unless the device influenced it.
 
-        A turn that was opened behind its prompt has a response of which the device sent a part.
+        If a turn was opened after the end of its prompt, the device sent a part of the response.
         """
         whole = self._opened == self.prompt_length
         if self.on_text is not None and self.decided and whole and not self.sampling.changes_logits:

@@ -123,8 +123,8 @@ class TargetService:
         target: the model that verifies; a whole `Target`, unless an engine runs its weights.
         drafter: its encoder runs here; None sends devices no activations.
         engine: runs the target; None runs the target in this process.
-        shaping: by whose costs drafts of devices and of `generate` are verified; None verifies all
-            and lets `generate` draft `DEFAULT_TREE`.
+        shaping: its costs decide which drafts of devices and of `generate` are verified; None
+            verifies all and lets `generate` draft `DEFAULT_TREE`.
 
     Raises:
         MismatchError: the drafter belongs to another target.
@@ -195,9 +195,9 @@ class TargetService:
         self.observer.by_owner("slots_used", "Slots of each owner's texts", self.shared.owners)
 
     def listen(self, on_text: OnText) -> None:
-        """Pass on all texts to come that no request steers, at the end of a turn.
+        """Pass on all later texts that no request influences, at the end of a turn.
 
-        What the target wrote past its end, before the device halted it, is left out.
+        Tokens that the target wrote past the end, before the device halted it, are left out.
         """
         stops = self.target.stop_token_ids
 

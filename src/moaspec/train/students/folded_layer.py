@@ -35,7 +35,7 @@ def folded_layer_state(target: Target, batches: Iterable[Batch]) -> dict[str, Te
     """The target's first layer under Llama's names, further norms folded into its weights.
 
     Args:
-        batches: examples on which the effects of norms are measured.
+        batches: examples for measuring the effects of norms.
 
     Returns:
         None if the layer has parts other than projections and these norms.

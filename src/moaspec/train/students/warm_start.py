@@ -40,7 +40,7 @@ from moaspec.train.students.output_fit import RIDGE, fit_exit, fit_linear, layer
 
 log = logging.getLogger(__name__)
 
-FOLD_EXAMPLES = 16  # examples on which the first layer's norms and outputs are measured
+FOLD_EXAMPLES = 16  # examples for measuring the first layer's norms and outputs
 MASSIVE_DIMENSION = 100.0
 """SA stays random where a dimension of the first layer's output, by its root mean square, is above
 this multiple of the median one (Gemma 3 270M: 659). The target's later layers remove such a

@@ -1,9 +1,9 @@
 // Products by the tile registers of CPUs with AMX: 16 rows by 16 outputs at a time, 16 pairs deep.
 //
-// A panel's block of 32 inputs lies in memory as a tile of weights does, so it is loaded as it is; one of
-// eight bits is unpacked a few blocks ahead, beside the tiles' own work, as is one of four
-// (`amx_gemm.h`). An output is summed block by block in one order, whatever rows and panels are multiplied
-// together. So up to 16 rows take the time of one, where reading or unpacking weights takes longer.
+// A panel's block of 32 inputs has the layout of a tile of weights, so it is loaded directly. A block of
+// eight or four bits (`amx_gemm.h`) is unpacked a few blocks ahead, while the tiles multiply. An output is
+// summed block by block in one order, for any rows and panels. If reading or unpacking weights takes longer
+// than the products, 16 rows take the time of one.
 #pragma once
 
 #include "quantized_blocks.h"
@@ -16,8 +16,8 @@ constexpr int kTileNumbers = kBlock * kLanes;  // weights of a tile
 constexpr int kUnpackedAhead = 2;  // blocks between unpacking and multiplying
 constexpr int kRing = 4;           // unpacked blocks that are kept, a power of two above `kUnpackedAhead`
 
-// Tiles 0 to 3 are sums, 4 to 7 what is multiplied. The compiler does not know what these instructions read
-// and write: "memory" says that everything is where it belongs.
+// Tiles 0 to 3 are sums, 4 to 7 are factors. The compiler does not see the memory that these instructions
+// access; "memory" makes it finish all writes before them.
 template <int T>
 inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
 template <int T>

@@ -23,8 +23,8 @@ struct Attention {
 namespace {
 
 constexpr int kMostDim = 256;   // numbers of a head
-constexpr int kQueries = 16;    // queries that share what is read of keys and values
-constexpr int kGatheredQueries = 3;  // whose scores are not worth turning a tile for
+constexpr int kQueries = 16;    // queries that share one read of keys and values
+constexpr int kGatheredQueries = 3;  // up to this number of queries, the tile of scores is not transposed
 constexpr int kNearSlots = 32;  // slots whose values all queries add up before the next slots are read
 
 // Queries that are read together, and where their results go.

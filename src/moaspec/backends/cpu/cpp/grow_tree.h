@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// What is drafted below a root: children of the best leaves of each level.
+// The drafts below a root: children of the best leaves of each level.
 struct Growth {
   int64_t depth;    // levels, at most
   int64_t breadth;  // leaves that get children, at most, and children of each

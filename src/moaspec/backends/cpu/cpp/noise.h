@@ -1,5 +1,5 @@
-// Positional noise as `moaspec.sampling.noise` has it: Philox4x32-10 (Salmon et al., SC 2011), of whose
-// first 64 bits the leading 53 remain with the last one set.
+// Positional noise, as in `moaspec.sampling.noise`: the leading 53 bits of Philox4x32-10 (Salmon et al.,
+// SC 2011), the last one set.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// What tells draws of one place from those of another.
+// The place of a token: equal places have equal noise.
 struct Place {
   int64_t seed, choice, position;
 };

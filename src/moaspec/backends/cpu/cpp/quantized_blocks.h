@@ -55,7 +55,7 @@ class FourBits : public Unpacking<FourBits> {
   const uint8_t* words_;
 };
 
-// The same in eight bits. A code becomes the second byte of a float of 1, which is then
+// Blocks of eight bits. A code becomes the second byte of a float of 1, which is then
 // 1 + (code + 128) / 2^15; one instruction takes that to scale * code, without any rounding.
 class EightBits : public Unpacking<EightBits> {
  public:

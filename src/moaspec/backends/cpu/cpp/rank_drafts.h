@@ -16,7 +16,7 @@ struct Coupling {
 
 namespace {
 
-// A row's best outputs by perturbed logits, in descending order; only those that the filters leave.
+// A row's best outputs by perturbed logits, in descending order, after the filters.
 class Coupled {
  public:
   Coupled(const Matrix& matrix, int64_t rows, int64_t count, const Coupling& coupling, const int64_t* names)

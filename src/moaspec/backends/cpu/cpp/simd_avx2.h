@@ -220,7 +220,7 @@ template <int M, int V>
   });
 }
 
-// What four bits are multiplied in: a part of 16 outputs, each of whose numbers has two lanes.
+// Registers for products of four-bit weights: a part of 16 outputs, two lanes for each number.
 using Register = __m256;
 using Bytes = __m256i;
 constexpr int kParts = 4;

@@ -101,7 +101,7 @@ inline void add_products(const Input* x, int64_t stride, const uint8_t* panels, 
   }
 }
 
-// What four bits are multiplied in: a part of 16 outputs, each of whose numbers has two lanes.
+// Registers for products of four-bit weights: a part of 16 outputs, two lanes for each number.
 using Register = __m512;
 using Bytes = __m512i;
 constexpr int kParts = 2;

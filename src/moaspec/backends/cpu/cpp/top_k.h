@@ -67,7 +67,7 @@ class ArgMax {
       if (numbers[i] == tops[i]) places[i] = std::min(places[i], static_cast<int32_t>(output));
   }
 
-  // Numbers between those of two threads: what one writes would take a line of the caches from the other.
+  // Gap between the numbers of two threads, so that they never write to one cache line.
   static constexpr int64_t kApart = 32;
 
   int64_t rows_, threads_, own_;  // the last: numbers from one thread's to the next one's

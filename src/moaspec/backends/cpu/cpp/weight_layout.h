@@ -12,7 +12,7 @@ constexpr int kMostPanels = 4;  // panels of a tile, at most
 constexpr int kBlock = 32;    // inputs that share a scale and a zero, where weights have fewer bits
 constexpr int kBlocksAhead = 4;  // blocks that such weights are fetched ahead of their use
 
-// Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
+// Sums of 16 outputs each.
 struct Tile {
   Floats sums[kTileRows][kMostPanels];
 };
