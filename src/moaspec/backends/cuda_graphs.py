@@ -175,14 +175,14 @@ class PassGraphs:
             try:
                 recorded = _Recorded(self._make(), inputs, compute)
             except RuntimeError as error:
-                self._give_up(error)
+                self._run_without_graphs(error)
                 return None
         self._graphs[key] = recorded
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return recorded
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _run_without_graphs(self, error: RuntimeError) -> None:
         self.failure = first_line(error)
         self._graphs.clear()
         log.warning(

@@ -152,7 +152,7 @@ class RecurrentVerifier(LocalVerifier):
         """Process the text before a request again, unless the row's states end there."""
         if self.cache.length(request.cache_row) == request.num_verified:
             return
-        known = self._again(request.cache_row, request.num_verified)
+        known = self._reprocessed_tokens(request.cache_row, request.num_verified)
         plain = replace(request, tree=DraftTree())
         for start in range(0, len(known), PREFILL_CHUNK_TOKENS):
             chunk = known[start : start + PREFILL_CHUNK_TOKENS]
@@ -163,7 +163,7 @@ class RecurrentVerifier(LocalVerifier):
         states: dict[int, Tensor] = {}
         stepping: list[PassRow] = []
         for row in rows:
-            whole = self._whole(row)
+            whole = self._with_usable_states(row)
             if whole is row and self._num_read(row) == 0:
                 stepping.append(row)
             else:
@@ -175,17 +175,17 @@ class RecurrentVerifier(LocalVerifier):
                 states[row.request.cache_row] = states_TE[: len(row.tokens)]
         return [states[row.request.cache_row] for row in rows]
 
-    def _whole(self, row: PassRow) -> PassRow:
+    def _with_usable_states(self, row: PassRow) -> PassRow:
         """The row; if its states cannot be used, a row from the start of its text."""
         reads_on = self._layers.reads_whole and row.start < row.request.prompt_length
         if row.start == 0 or (
             self.cache.length(row.request.cache_row) == row.start and not reads_on
         ):
             return row
-        known = self._again(row.request.cache_row, row.start)
+        known = self._reprocessed_tokens(row.request.cache_row, row.start)
         return PassRow(row.request, 0, known + row.tokens, len(known) + row.num_new)
 
-    def _again(self, cache_row: int, num_tokens: int) -> tuple[int, ...]:
+    def _reprocessed_tokens(self, cache_row: int, num_tokens: int) -> tuple[int, ...]:
         """The first tokens of a text, which are processed again."""
         self._num_read_again[cache_row] = num_tokens
         return tuple(self._texts[cache_row][:num_tokens])

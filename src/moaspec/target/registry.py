@@ -64,7 +64,7 @@ def read_target(
     """
     name = str(name)
     hashed = None if adapter is None else adapter_hash(adapter)
-    with _faults_named(name) as source:
+    with _named_errors(name) as source:
         model = _load_model(source, name, dtype).to(device)
         if adapter is not None:
             model = merged(model, adapter, name)
@@ -88,7 +88,7 @@ def read_skeleton(
     """
     require_dtype(dtype)
     name = str(name)
-    with _faults_named(name) as source:
+    with _named_errors(name) as source:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
         model.generation_config = _generation_config(source, config, generation_config)
@@ -118,7 +118,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     """
     require_dtype(dtype)
     name = str(name)
-    with _faults_named(name) as source:
+    with _named_errors(name) as source:
         config = _read_config(source, name)
         require_supported(config, name)  # other models need a self-test with their weights
         return TargetSpec(
@@ -132,7 +132,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
 
 
 @contextmanager
-def _faults_named(name: str) -> Iterator[str]:
+def _named_errors(name: str) -> Iterator[str]:
     """Find a target's weights, and turn the libraries' errors into ours, which name the target.
 
     Yields:
@@ -147,12 +147,12 @@ def _faults_named(name: str) -> Iterator[str]:
             source = str(cached_if_offline(source) or source)
         yield source
     except HubError as error:
-        raise _unusable(name, source, str(error)) from error
+        raise _unusable_target(name, source, str(error)) from error
     except MoaSpecError:
         raise
     # The libraries raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
-        raise _unusable(name, source, first_line(error)) from error
+        raise _unusable_target(name, source, first_line(error)) from error
 
 
 def _generation_config(source: str, config: Any, kept: str | None) -> GenerationConfig:
@@ -243,7 +243,7 @@ def _load_model(source: str, name: str, dtype: str) -> Any:
     widen(model)
     problem = _key_problem(info) or _value_problem(model)
     if problem is not None:
-        raise _unusable(name, source, problem)
+        raise _unusable_target(name, source, problem)
     return model
 
 
@@ -288,7 +288,7 @@ def _value_problem(model: Any) -> str | None:
     return None
 
 
-def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
+def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
     if Path(source).is_dir():
         what = f"the directory {source} is damaged or holds no model that can be used"
     elif name in ALIASES:
@@ -314,7 +314,7 @@ def find_weights(name: str) -> str:
     """
     alias = ALIASES.get(name)
     if alias is None:
-        return _found(name)
+        return _resolved(name)
     gguf = packaged_gguf(alias)
     if gguf is None:
         return alias.hub_id
@@ -326,7 +326,7 @@ def _alias_key(name: str, gguf: Path) -> str:
     return f"{name}-{gguf.stat().st_size}"
 
 
-def _found(name: str) -> str:
+def _resolved(name: str) -> str:
     """The directory, GGUF file or hub id of a name that is no alias."""
     path = Path(name)
     gguf = find_gguf(path)

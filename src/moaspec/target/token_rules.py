@@ -67,7 +67,7 @@ class TokenRules:
 
         key = (prompt_length, logits_V.device)
         if key not in self._processors:
-            self._processors[key] = self._made(prompt_length, logits_V.device)
+            self._processors[key] = self._make_processors(prompt_length, logits_V.device)
         ids_1T = torch.tensor([list(token_ids)], device=logits_V.device)
         scores_1V: Tensor = self._processors[key](ids_1T, logits_V[None])
         return scores_1V[0]
@@ -76,7 +76,7 @@ class TokenRules:
     def _processors(self) -> dict[tuple[int, torch.device], LogitsProcessorList]:
         return {}
 
-    def _made(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
+    def _make_processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
         """Transformers' processors, in its order."""
         from transformers import generation
 

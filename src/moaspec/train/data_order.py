@@ -46,7 +46,7 @@ def random_blocks(
     # The first block is shortened randomly, so that block borders can be anywhere.
     lengths[:, 0] = (lengths[:, 0] * torch.rand(rows, generator=generator)).long() + 1
     starts_BN = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
-    index_BT, start_BT = _places(batch.response_BT)
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
     offset_BT = index_BT - start_BT
     which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
     return _blocks(batch.response_BT, index_BT, offset_BT - starts_BN.gather(1, which))
@@ -54,13 +54,13 @@ def random_blocks(
 
 def fixed_blocks(batch: Batch, length: int) -> Blocks:
     """Cut responses into blocks of one length, for evaluation."""
-    index_BT, start_BT = _places(batch.response_BT)
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
     return _blocks(batch.response_BT, index_BT, (index_BT - start_BT) % length)
 
 
 def blocks_at(batch: Batch, begins_BT: Tensor) -> Blocks:
     """Cut responses where `begins_BT` marks a token; every response begins with a block."""
-    index_BT, start_BT = _places(batch.response_BT)
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
     first_BT = torch.where(begins_BT, index_BT, 0).cummax(1)[0]
     return _blocks(batch.response_BT, index_BT, index_BT - torch.maximum(first_BT, start_BT))
 
@@ -71,7 +71,7 @@ def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
     return Blocks(last_verified_BT.clamp(min=0), step_BT, response_BT & followed_BT)
 
 
-def _places(response_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _indices_and_starts(response_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Index of each token, and start of its response, or of the last response before it."""
     index_BT = torch.arange(response_BT.shape[1], device=response_BT.device).expand_as(response_BT)
     before_BT = torch.nn.functional.pad(response_BT[:, :-1], (1, 0))

@@ -162,13 +162,13 @@ class Trainer:
             self.log.write(dataclasses.asdict(progress))
         self.accelerator.log(tracker_values(progress), step=self.step)
         if progress.held_out_accuracy:
-            self._judge(progress)
+            self._export_if_best(progress)
         if due or ending is not StopCause.FINISHED:
             self.save()
         report(progress)
         return ending
 
-    def _judge(self, progress: StepMetrics) -> None:
+    def _export_if_best(self, progress: StepMetrics) -> None:
         """Export the weights if they are the best so far; warn of overfitting."""
         score = held_out_score(progress)
         if self.best is None or score > self.best.score:
@@ -279,7 +279,7 @@ class Trainer:
         """Write the state for an exact resume, atomically."""
         tensors = self._finite_state()
         facts = {
-            "run": self._identity,
+            "run": self._resume_facts,
             "step": self.step,
             "tokens": self.tokens,
             "order": self.data.state(),
@@ -330,7 +330,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     @property
-    def _identity(self) -> dict[str, Any]:
+    def _resume_facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON."""
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {**settings, "examples": self.data.fingerprint()}
@@ -338,7 +338,7 @@ class Trainer:
         return found
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        was, now = facts.get("run", {}), self._identity
+        was, now = facts.get("run", {}), self._resume_facts
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(

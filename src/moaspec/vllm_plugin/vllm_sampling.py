@@ -123,7 +123,9 @@ class SeededSampler(CustomProposer):
         drafted = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
         rows = self._rows(drafted)
         complete = [row for row in rows if not row.partial]
-        _accept([row.pending for row in complete], [_own(row, logits_NV) for row in complete])
+        _accept(
+            [row.pending for row in complete], [_row_logits(row, logits_NV) for row in complete]
+        )
         ids = torch.full((len(rows), max(drafted) + 1), PADDING, dtype=torch.int32)
         for place, row in enumerate(rows):
             tokens = _new_tokens(row.pending)
@@ -161,7 +163,7 @@ class SeededSampler(CustomProposer):
         row.pending.keys_values = self._reader.read(slots_N, tensor_model_parallel_all_gather)
 
 
-def _own(row: _SampledRow, logits_NV: Tensor) -> Tensor:
+def _row_logits(row: _SampledRow, logits_NV: Tensor) -> Tensor:
     """Logits of the row's newest token and of its drafts that vLLM has verified.
 
     Near a text's limit vLLM verifies fewer drafts than it got. To a request whose prompt it has

@@ -112,7 +112,7 @@ def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeig
         moment_II: mean of products of inputs, or None.
     """
     left_IO = weight_OI.float().T.contiguous()
-    shares_II = None if moment_II is None else _shares(moment_II)
+    shares_II = None if moment_II is None else _error_shares(moment_II)
     scales, zeros, codes = [], [], []
     for first in range(0, len(left_IO), BLOCK):
         block_XO = left_IO[first : first + BLOCK]
@@ -123,7 +123,7 @@ def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeig
             codes_XO = _nearest(block_XO, scale_O, zero_O)
         else:
             shares_XI = shares_II[first : first + BLOCK, first:]
-            codes_XO = _made_up(left_IO[first:], shares_XI, scale_O, zero_O)
+            codes_XO = _compensated(left_IO[first:], shares_XI, scale_O, zero_O)
         scales.append(scale_O)
         zeros.append(zero_O)
         codes.append(codes_XO.T)
@@ -135,14 +135,14 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
     return ((weight_O - zero_O.float()) / scale_O.float()).round().clamp(0, 15)
 
 
-def _shares(moment_II: Tensor) -> Tensor:
+def _error_shares(moment_II: Tensor) -> Tensor:
     """The share of an input's error (a row) that each later input (a column) compensates."""
     lower = np.linalg.inv(np.linalg.cholesky(damped(moment_II)))
     upper = np.linalg.cholesky(lower.T @ lower).T  # of the moment's inverse
     return torch.from_numpy(upper / upper.diagonal()[:, None]).float()
 
 
-def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+def _compensated(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
     """Codes of the first block; later weights change in place to compensate its errors."""
     block_XO, codes, errors = left_IO[:BLOCK], [], []
     for i in range(BLOCK):

@@ -120,7 +120,7 @@ def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
         *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
         ("head and choice", costs.head_s),
         *(
-            (f"{_named(one, exits)}encoding them", one.costs.encode_s)
+            (f"{_exit_prefix(one, exits)}encoding them", one.costs.encode_s)
             for one in exits
             if one.costs is not None
         ),
@@ -134,7 +134,7 @@ def _drafting_table(exits: Sequence[Exit]) -> Table:
     widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
     rows = [
         (
-            f"{_named(one, exits)}drafting",
+            f"{_exit_prefix(one, exits)}drafting",
             *_milliseconds((one.costs.root_s, *map(one.costs.step_s_of, widths))),
         )
         for one in exits
@@ -147,7 +147,7 @@ def _show_promises(exits: Sequence[Exit]) -> None:
     from moaspec.calibration.choose_exit import chosen_exit
 
     for one in exits:
-        console.print_wrapped(f"{_named(one, exits)}{_promise(one)}", "dim")
+        console.print_wrapped(f"{_exit_prefix(one, exits)}{_promise(one)}", "dim")
     chosen = chosen_exit(exits)
     with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
     _, speedup = chosen.best_chain or (0, 0.0)
@@ -160,7 +160,7 @@ def _show_promises(exits: Sequence[Exit]) -> None:
     console.print_wrapped(decision, "dim")
 
 
-def _named(one: Exit, exits: Sequence[Exit]) -> str:
+def _exit_prefix(one: Exit, exits: Sequence[Exit]) -> str:
     """The beginning of a line on one exit of several."""
     return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
 

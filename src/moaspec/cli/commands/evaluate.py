@@ -144,7 +144,7 @@ def evaluate(
         found = study.measure(loaded, prompts, encode)
         if cut is not None:
             around = {**around, **read, "max_new_tokens": max_new_tokens}
-        _put_out_apart(
+        _write_study(
             {**found.as_json(), "settings": around},
             lambda: study.show(found),
             out and out / study.file_name,
@@ -163,11 +163,11 @@ def evaluate(
             advance=bar.advance,
         )
     if report.interrupted:
-        _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
+        _write_results(report.as_json(), lambda: show(report), None, as_json=as_json)
         kept = f"They are kept in {out}; the same command goes on." if out else None
         _leave("these are the prompts before", kept)
     facts = {"settings": {**facts, **read}, **report.as_json()}
-    _put_out(facts, lambda: show(report), out and out / REPORT, as_json=as_json)
+    _write_results(facts, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
 
@@ -225,13 +225,13 @@ def compare(
     from moaspec.evaluate.report.comparison import compare_reports, read_report
 
     found = compare_reports(read_report(before), read_report(after))
-    _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
+    _write_results(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
 
 
 add_tool_command(app, "eval_report.command:page", "moaspec eval page")
 
 
-def _put_out(
+def _write_results(
     facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
 ) -> None:
     """Write the file and the page around it, where wanted; print the table or the JSON."""
@@ -248,13 +248,13 @@ def _put_out(
         (console.err if as_json else console.out).print(f"Report: {written}")
 
 
-def _put_out_apart(
+def _write_study(
     facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
 ) -> None:
-    """`_put_out` of costs or a cut; results that Ctrl-C cut short replace no file."""
+    """`_write_results` of costs or a cut; results that Ctrl-C cut short replace no file."""
     interrupted = facts["interrupted"]
     held = interrupted and path is not None and path.exists()
-    _put_out(facts, show_it, None if held else path, as_json=as_json)
+    _write_results(facts, show_it, None if held else path, as_json=as_json)
     if interrupted:
         _leave("this was measured before", f"{path} stays as it was." if held else None)
 

@@ -42,11 +42,11 @@ def verdict(races: Races, unmeasured: str | None = None) -> str:
         return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
     if unmeasured is not None and not _gained(races):
         return (
-            f"Verdict: none on speed, this machine is not measured; {_sameness(races)} ({basis})."
+            f"Verdict: none on speed, this machine is not measured; {_equality(races)} ({basis})."
         )
     times = f"{races.speedup:.2f}x"
     gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
-    return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
+    return f"Verdict: {gain}, {_equality(races)}, {_saved_passes(races)} ({basis})."
 
 
 def _gained(races: Races) -> bool:
@@ -55,7 +55,7 @@ def _gained(races: Races) -> bool:
     return fewer and races.speedup is not None and round(races.speedup, 2) >= MIN_GAIN
 
 
-def _sameness(races: Races) -> str:
+def _equality(races: Races) -> str:
     same = all(one.equality.kind == "identical" for one in races.each)
     return "same text" if same else "same text up to ties in rounding"
 

@@ -47,7 +47,9 @@ class CallReader:
         self._form, self._functions, self._parallel = form, functions, parallel
         self._buffer = ""
         # Bare calls begin with the text, all others behind their trigger.
-        self._read: Callable[[bool], str | None] = self._talk if form.trigger else self._begin_bare
+        self._read: Callable[[bool], str | None] = (
+            self._emit_content if form.trigger else self._begin_bare
+        )
         self._scanner: Scanner = JsonScanner()
         self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
@@ -72,10 +74,10 @@ class CallReader:
             return None
         if rest.startswith(OPENINGS):
             return self._begin_call(0)
-        self._read = self._talk
+        self._read = self._emit_content
         return ""
 
-    def _talk(self, last: bool) -> str | None:
+    def _emit_content(self, last: bool) -> str | None:
         """Say everything up to the next trigger."""
         trigger = self._form.trigger
         place = self._buffer.find(trigger) if trigger else -1
@@ -134,21 +136,21 @@ class CallReader:
         self._scanner.scan(self._buffer[start:], last=last)
         if self._scanner.end is None:
             if self._scanner.broken:
-                return self._no_call(0)
-            return self._no_call(len(self._buffer)) if last else None
+                return self._treat_as_content(0)
+            return self._treat_as_content(len(self._buffer)) if last else None
         end = start + self._scanner.end
         calls = self._parsed(self._buffer[start:end])
         if not calls:
-            return self._no_call(end)
+            return self._treat_as_content(end)
         self._take(end)
         room = len(calls) if self._parallel else max(1 - len(self.calls), 0)
         self.calls += calls[:room]
         self._block_open, self._read = True, self._after_call
         return ""
 
-    def _no_call(self, length: int) -> str:
+    def _treat_as_content(self, length: int) -> str:
         """Treat the mark and `length` characters as content, then look for the next call."""
-        self._read = self._talk
+        self._read = self._emit_content
         return self._mark + self._take(length)
 
     def _after_call(self, last: bool) -> str | None:
@@ -169,7 +171,7 @@ class CallReader:
             return None
         if self._block_open and rest.startswith(OPENINGS):
             return self._begin_call(between)
-        self._read = self._talk
+        self._read = self._emit_content
         return ""
 
     def _parsed(self, text: str) -> list[Call]:

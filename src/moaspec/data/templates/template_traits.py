@@ -56,25 +56,27 @@ class TemplateTraits:
     @cached_property
     def content_as_parts(self) -> bool:
         """Content must be a list of parts; a text is refused or left out."""
-        text = self._render([_says("user", WORDS[0])])
-        return not _has(text, WORDS[0]) and _has(self._render([self._parts(WORDS[0])]), WORDS[0])
+        text = self._render([_message_of("user", WORDS[0])])
+        return not _contains(text, WORDS[0]) and _contains(
+            self._render([self._parts(WORDS[0])]), WORDS[0]
+        )
 
     @cached_property
     def takes_system(self) -> bool:
         """A first message may have the role `system`."""
-        return self._refuses_all or _has(self._shown("system", "user"), *WORDS[:2])
+        return self._refuses_all or _contains(self._shown("system", "user"), *WORDS[:2])
 
     @cached_property
     def takes_two_systems(self) -> bool:
         """So may the second one."""
-        return self._refuses_all or _has(self._shown("system", "system", "user"), *WORDS)
+        return self._refuses_all or _contains(self._shown("system", "system", "user"), *WORDS)
 
     @cached_property
     def takes_developer(self) -> bool:
         """The role `developer` is one of the template's own, not just any word for a role."""
         shown, other = self._shown("developer", "user"), self._shown(OTHER_ROLE, "user")
         generic = other is not None and shown == other.replace(OTHER_ROLE, "developer")
-        return _has(shown, *WORDS[:2]) and not generic
+        return _contains(shown, *WORDS[:2]) and not generic
 
     @cached_property
     def alternates(self) -> bool:
@@ -93,13 +95,13 @@ class TemplateTraits:
         }
         if '\\"' in str(given["text message"]):
             del given["text message"]  # the template writes the text as JSON once more
-        return next((place for place, text in given.items() if _has(text, *NAMES)), None)
+        return next((place for place, text in given.items() if _contains(text, *NAMES)), None)
 
     @cached_property
     def writes_calls(self) -> bool:
         """Calls of an assistant's message are written."""
         shown = (self._calls(1, {"key": WORDS[2]}), self._calls(1, _AS_TEXT))
-        return any(_has(text, NAMES[0]) for text in shown)
+        return any(_contains(text, NAMES[0]) for text in shown)
 
     @cached_property
     def arguments_as_text(self) -> bool:
@@ -111,7 +113,7 @@ class TemplateTraits:
     @cached_property
     def takes_parallel_calls(self) -> bool:
         """A message may have several calls."""
-        return not self.writes_calls or _has(self._calls(2, self._arguments), *NAMES)
+        return not self.writes_calls or _contains(self._calls(2, self._arguments), *NAMES)
 
     @cached_property
     def takes_any_call_id(self) -> bool:
@@ -129,7 +131,7 @@ class TemplateTraits:
             shown = self._calls(1, self._arguments, answered=True)
         else:
             shown = self._render([*self._messages("user", "assistant"), self._result(SHORT_IDS[0])])
-        return self.tools_in is not None and _has(shown, RESULT)
+        return self.tools_in is not None and _contains(shown, RESULT)
 
     @cached_property
     def form(self) -> CallForm:
@@ -148,7 +150,9 @@ class TemplateTraits:
         return self._render(self._messages(*roles))
 
     def _messages(self, *roles: str) -> list[Message]:
-        return [self.shaped(_says(role, text)) for role, text in zip(roles, WORDS, strict=False)]
+        return [
+            self.shaped(_message_of(role, text)) for role, text in zip(roles, WORDS, strict=False)
+        ]
 
     def shaped(self, message: Message) -> Message:
         """The message with its content as the template wants it."""
@@ -158,13 +162,13 @@ class TemplateTraits:
 
     @staticmethod
     def _parts(text: str) -> Message:
-        return _says("user", [{"type": "text", "text": text}])
+        return _message_of("user", [{"type": "text", "text": text}])
 
     def _result(self, identifier: str) -> Message:
-        return {**self.shaped(_says("tool", RESULT)), "tool_call_id": identifier}
+        return {**self.shaped(_message_of("tool", RESULT)), "tool_call_id": identifier}
 
     def _written(self, arguments: Any) -> bool:
-        return _has(self._calls(1, arguments), NAMES[0], WORDS[2])
+        return _contains(self._calls(1, arguments), NAMES[0], WORDS[2])
 
     def _calls(
         self, count: int, arguments: Any, *, ids: Sequence[str] = SHORT_IDS, answered: bool = False
@@ -175,7 +179,7 @@ class TemplateTraits:
             for one, name in list(zip(ids, NAMES, strict=True))[:count]
         ]
         messages = self._messages("user")
-        messages.append({**self.shaped(_says("assistant", "")), "tool_calls": calls})
+        messages.append({**self.shaped(_message_of("assistant", "")), "tool_calls": calls})
         if answered:
             messages.append(self._result(ids[0]))
         return self._render(messages)
@@ -185,9 +189,9 @@ _AS_TEXT = json.dumps({"key": WORDS[2]})
 _IDS = (SHORT_IDS, LONG_IDS)
 
 
-def _says(role: str, content: Any) -> Message:
+def _message_of(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _has(text: str | None, *words: str) -> bool:
+def _contains(text: str | None, *words: str) -> bool:
     return text is not None and all(word in text for word in words)

@@ -40,7 +40,7 @@ def share_slots(
     rows = [i for _, own in priced for i in own if trees[i].log_p]
     if len(rows) > 1:  # the tree of a single row was cut by its proposer
         prices = max((shape.prices for shape, _ in priced), key=len)
-        cut = _cut([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
+        cut = _best_drafts([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
         for i, tree in zip(rows, cut, strict=True):
             kept[i] = tree
     return kept
@@ -74,7 +74,7 @@ class PassBudget:
             num_rows=len(requests),
             num_tokens=sum(len(one.new_tokens) for one in requests),
         )
-        trees = _cut([one.tree for one in requests], [*map(self._log_p, requests)], prices)
+        trees = _best_drafts([one.tree for one in requests], [*map(self._log_p, requests)], prices)
         return [
             one if tree is one.tree else self._without(one, tree)
             for one, tree in zip(requests, trees, strict=True)
@@ -117,7 +117,7 @@ class PassBudget:
         return log_p
 
 
-def _cut(
+def _best_drafts(
     trees: Sequence[DraftTree],
     log_p_RN: Sequence[Sequence[float]],
     prices: Sequence[float] | Floats,
@@ -126,7 +126,7 @@ def _cut(
     log_p = np.fromiter(chain.from_iterable(log_p_RN), float)
     # Stable, so that a parent comes before a child that is as probable.
     order = np.argsort(-log_p, kind="stable")
-    gains = np.exp(log_p[order]).cumsum() - _extended(prices, len(log_p))
+    gains = np.exp(log_p[order]).cumsum() - _extended_prices(prices, len(log_p))
     number = int(gains.argmax()) + 1 if gains.max(initial=0.0) > 0.0 else 0
     if number == len(log_p):
         return list(trees)
@@ -139,7 +139,7 @@ def _cut(
     ]
 
 
-def _extended(prices: Sequence[float] | Floats, number: int) -> Floats:
+def _extended_prices(prices: Sequence[float] | Floats, number: int) -> Floats:
     """`number` prices; beyond the last one they grow by the last difference."""
     known = np.array([0.0, *prices])
     counts = np.arange(1, number + 1)

@@ -243,16 +243,15 @@ class AdaptivePolicy:
             self._waiting -= 1
         else:
             costs = self._round = self._costs.at(length, num_rows)
-            if copied <= max(0.0, self._gain.value):
-                self._drafting = self._affordable(costs)
-                if self._drafting is None:
-                    self._rest(costs, self._rounds_until_affordable(costs))
+            self._drafting = self._affordable(costs)
+            if self._drafting is None:
+                self._pause_for(costs, self._rounds_until_affordable(costs))
         self.wants_features = not self._waiting and not self._behind
         if self.wants_features and self._first and self._num_drafted >= PROVEN_ROUNDS:
-            self._widen(length)
+            self._encode_whole_window(length)
         return self._drafting
 
-    def _widen(self, length: int) -> None:
+    def _encode_whole_window(self, length: int) -> None:
         """Have the whole window encoded after this round, if that pays."""
         costs = self._round
         assert costs is not None, "there were rounds with drafts"
@@ -312,10 +311,10 @@ class AdaptivePolicy:
         """Plain rounds until the row may lose one draft."""
         risk_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1))
         missing_s = risk_s + self.lost_s - MAX_LOSS * self.plain_s
-        gain_s = self._earned_s(costs)
+        gain_s = self._loss_gain_s(costs)
         return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
 
-    def _earned_s(self, costs: RoundCosts) -> float:
+    def _loss_gain_s(self, costs: RoundCosts) -> float:
         """Seconds that a plain round adds to the allowed loss, less the encoding of its token.
 
         A drafter that `lags` need not encode this token.
@@ -336,12 +335,12 @@ class AdaptivePolicy:
             if self._behind:
                 self._behind = costs.accept_s(self._unencoded) > self._allowed_loss_s(costs)
             return
-        self._rest(costs, self._pause)
+        self._pause_for(costs, self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def _rest(self, costs: RoundCosts, rounds: int) -> None:
+    def _pause_for(self, costs: RoundCosts, rounds: int) -> None:
         """Pause drafting for `rounds` rounds, or forever if encoding those costs too much."""
-        self._waiting = rounds if self._earned_s(costs) > 0 else NEVER
+        self._waiting = rounds if self._loss_gain_s(costs) > 0 else NEVER
         self._behind = self._lags
 
 

@@ -46,7 +46,7 @@ one is measured, and number of its standard deviations that explain a gap. (Of 1
 SmolLM2 in bf16 one in 12,000 was beyond five, none beyond six.)"""
 
 RULE = (
-    "Every token is compared with one pass of the target in float32: it must be the best there "
+    "Every token is held against one pass of the target in float32: it must be the best there "
     "(where it is sampled: the best with its noise), or as near to it as the target's own rounding "
     "explains, measured on the same text. Texts that "
     "part from the baseline's at such a tie are the target's own too, as two plain decodings are "

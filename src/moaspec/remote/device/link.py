@@ -128,17 +128,17 @@ class ServerLink:
 
     async def _run(self) -> None:
         try:
-            await self._mend()
+            await self._keep_connected()
         except Exception as error:  # noqa: BLE001 - waiting requests raise it
             known = isinstance(error, MoaSpecError)
             self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
 
-    async def _mend(self) -> None:
+    async def _keep_connected(self) -> None:
         """Open one connection after another, with pauses, until the server refuses."""
         pause_s = self.options.backoff_s
         while self.refused is None:
             started = now()
-            was_up = await self._once()
+            was_up = await self._connect_once()
             # The pause is reset only after a connection that lasted.
             if was_up and now() - started > self.options.max_backoff_s:
                 pause_s = self.options.backoff_s
@@ -149,7 +149,7 @@ class ServerLink:
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
             pause_s = min(2 * pause_s, self.options.max_backoff_s)
 
-    async def _once(self) -> bool:
+    async def _connect_once(self) -> bool:
         """Open one connection and use it until it ends; returns whether it was ever up."""
         try:
             async with asyncio.timeout(self.options.connect_s):
@@ -157,7 +157,7 @@ class ServerLink:
         except (LinkError, TimeoutError):
             return False
         try:
-            return await self._keep(connection)
+            return await self._use_connection(connection)
         finally:
             self._connection = None
             self._outgoing = asyncio.Queue()
@@ -168,14 +168,14 @@ class ServerLink:
         self.refused = error
         self._on_change()
 
-    async def _keep(self, connection: Connection) -> bool:
+    async def _use_connection(self, connection: Connection) -> bool:
         """Use a connection until it breaks, falls silent or is replaced."""
         self._connection, self._heard_s, self._renew = connection, now(), False
         self._beats.clear()
         self._on_connect()
         tasks = [
             asyncio.create_task(work)
-            for work in (self._receive(connection), self._send(connection), self._beat())
+            for work in (self._receive(connection), self._send(connection), self._send_heartbeats())
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +227,7 @@ class ServerLink:
             self.stats.bytes_up += len(frame)
             outgoing.task_done()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Send heartbeats; return if the link is silent for too long or is replaced."""
         tick_s = min(self.options.heartbeat_s, self.options.dead_after_s) / 10
         next_s = woke_s = now()

@@ -341,9 +341,9 @@ class RemoteSession:
         alone = self.stats.state == "down" and self.options.on_cut != "wait"
         if pending.kept and self._link.connected:
             return False  # the kept text is being sent to the server
-        return alone and self._knows_enough() and self._draft_alone()
+        return alone and self._has_enough_activations() and self._draft_alone()
 
-    def _knows_enough(self) -> bool:
+    def _has_enough_activations(self) -> bool:
         """Whether the device has enough activations of the text to draft from."""
         if self._memory is None:
             return True

@@ -293,16 +293,16 @@ class RemoteVerifier(Verifier):
                     return
                 self._check(pending, verdict)
                 self.max_further = verdict.max_further
-                self._put_off_streamed(pending, verdict, skip)
+                self._keep_later_tokens(pending, verdict, skip)
                 self._committed = [*text, *verdict.tokens[skip:]]
                 # Of a request that was sent again, the server may have verified either tree.
                 dropped = set[int]() if skip or pending.resent else set(verdict.dropped)
                 self._resolve(pending, verdict.tokens[skip:], verdict.logprobs[skip:], dropped)
-                self._note(pending, verdict)
+                self._record_round_trip(pending, verdict)
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
 
-    def _put_off_streamed(self, pending: PendingRequest, verdict: pb.Verdict, skip: int) -> None:
+    def _keep_later_tokens(self, pending: PendingRequest, verdict: pb.Verdict, skip: int) -> None:
         """Cut a verdict after the tokens that this round can emit; keep the rest for later ones."""
         trees, path = (pending.request.tree, pending.tree), verdict.tokens[skip:-1]
         stop = skip + 1 + max(len(nodes_along(path, tree)) for tree in trees)
@@ -359,7 +359,7 @@ class RemoteVerifier(Verifier):
             self.link.stats.ahead_misses += not ready
         self._pending = None
 
-    def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
+    def _record_round_trip(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         found = pending.answer.result()
         drafted = 0 if pending.opening or found.tree is None else len(found.tree.tokens)
         dropped = 0 if pending.opening else max(0, len(pending.tree.tokens) - drafted)

@@ -80,7 +80,7 @@ class Conversation:
             self._say(message, problem(pb.Problem.LOST, "There is no such session."))
         elif message.turn == session.turn:
             session.attach(self.stream)
-            self._go_on(session, message)
+            self._handle_in_turn(session, message)
 
     def _open(self, session: ServerSession | None, message: pb.ClientMessage) -> None:
         opening = self._service.capabilities.opening(message)
@@ -100,7 +100,7 @@ class Conversation:
         session.attach(self.stream)
         self._service.work.put(session, opening)
 
-    def _go_on(self, session: ServerSession, message: pb.ClientMessage) -> None:
+    def _handle_in_turn(self, session: ServerSession, message: pb.ClientMessage) -> None:
         """Handle a message of a session's current turn."""
         limits = self._service.capabilities.limits
         if message.HasField("draft"):

@@ -173,14 +173,14 @@ class EngineWorker:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""
         try:
             self._admit()
-            for event in self._engine.step(self._turn()):
+            for event in self._engine.step(self._next_step()):
                 self._report(event)
         except Exception as error:  # noqa: BLE001 - reported to the jobs
             for queued in list(self._active.values()):
                 self._leave(queued)
                 self._end(queued, error)
 
-    def _turn(self) -> set[int]:
+    def _next_step(self) -> set[int]:
         """Handles of the jobs in the next step.
 
         One client gets at most as many jobs as all others together, or `client_rows`; more jobs
@@ -203,14 +203,16 @@ class EngineWorker:
     def _admit(self) -> None:
         """Let waiting jobs join the batch while there is room."""
         left = MAX_NEW_PROMPT_TOKENS
-        while len(self._active) < self._limits.active and (queued := self._first()) is not None:
+        while (
+            len(self._active) < self._limits.active and (queued := self._next_waiting()) is not None
+        ):
             is_first, left = left == MAX_NEW_PROMPT_TOKENS, left - len(queued.job.prompt_ids)
             if not self._make_room(queued) or (left < 0 and not is_first):
                 return
             self._waiting.remove(queued)
             self._join(queued)
 
-    def _first(self) -> QueuedJob | None:
+    def _next_waiting(self) -> QueuedJob | None:
         """The oldest waiting job of the client with the fewest rows, if it may have more."""
         rows = Counter(queued.job.client for queued in self._active.values())
         active, share = self._limits.active, self._limits.share

@@ -64,7 +64,7 @@ class SteppedMixer(nn.Module):
         last = [name for name in linears if name in LAST]
         self.can_batch = self.batches = bool(self._first) and len(last) == 1
         if self.can_batch:
-            widths = iter(_parts([one.out_features for one in self._first]))
+            widths = iter(_projection_slices([one.out_features for one in self._first]))
             replaced = {k: next(widths) for k, v in linears.items() if v in self._first}
             self._inner = _copy_with(mixer, replaced | {last[0]: nn.Identity()})
             self._last = linears[last[0]]
@@ -102,7 +102,7 @@ class SteppedMixer(nn.Module):
         return cast(Tensor, self._last(stepped_N1G)) if self.batches else stepped_N1G
 
 
-class _Part(nn.Module):
+class _ProjectionSlice(nn.Module):
     """Stands in for a projection that was computed before: takes its part of the input."""
 
     def __init__(self, start: int, stop: int) -> None:
@@ -113,9 +113,9 @@ class _Part(nn.Module):
         return entered_N1F[..., self._start : self._stop]
 
 
-def _parts(widths: Sequence[int]) -> list[_Part]:
+def _projection_slices(widths: Sequence[int]) -> list[_ProjectionSlice]:
     stops = list(accumulate(widths))
-    return [_Part(stop - width, stop) for width, stop in zip(widths, stops, strict=True)]
+    return [_ProjectionSlice(stop - width, stop) for width, stop in zip(widths, stops, strict=True)]
 
 
 class HybridLayers(GenericLayers):

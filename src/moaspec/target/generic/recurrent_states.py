@@ -167,7 +167,7 @@ class StepPass:
     def after(self, row: int, token: int) -> TextState:
         """The states of all layers after a row's token, in tensors of their own."""
         return {
-            layer: {kind: _alone(one) for kind, one in states[row, token].items()}
+            layer: {kind: _own_copy(one) for kind, one in states[row, token].items()}
             for layer, states in self._states.items()
         }
 
@@ -203,7 +203,7 @@ def _joined(states: Sequence[LayerState]) -> LayerState:
     return {kind: torch.cat([one[kind] for one in states]) for kind in states[0]}
 
 
-def _alone(state: Tensor) -> Tensor:
+def _own_copy(state: Tensor) -> Tensor:
     """A copy where the tensor is a part of a larger one."""
     return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
 

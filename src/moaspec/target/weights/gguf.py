@@ -130,9 +130,9 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     try:
         whole = gguf
         if len(parts) > 1:
-            with _damage_named(name, gguf, remedy, but=OSError):
+            with _named_errors(name, gguf, remedy, but=OSError):
                 whole = _joined(parts, scratch / "whole.gguf")
-        with _damage_named(name, gguf, remedy):
+        with _named_errors(name, gguf, remedy):
             model, tokenizer = _read(name, whole)
         if whole != gguf:
             whole.unlink()
@@ -148,7 +148,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
 
 @contextmanager
-def _damage_named(
+def _named_errors(
     name: str, gguf: Path, remedy: str, *, but: type[Exception] = MoaSpecError
 ) -> Iterator[None]:
     """Turn the libraries' errors, except those of type `but`, into ours, which name the file."""

@@ -64,7 +64,7 @@ class DraftHead:
         head = getattr(target, "lm_head", None)
         head = getattr(head, "base_layer", head)
         if draft_token_ids is not None and _is_plain(head):
-            rows_WE = all_reduce(_own_rows(head, draft_token_ids))
+            rows_WE = all_reduce(_trimmed_rows(head, draft_token_ids))
             self._choose = _choose_function(rows_WE, draft_token_ids)
         else:
             self._logits = base_logits(target)
@@ -148,7 +148,7 @@ def _choose_function(weight_WE: Tensor, ids_W: Tensor) -> Callable[[Tensor], Ten
     return lambda states_TE: ids_W[packed.single(states_TE).argmax(-1)]
 
 
-def _own_rows(head: Any, ids_W: Tensor) -> Tensor:
+def _trimmed_rows(head: Any, ids_W: Tensor) -> Tensor:
     """The trimmed rows of this rank, zeros elsewhere: (W, E)."""
     start, stop = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
     own_W = (ids_W >= start) & (ids_W < stop)

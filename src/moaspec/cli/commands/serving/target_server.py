@@ -171,8 +171,8 @@ def target_server(
         )
         prepare_process()
         stopping = threading.Event()
-        load = functools.partial(_in_vllm, ranks=tensor_parallel_size, stopping=stopping)
-        service = (load if engine == "vllm" else _here)(asked, limits)
+        load = functools.partial(_vllm_service, ranks=tensor_parallel_size, stopping=stopping)
+        service = (load if engine == "vllm" else _torch_service)(asked, limits)
     announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
@@ -234,7 +234,7 @@ def _page(
     return page_protocols(app)
 
 
-def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
+def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import load_drafter
     from moaspec.generation.shaping import shaping_for
@@ -252,7 +252,7 @@ def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     return TargetService(target, module, limits, shaping=shaping)
 
 
-def _in_vllm(
+def _vllm_service(
     asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int, stopping: threading.Event
 ) -> TargetService:
     """The target inside vLLM, with the drafter's encoder only."""
