@@ -40,7 +40,7 @@ Shape = Annotated[
 FreeBranches = Annotated[
     Literal["auto", "on", "off"], "Also draft continuations that occur earlier in the text."
 ]
-Temperature = Annotated[float | None, "0: greedy; default: the model's where it samples, else 0."]
+Temperature = Annotated[float | None, "0: greedy; default: the model's if it samples, else 0."]
 TopK = Annotated[int | None, "Sample among this many tokens; 0: all; default: the model's."]
 TopP = Annotated[
     float | None,
@@ -65,7 +65,7 @@ Speculation = Annotated[
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="auto: bfloat16 where it is faster here, else float32."),
+    typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
 ]
 Quantize = Annotated[
     str | None,

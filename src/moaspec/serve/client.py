@@ -62,7 +62,7 @@ class ServedChat:
                 _check(answer)
                 yield from _events(answer)
         except UnicodeEncodeError as error:
-            raise InputError("The conversation holds what is no Unicode text.") from error
+            raise InputError("The conversation holds text that is no Unicode.") from error
         except httpx.HTTPError as error:
             raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
 
@@ -101,7 +101,7 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
         try:
             event: dict[str, Any] = json.loads(line.removeprefix("data: "))
         except (ValueError, RecursionError) as error:
-            raise ServerError(f"The server sent what is no JSON: {line[:80]!r}.") from error
+            raise ServerError(f"The server sent no JSON: {line[:80]!r}.") from error
         if "error" in event:
             raise ServerError(f"The server failed: {event['error']['message']}")
         yield event

@@ -80,7 +80,8 @@ def export_device(
     num_target_layers: Annotated[
         int | None,
         typer.Option(
-            help="Last target layers to include; default: the checkpoint's N, in ONNX 0 if it can.",
+            help="Last target layers to include; default: the checkpoint's N, for ONNX 0 if it "
+            "has that.",
             min=0,
         ),
     ] = None,

@@ -164,8 +164,8 @@ def evaluate(
         )
     if report.interrupted:
         _write_results(report.as_json(), lambda: show(report), None, as_json=as_json)
-        kept = f"They are kept in {out}; the same command goes on." if out else None
-        _leave("these are the prompts before", kept)
+        kept = f"They are kept in {out}; the same command continues." if out else None
+        _leave("shown are the prompts measured before", kept)
     facts = {"settings": {**facts, **read}, **report.as_json()}
     _write_results(facts, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
@@ -256,7 +256,7 @@ def _write_study(
     held = interrupted and path is not None and path.exists()
     _write_results(facts, show_it, None if held else path, as_json=as_json)
     if interrupted:
-        _leave("this was measured before", f"{path} stays as it was." if held else None)
+        _leave("shown is the part measured before", f"{path} stays as it was." if held else None)
 
 
 def _leave(what: str, kept: str | None) -> NoReturn:

@@ -43,7 +43,7 @@ def train(
     ] = None,
     init: Annotated[bool, "Write a ready configuration here; without a name: list them."] = False,
     dry_run: Annotated[bool, "Show memory, disk, time and expected tau; load no weights."] = False,
-    gpu: Annotated[str, "GPUs that --dry-run reckons with, such as h100 or 8xh100."] = "h100",
+    gpu: Annotated[str, "GPUs of the estimates of --dry-run, such as h100 or 8xh100."] = "h100",
 ) -> None:
     """Train a drafter, or resume its training.
 

@@ -38,14 +38,15 @@ class HttpOptions:
         Path | None, "File of API keys, one per line; also $MOASPEC_API_KEY. Default: no key."
     ] = None
     cors_origin: Annotated[
-        list[str] | None, "Web origin that may call; may be given several times; * allows all."
+        list[str] | None,
+        "Origin of web pages that may call; may be given several times; * allows all.",
     ] = None
     name: Annotated[
         list[str] | None,
         "Another name of the model; may be given several times; * accepts any name.",
     ] = None
     default_max_tokens: Annotated[
-        int, typer.Option(help="Tokens of an answer where the request sets no limit.", min=1)
+        int, typer.Option(help="Tokens of an answer if the request sets no limit.", min=1)
     ] = 1024
     max_body_bytes: Annotated[
         int, typer.Option(help="Largest request body, in bytes.", min=1024)
