@@ -51,7 +51,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """The record of a drafter's target in its checkpoint; other targets are refused."""
+    """The record of a drafter's target in its checkpoint; drafting for another is an error."""
 
     model_type: str
     num_layers: int
