@@ -29,7 +29,6 @@ from moaspec.calibration.round_parts import RoundParts, TimedPart  # noqa: E402
 from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
-from moaspec.drafting.moa_proposer import MoAProposer  # noqa: E402
 from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex  # noqa: E402
 from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402
 from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
@@ -73,7 +72,7 @@ def main() -> None:
 
 
 def measured(
-    target: moaspec.Target, drafting: MoAProposer, repeats: int
+    target: moaspec.Target, drafting: FastMoAProposer, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of each part."""
     bench = RoundParts(target, drafting)

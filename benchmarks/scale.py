@@ -45,8 +45,8 @@ from moaspec.backends.pack import pack_linears
 from moaspec.backends.weight_only import BITS, quantise
 from moaspec.calibration.round_parts import RoundParts, pass_over, timed
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain, parse_shape
 from moaspec.engine.engine import Engine
@@ -265,7 +265,7 @@ class Turns:
         self._device, self._chosen = target.device, Chosen()
         self._shapes = {str(ONE): ONE, str(LONG): LONG, **shapes}
         verifier, proposer = local_parts(target, drafter)
-        assert isinstance(proposer, MoAProposer)
+        assert isinstance(proposer, FastMoAProposer)
         parts, cache = RoundParts(target, proposer), KVCache(target)
         self._passes = {n: whole_pass(target, cache, n) for n in WIDTHS}
         self._encodings = {n: parts.encode(n).run for n in ENCODED}

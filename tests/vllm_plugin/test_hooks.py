@@ -37,9 +37,3 @@ def test_a_missing_hook_is_named_with_the_version(monkeypatch: pytest.MonkeyPatc
         ServingError, match=r"vLLM 0\.33\.5 has no Runner\.input_batch\.block_table"
     ):
         hooks.require(runner, "input_batch.block_table", owner_name="Runner")
-
-
-def test_a_missing_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "MODULE_HOOKS", (("moaspec.no_such_module", "x"),))
-    with pytest.raises(ServingError, match=r"no module moaspec\.no_such_module"):
-        hooks.require_modules()

@@ -23,7 +23,6 @@ from moaspec.backends.cpu.build import instructions
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
@@ -192,7 +191,7 @@ def _path(facts: dict[str, Any]) -> Path:
 @torch.inference_mode()
 def _measured(
     target: Target,
-    proposers: Sequence[MoAProposer],
+    proposers: Sequence[FastMoAProposer],
     turns: Turns,
     advance: Callable[[str], None],
     stopped: Callable[[], bool],

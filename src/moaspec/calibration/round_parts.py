@@ -1,6 +1,6 @@
 """Timing of the parts of a round, and of whole rounds.
 
-Legend: B rows (one here), T tokens, L layers, K one layer's key and value.
+Legend: B rows, T tokens, E hidden size.
 """
 
 import statistics
@@ -16,7 +16,6 @@ from torch import Tensor
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache, tree_mask
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.recorded_passes import PassSizes
@@ -54,7 +53,7 @@ class TimedPart:
 class RoundParts:
     """Makes the parts of a round with any tokens; without proposer, the target's alone."""
 
-    def __init__(self, target: Target, proposer: MoAProposer | None) -> None:
+    def __init__(self, target: Target, proposer: FastMoAProposer | None) -> None:
         self.target, self.proposer = target, proposer
         self._cache = local_verifier(target).cache
 
@@ -103,18 +102,9 @@ class RoundParts:
 
     def _features(self, num_tokens: int) -> Any:
         assert self.proposer is not None
-        target, tokens = self.target, range(num_tokens)
-        if isinstance(self.proposer, FastMoAProposer):
-            self._cache.reserve(1, num_tokens)
-            return self.proposer.encode_stored(self._cache.stored(0, tokens), tokens)
-        kv_1TLK = torch.zeros(
-            (1, num_tokens, target.num_layers, target.identity.kv_size),
-            dtype=target.dtype,
-            device=target.device,
-        )
-        positions = torch.arange(num_tokens, device=target.device)[None]
-        (features,) = self.proposer.encode(kv_1TLK, positions, [num_tokens])
-        return features
+        self._cache.reserve(1, num_tokens)
+        tokens = range(num_tokens)
+        return self.proposer.encode_stored(self._cache.stored(0, tokens), tokens)
 
 
 class TimedRounds:

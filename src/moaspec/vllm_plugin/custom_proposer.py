@@ -25,7 +25,6 @@ class CustomProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         hooks.require_version()
-        hooks.require_modules()
         check_settings(vllm_config)
         self.vllm_config = vllm_config
         self.runner: Any = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,23 +10,6 @@ from packaging.specifiers import SpecifierSet
 
 from moaspec.errors import ServingError
 from moaspec.vllm_plugin.vllm_settings import SUPPORTED_VERSIONS, TESTED_VERSION
-
-MODULE_HOOKS = (
-    ("vllm._custom_ops", "fused_add_rms_norm"),
-    ("vllm._custom_ops", "rms_norm"),
-    ("vllm._custom_ops", "rotary_embedding"),
-    ("vllm.config", "get_layers_from_vllm_config"),
-    ("vllm.distributed", "get_tp_group"),
-    ("vllm.distributed", "tensor_model_parallel_all_gather"),
-    ("vllm.model_executor.layers.attention", "Attention"),
-    ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
-    ("vllm.model_executor.models.utils", "extract_layer_index"),
-    ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler"),
-    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
-    ("vllm.v1.spec_decode.dynamic.utils", "build_dynamic_sd_schedule_lookup"),
-)
-"""Modules of vLLM and the names that are imported from them."""
 
 RUNNER_HOOKS = (
     "_dummy_run",
@@ -77,16 +59,6 @@ def require_version() -> None:
         )
 
 
-def require_modules() -> None:
-    """Check that all that is imported from vLLM exists; ServingError names what is missing."""
-    for module, name in MODULE_HOOKS:
-        try:
-            owner: Any = importlib.import_module(module)
-        except ImportError as error:
-            raise _missing(f"module {module}") from error
-        require(owner, name, owner_name=module)
-
-
 def verifies_sampled_drafts(device: Any) -> bool:
     """Whether vLLM verifies drafts at each request's own temperature.
 
@@ -99,7 +71,8 @@ def verifies_sampled_drafts(device: Any) -> bool:
     # Random values, because uninitialised memory may hold the values of an earlier check.
     temperatures = torch.tensor([secrets.randbelow(1 << 20) + 0.5 for _ in range(2)], device=device)
     counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    got = rejection_sampler.expand_batch_to_tokens(temperatures, counts, 3)
+    expand = require(rejection_sampler, "expand_batch_to_tokens", owner_name="rejection_sampler")
+    got = expand(temperatures, counts, 3)
     return bool(torch.equal(got, temperatures[[0, 1, 1]]))
 
 
