@@ -23,9 +23,6 @@ class AngleTable:
         self._compute = compute
         self._table, self._size = compute(torch.arange(INITIAL_POSITIONS)), INITIAL_POSITIONS
 
-    def __len__(self) -> int:
-        return self._size
-
     def __call__(self, position_ids: Tensor) -> CosSin:
         """Those of positions of any shape, (..., D) each."""
         cos_SD, sin_SD = self._table

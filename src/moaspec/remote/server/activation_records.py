@@ -85,7 +85,7 @@ class RecordRequest(NamedTuple):
 
 
 class ActivationRecords:
-    """Encoded activations of the first `len` tokens of a text, and the sent positions."""
+    """Encoded activations of a text's first tokens, and the sent positions."""
 
     def __init__(self, layout: ActivationLayout) -> None:
         self.layout = layout
@@ -94,9 +94,6 @@ class ActivationRecords:
         self.sent = PositionSet()
         self.reading = True
         """While a prompt is encoded, the oldest tokens are sent first; afterwards the newest."""
-
-    def __len__(self) -> int:
-        return self._length
 
     @property
     def num_bytes(self) -> int:
