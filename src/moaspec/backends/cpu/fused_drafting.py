@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,17 +141,6 @@ class Coupling:
         )
 
 
-class KernelTree(NamedTuple):
-    """Drafted nodes of one request, parents first."""
-
-    tokens: list[int]  # ids in the target's vocabulary
-    parents: list[int]  # node, -1: the root
-    # Log-probability of each node's path; with a coupling, that the target chooses it.
-    scores: list[float]
-    levels: int
-    num_expanded: int  # how many nodes got children
-
-
 def draft_tree(
     unread: Sequence[int],
     depth: int,
@@ -168,7 +156,7 @@ def draft_tree(
     names_O: Tensor,
     embeddings_VE: Tensor,
     coupling: Coupling | None = None,
-) -> KernelTree:
+) -> tuple[list[int], list[int], list[float], int, int]:
     """Draft a tree level by level: the best tokens after a text, then after the best of these.
 
     Args:
@@ -187,7 +175,12 @@ def draft_tree(
             before it that the target's cache lacks.
         names_O: int64, token ids of the head's outputs.
         embeddings_VE: of all ids, bf16.
-        coupling: of a row that samples; its filters drop drafts.
+        coupling: of a row that samples. Drafts are then those that are left by its filters.
+
+    Returns:
+        Of the drafted nodes, parents first: ids in the target's vocabulary; parents, -1 for the
+        root; log-probabilities of their paths, with a coupling that the target chooses them. Then
+        how many levels there are, and how many nodes got children.
     """
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64
@@ -222,5 +215,4 @@ def draft_tree(
     draft = library().moaspec_tree
     call(draft, ctypes.byref(drafter), text_ids, len(unread), ctypes.byref(growth))
     count = growth.nodes
-    found = tokens[:count], parents[:count], scores[:count]
-    return KernelTree(*found, growth.levels, growth.leaves)
+    return tokens[:count], parents[:count], scores[:count], growth.levels, growth.leaves

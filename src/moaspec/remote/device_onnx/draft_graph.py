@@ -44,14 +44,6 @@ HIDDEN = -1e30
 """Added to the scores of hidden slots; with infinity an empty row would become NaN."""
 
 
-class Sizes(NamedTuple):
-    """Heads of an attention, and their dimensions."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 class ReusedLayers(NamedTuple):
     """The target's last N layers.
 
@@ -63,7 +55,7 @@ class ReusedLayers(NamedTuple):
     """
 
     layers: Sequence[Any]
-    sizes: Sizes
+    sizes: LayerConfig
     rope: Any
     norm: Any
 
@@ -239,7 +231,7 @@ class _DraftGraph(GraphBuilder):
         return self.norm(x_WE, reused.norm)
 
     def keys_and_values(
-        self, normed_TE: str, part: Any, positions_T: str, sizes: Sizes | LayerConfig, rope: Any
+        self, normed_TE: str, part: Any, positions_T: str, sizes: LayerConfig, rope: Any
     ) -> dict[str, str]:
         """Rotated "key", and "value", (T, J, D) each."""
         heads = self.constant([-1, sizes.num_kv_heads, sizes.head_dim])
@@ -262,7 +254,7 @@ class _DraftGraph(GraphBuilder):
         new_JTD = self.op("Transpose", new_TJD, perm=[1, 0, 2])
         return self.op("ScatterND", cache, slots, new_JTD, name=f"new_{cache}")
 
-    def queries(self, normed_WE: str, layer: Any, sizes: Sizes | LayerConfig, rope: Any) -> str:
+    def queries(self, normed_WE: str, layer: Any, sizes: LayerConfig, rope: Any) -> str:
         """Rotated and scaled queries by KV head, (J, R, D)."""
         query = self.linear(normed_WE, layer.self_attn.q_proj)
         query = self.op("Reshape", query, self.constant([-1, sizes.num_heads, sizes.head_dim]))
@@ -273,14 +265,14 @@ class _DraftGraph(GraphBuilder):
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])
         return self.op("Reshape", query, self.constant([heads, -1, sizes.head_dim]))
 
-    def hidden(self, visible_WS: str, sizes: Sizes | LayerConfig) -> str:
+    def hidden(self, visible_WS: str, sizes: LayerConfig) -> str:
         """The mask of R queries, (R, S): added to their scores."""
         hidden_WS = self.op("Where", visible_WS, self.constant(0.0), self.constant(HIDDEN))
         groups = sizes.num_heads // sizes.num_kv_heads
         return self.op("Tile", hidden_WS, self.constant([groups, 1]))
 
     def attend(
-        self, query_JRD: str, key_JSD: str, value_JSD: str, hidden: str, sizes: Sizes | LayerConfig
+        self, query_JRD: str, key_JSD: str, value_JSD: str, hidden: str, sizes: LayerConfig
     ) -> str:
         """The attention's output, heads side by side, (W, H * D)."""
         scores = self.op("MatMul", query_JRD, self.op("Transpose", key_JSD, perm=[0, 2, 1]))

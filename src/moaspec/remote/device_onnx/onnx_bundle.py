@@ -19,7 +19,6 @@ from moaspec.remote.device_onnx.draft_graph import (
     TOP,
     DraftGraph,
     ReusedLayers,
-    Sizes,
     TargetParts,
     draft_graph,
     learned_weights,
@@ -118,7 +117,13 @@ def _reused_layers(target: Target, drafter: MoADrafter, number: int) -> ReusedLa
             f"The last {number} layers of {target.name} cannot go into an ONNX bundle: it holds "
             "layers that are built as Llama's. Use num_target_layers = 0, or a bundle for PyTorch."
         )
-    sizes = Sizes(config.num_attention_heads, target.num_kv_heads, target.head_dim)
+    sizes = LayerConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=config.intermediate_size,
+    )
     return ReusedLayers(layers, sizes, base.rotary_emb, base.norm)
 
 
