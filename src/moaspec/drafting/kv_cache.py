@@ -114,6 +114,7 @@ class KVCache:
     def append(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
         """Store keys and values of all layers, or of the last N, from slot `start` on."""
         first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
+        self.reserve(row + 1, stop)
         self._data[first:, 0, row, :, start:stop] = key_NHTD
         self._data[first:, 1, row, :, start:stop] = value_NHTD
 

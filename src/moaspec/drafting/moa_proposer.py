@@ -91,10 +91,8 @@ class MoAProposer(TreeProposer):
         (start,) = first or (self.num_encoded.get(row, 0),)
         if start != self.num_encoded.get(row, 0):
             self.first_encoded[row] = start
-        stop = start + key_1CTD.shape[2]
-        self.memory.reserve(row + 1, stop)
         self.memory.append(row, start, key_1CTD, value_1CTD)
-        self.num_encoded[row] = stop
+        self.num_encoded[row] = start + key_1CTD.shape[2]
 
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""

@@ -36,11 +36,9 @@ class DeviceMoAProposer(FastMoAProposer, DeviceProposer):
     def place_activations(self, row: int, start: int, activations: Activations) -> None:
         key_1CTD, value_1CTD = (self._tensor(part)[None] for part in activations[:2])
         stop = start + key_1CTD.shape[2]
-        self.memory.reserve(row + 1, stop)
         self.memory.append(row, start, key_1CTD, value_1CTD)
         if activations.layers_2NHTD is not None:
             assert self.target_cache is not None, "share_target_cache() comes before last layers"
-            self.target_cache.reserve(row + 1, stop)
             self.target_cache.append(row, start, *self._tensor(activations.layers_2NHTD))
         num_encoded = self.num_encoded.get(row, 0)
         if start > num_encoded or row in self.missing:

@@ -82,9 +82,6 @@ class _Parts(nn.Module):
         super().__init__()
         self.config, self.embed_tokens, self.lm_head = config, embedding, head
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
 
 class GenericPartialTarget(PartialTarget):
     """`PartialTarget` of a `GenericTarget`; no layers can be reused.
