@@ -57,7 +57,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch, longest: int = 5) -> None:
     """Two drafts after each `longest` rounds without any, whatever pays."""
     left = longest
 
-    def shape(of: LinkPolicy, _length: int, _num_rows: int) -> Tree | None:
+    def shape(of: LinkPolicy, _length: int, _num_rows: int, _copied: float) -> Tree | None:
         nonlocal left
         if not left:
             left = longest
