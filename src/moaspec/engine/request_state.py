@@ -67,10 +67,9 @@ class RequestState:
         )
 
     @property
-    def policies(self) -> list[DraftPolicy]:
-        """`shape` and `branch_shape`, where these are policies."""
-        shapes = (self.shape, self.branch_shape)
-        return [one for one in shapes if one is not None and not isinstance(one, Tree)]
+    def policy(self) -> DraftPolicy | None:
+        """The policy that chooses the shape every round; None if the shape is fixed."""
+        return None if isinstance(self.shape, Tree) else self.shape
 
     @property
     def wants_features(self) -> bool:

@@ -193,9 +193,11 @@ class RequestTable:
         used = {one.cache_row for one in (*self._active.values(), *self._kept.values())}
         return next(i for i in range(len(used) + 1) if i not in used)
 
-    def _begin_policies(self, request: RequestState) -> None:
-        """Tell a request's policies how many tokens the next pass would encode."""
-        unread = request.token_ids[request.num_verified :]
+    def _begin_policy(self, request: RequestState) -> None:
+        """Tell a request's policy how many tokens the next pass would encode."""
+        policy, unread = request.policy, request.token_ids[request.num_verified :]
+        if policy is None:
+            return
         asked = request.verify_request(unread, DraftTree())
         num_unread = min(len(unread), asked.window or len(unread))
         if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has

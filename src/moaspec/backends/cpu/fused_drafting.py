@@ -175,12 +175,12 @@ def draft_tree(
             before it that the target's cache lacks.
         names_O: int64, token ids of the head's outputs.
         embeddings_VE: of all ids, bf16.
-        coupling: of a row that samples. Drafts are then those that are left by its filters.
+        coupling: of a row that samples; its filters drop drafts.
 
     Returns:
         Of the drafted nodes, parents first: ids in the target's vocabulary; parents, -1 for the
         root; log-probabilities of their paths, with a coupling that the target chooses them. Then
-        how many levels there are, and how many nodes got children.
+        the number of levels, and of nodes that got children.
     """
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64

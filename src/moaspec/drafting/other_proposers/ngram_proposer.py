@@ -53,6 +53,22 @@ class NgramIndex:
                 break
         return paths
 
+    def longest(self, depth: int, most: int) -> tuple[int, tuple[int, ...]]:
+        """The longest end of the text that occurs earlier, among the `NUM_COMPARED` latest matches.
+
+        Returns:
+            Its length, `most` at most, and the up to `depth` tokens that followed it there; 0 and
+            no tokens if nothing matches.
+        """
+        text, best = self._text, (0, 0)
+        for place in islice(self._matches(), NUM_COMPARED):
+            size = 0
+            while size < min(most, place) and text[place - 1 - size] == text[-1 - size]:
+                size += 1
+            best = max(best, (size, place))
+        size, place = best
+        return size, tuple(text[place : place + depth]) if size else ()
+
     def _matches(self) -> Iterator[int]:
         """Positions after earlier occurrences of the text's last n-gram, of each size."""
         for size in self._sizes:

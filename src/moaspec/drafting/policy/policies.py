@@ -27,7 +27,7 @@ from moaspec.sampling.params import GREEDY, SamplingParams
 MAX_LOSS = 0.03
 """Most time that drafting without success may cost a row, as a share of plain decoding."""
 
-CREDIT_TOKENS = 48
+CREDIT_TOKENS = 96
 """A row may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this many
 tokens, however few it has written."""
 
@@ -77,7 +77,7 @@ class DraftPolicy(Protocol):
         """
         del unread, room, num_rows, length, window  # by default there is no decision
 
-    def shape(self, length: int, num_rows: int) -> Tree | None:
+    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
         """The shape of the next drafts; None for a round without drafts.
 
         Args:
@@ -210,6 +210,7 @@ class AdaptivePolicy:
         self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
         # Tokens of rounds with drafts, divided by those of plain decoding in the same time.
         self._speedup = _FadingRate(GAIN, FIRST_ROUNDS)
+        self._gain = _FadingRate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round over its price
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
@@ -243,9 +244,10 @@ class AdaptivePolicy:
             self._waiting -= 1
         else:
             costs = self._round = self._costs.at(length, num_rows)
-            self._drafting = self._affordable(costs)
-            if self._drafting is None:
-                self._pause_for(costs, self._rounds_until_affordable(costs))
+            if copied <= max(0.0, self._gain.value):
+                self._drafting = self._affordable(costs)
+                if self._drafting is None:
+                    self._pause_for(costs, self._rounds_until_affordable(costs))
         self.wants_features = not self._waiting and not self._behind
         if self.wants_features and self._first and self._num_drafted >= PROVEN_ROUNDS:
             self._encode_whole_window(length)
@@ -342,41 +344,6 @@ class AdaptivePolicy:
         """Pause drafting for `rounds` rounds, or forever if encoding those costs too much."""
         self._waiting = rounds if self._loss_gain_s(costs) > 0 else NEVER
         self._behind = self._lags
-
-
-class NgramBranchPolicy(DraftPolicy):
-    """N-gram branches, as long as their accepted tokens pay for the wider pass.
-
-    A round costs nothing if the text does not repeat itself: then there is no branch to verify.
-    Counts fade with every round, so a shape that was dropped is tried again later.
-
-    Args:
-        costs: of this machine, shared with other rows.
-    """
-
-    wants_features = False
-
-    def __init__(self, costs: KnownCosts) -> None:
-        self._costs = costs
-        # Shares accepted of the first copied token of a round, and of one after an accepted one.
-        self._first, self._next = _FadingRate(0.25), _FadingRate(0.6)
-        self._drafted = 0
-
-    def shape(self, length: int, num_rows: int) -> Tree | None:
-        costs, best, best_s = self._costs.at(length, num_rows), None, 0.0
-        first, further, narrow_s = self._first.value, self._next.value, costs.pass_s(self._drafted)
-        for shape in COPY_SHAPES:
-            copied = first * (1.0 - further**shape.depth) / (1.0 - further)
-            wider_s = costs.pass_s(self._drafted + shape.total_tokens) - narrow_s
-            if copied * costs.plain_s - wider_s > best_s:
-                best, best_s = shape, copied * costs.plain_s - wider_s
-        return best
-
-    def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        self._drafted = len(tree.tokens) - tree.num_copied
-        copied = sum(node >= self._drafted for node in accepted)
-        self._first.count(min(copied, 1), min(tree.num_copied, 1))
-        self._next.count(max(copied - 1, 0), copied)
 
 
 class _FadingRate:
