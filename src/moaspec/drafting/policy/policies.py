@@ -160,27 +160,26 @@ class DraftSettings:
 class AdaptivePolicy:
     """Drafts as many tokens as pay for their cost on this machine, or none.
 
-    The tree (`PricedTree`) differs from round to round: a draft is kept if its probability, which
-    the drafter estimates, outweighs its cost by the cost table. If rounds with drafts emit fewer
-    tokens per second than plain rounds would, the row pauses drafting. Single rounds then probe, at
-    growing intervals, whether drafting pays again.
+    Seconds are those of the cost table. A row has these rules:
 
-    The loss of a row, in seconds of the cost table, is limited to `MAX_LOSS` of plain decoding its
-    tokens so far, or, if that is more, to the encoding of its prompt plus `MAX_LOSS` of
-    `CREDIT_TOKENS` tokens. A round that could exceed the limit gets a smaller tree or no drafts. A
-    prompt that takes longer to encode than the row may lose is encoded only if the expected gain of
-    the text exceeds that time. Otherwise the row never drafts.
-
-    While other rows are decoded too, no loss is allowed: a row drafts, and is encoded, only if
-    `KnownCosts` expects a gain for this number of rows. Its missing tokens are encoded when fewer
-    rows are left and the expected gain of the rest of the text exceeds the encoding.
-
-    A row that pauses is not encoded further, because that alone could exceed the limit. It probes
-    with the features that it has, if its drafter can; its missing tokens are encoded when a probe
-    shows that drafting pays again.
-
-    Only the last `FIRST_WINDOW` tokens of a prompt are encoded at first. The rest of the drafter's
-    window follows when drafts have paid and much text is to come (`PROVEN_ROUNDS`).
+    - Size: a draft is kept if its probability, which the drafter estimates, outweighs its cost. So
+      the tree (`PricedTree`) differs from round to round.
+    - Copies: if an n-gram branch promises more than rounds with drafts have gained on average, it
+      is verified alone and the drafter does not run.
+    - Pauses: if rounds with drafts emit fewer tokens per second than plain rounds would, the row
+      pauses. Single rounds, at growing intervals, probe whether drafting pays again.
+    - Limit: a row loses at most `MAX_LOSS` of plain decoding its tokens so far, or, if that is
+      more, the encoding of its prompt plus `MAX_LOSS` of `CREDIT_TOKENS` tokens. A round that could
+      exceed the limit gets a smaller tree or no drafts.
+    - Prompt: its last `FIRST_WINDOW` tokens are encoded, the rest of the drafter's window when
+      drafts have paid and much text is to come (`PROVEN_ROUNDS`). If even the former takes longer
+      than the row may lose, it is encoded only for a text whose expected gain is larger.
+    - Encoding: a paused row is not encoded, because that alone could exceed the limit. It probes
+      with the features that it has, if its drafter can. Missing tokens are encoded when a probe
+      shows that drafting pays again.
+    - Other rows: beside them no loss is allowed. A row drafts and is encoded only if `KnownCosts`
+      expects a gain for this number of rows. Missing tokens are encoded when fewer rows are left
+      and the rest of the text is expected to gain more than that costs.
 
     The drafter must cut trees by their probabilities, as `TreeProposer` does. A drafter that always
     drafts a whole `PricedTree` makes rounds far too large.
