@@ -288,15 +288,26 @@ def test_a_guard_without_tokens_lets_nobody_in() -> None:
     ("entries", "why"),
     [
         ({}, "holds no token"),
-        ({"alice": {"sha256": "secret"}}, "'alice' must be its token's SHA-256"),
-        ({"bob": {"sha256": 64 * "é"}}, "'bob' must be its token's SHA-256"),
-        ({"eve": {"sha256": 64 * "0", "max_sessions": 0}}, "'eve' must be at least 1, got 0"),
-        ({"eve": {"sha256": 64 * "0", "max_sessions": -3}}, "'eve' must be at least 1, got -3"),
+        ({"alice": {"sha256": "secret"}}, "alice.sha256: String should match"),
+        ({"bob": {"sha256": 64 * "é"}}, "bob.sha256: String should match"),
+        ({"eve": {"sha256": 64 * "0", "max_sessions": 0}}, "eve.max_sessions: .* greater than 0"),
+        ({"eve": {"sha256": 64 * "0", "max_sessions": 1e999}}, "eve.max_sessions: .* integer"),
+        ({"eve": {"sha256": 64 * "0", "expires": float("nan")}}, "eve.expires: .* finite"),
+        ({"eve": {"sha256": 64 * "0", "expires": 10**400}}, "eve.expires: .* number"),
+        ({"eve": {"sha256": 64 * "0", "expiry": 5}}, "eve.expiry: Extra inputs"),
+        ({"eve": {"sha256": 64 * "a"}, "ida": {"sha256": 64 * "A"}}, "same token for several"),
     ],
 )
 def test_a_file_of_tokens_that_guards_nothing(tmp_path: Path, entries: Any, why: str) -> None:
     (tmp_path / "tokens.json").write_text(json.dumps(entries))
     with pytest.raises(InputError, match=why):
+        CallAuth.read(tmp_path / "tokens.json")
+
+
+def test_a_file_of_tokens_that_names_an_owner_twice(tmp_path: Path) -> None:
+    entry = json.dumps({"sha256": 64 * "0"})
+    (tmp_path / "tokens.json").write_text(f'{{"eve": {entry}, "eve": {entry}}}')
+    with pytest.raises(InputError, match="'eve' occurs twice"):
         CallAuth.read(tmp_path / "tokens.json")
 
 

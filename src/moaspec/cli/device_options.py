@@ -196,7 +196,7 @@ class DeviceOptions:
 def _token(path: Path | None) -> str | None:
     """From a file or the environment: command lines are seen by every user."""
     if path is None:
-        return os.environ.get("MOASPEC_TOKEN") or None
+        return os.environ.get("MOASPEC_TOKEN", "").strip() or None
     return "\n".join(options.read_lines("--token-file", path))
 
 

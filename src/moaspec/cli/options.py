@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -117,6 +118,11 @@ class DecodingOptions:
     generation_config: GenerationConfig = "auto"
     speculation: Speculation = True
 
+    @property
+    def only_samples(self) -> bool:
+        """Whether nothing but sampling differs from the defaults."""
+        return self == DecodingOptions(**_sampling(vars(self)))
+
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
         """The options of `moaspec.generate`; ShapeError or InputError for a bad value."""
         from moaspec.drafting.tree_shapes import parse_shape
@@ -186,6 +192,14 @@ def _as_option(parameter: inspect.Parameter) -> inspect.Parameter:
 def generation_defaults(option: Literal["auto", "none"]) -> Literal["auto"] | None:
     """The Python value of --generation-config."""
     return "auto" if option == "auto" else None
+
+
+def sent_api_key() -> str:
+    """The key that requests carry, of $MOASPEC_API_KEY; InputError where no header can hold it."""
+    key = os.environ.get("MOASPEC_API_KEY", "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise InputError("$MOASPEC_API_KEY holds characters that no HTTP header can.")
+    return key
 
 
 def read_file(option: str, path: Path) -> bytes:

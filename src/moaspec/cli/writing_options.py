@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +18,7 @@ from moaspec.cli.options import (
     Threads,
     generation_defaults,
     read_lines,
+    sent_api_key,
 )
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
@@ -124,8 +124,7 @@ class EndpointOptions:
                 raise InputError(f"--{name} is for decoding here, --endpoint decodes elsewhere.")
         from moaspec.train.dataset.endpoint_client import Endpoint
 
-        key = os.environ.get(KEY, "").strip()
-        return Endpoint(url=self.endpoint, model=self.endpoint_model, key=key)
+        return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
 def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSpec:

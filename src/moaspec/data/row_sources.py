@@ -324,8 +324,8 @@ def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         raise _not_json(str(path), "there is more after the list", rest)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, which Python's JSON reader accepts silently."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError for duplicate keys, which Python's reader accepts silently."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
@@ -334,13 +334,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 _START, _SEPARATOR = re.compile(r"\s*\[\s*"), re.compile(r"\s*(,\s*|(?=\]))")
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line, object_pairs_hook=_unique)
+        value = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _not_json(where, str(error), line) from error
     return _checked(where, value)

@@ -13,7 +13,7 @@ from edges import Edge
 from moaspec.cli.commands.chat_url import TAKEN_BACK, ServerChat, _Printer
 from moaspec.cli.main import run
 from moaspec.cli.terminal.console import escape_unsafe
-from moaspec.errors import ServerError
+from moaspec.errors import InputError, ServerError
 from moaspec.generation.options import GenerateOptions
 from serving import Served
 
@@ -64,6 +64,24 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         run()
     assert left.value.code == 1
     assert "moaspec serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--model", "m"), ("--tree", "chain:2"), ("--no-speculation",)])
+def test_options_of_a_target_here(
+    option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moaspec", "chat", "--url", "http://127.0.0.1:1", *option])
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert left.value.code == 2
+    assert "they are the server's" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb"])
+def test_keys_that_no_header_holds(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOASPEC_API_KEY", key)
+    with pytest.raises(InputError, match="no HTTP header"):
+        ServerChat("http://127.0.0.1:1", {**SETTINGS})
 
 
 def test_what_is_taken_back_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

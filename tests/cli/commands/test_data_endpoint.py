@@ -88,7 +88,7 @@ def test_key_comes_from_the_environment_and_drops_are_said(
         asked.append(fields)
         return completion("w30", token_ids=[30 + (next(number) == 3), chat_tokenizers.END])
 
-    monkeypatch.setenv("MOASPEC_API_KEY", "secret")
+    monkeypatch.setenv("MOASPEC_API_KEY", "secret\n")
     out = tmp_path / "out.jsonl"
     with fake(answer) as url:
         done = cli(

@@ -43,10 +43,10 @@ def chat(
     """
     settings = decoding.settings(max_new_tokens)
     if url is not None:
-        if asked.quantize or asked.adapter or decoding.generation_config != "auto":
+        if asked != options.LoadOptions() or not decoding.only_samples:
             raise InputError(
-                "--quantize, --adapter and --generation-config are for a target here; with --url "
-                "they are the server's."
+                "Options of loading and drafting are for a target here; with --url they are the "
+                "server's. Leave all out but those of sampling, --system and --max-new-tokens."
             )
         _hold(ServerChat(url, settings, system))
         return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from moaspec.cli.options import sent_api_key
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.chat_loop import ChatLoop
 from moaspec.errors import InputError
@@ -30,7 +30,7 @@ class ServerChat(ChatLoop):
         require("`moaspec chat --url`", "serve")
         from moaspec.serve.client import ServedChat
 
-        self._server = ServedChat(url, os.environ.get("MOASPEC_API_KEY", ""))
+        self._server = ServedChat(url, sent_api_key())
         self._answers: list[dict[str, Any]] = []
 
     def answer(self, question: str) -> None:

@@ -45,6 +45,7 @@ class GrpcTransport(AddressedTransport):
 
     def _prepare(self) -> None:
         self._credentials.check(self.address)
+        self._credentials.tls()  # gRPC would only report that it cannot connect
 
     async def connect(self) -> GrpcConnection:
         channel = self._channel()

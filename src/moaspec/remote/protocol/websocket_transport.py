@@ -52,8 +52,8 @@ CLOSE_S = 0.2
 class WebSocketTransport(AddressedTransport):
     """Connections to a `moaspec target-server --websocket`.
 
-    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls'
-    paths. With wss:// the default CAs are this system's. A token must be valid in a header.
+    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
+    With wss:// the default CAs are this system's.
     """
 
     def _prepare(self) -> None:
@@ -178,9 +178,6 @@ def _checked(address: str, credentials: Credentials) -> Credentials:
         raise InputError(
             f"A server of WebSockets is ws://HOST:PORT or wss://HOST:PORT, got {address!r}."
         )
-    token = credentials.token
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise InputError("A token must be one line of printable ASCII characters.")
     if parts.scheme == "wss":
         return replace(credentials, ca=credentials.ca or "system")
     if credentials.ca is not None:

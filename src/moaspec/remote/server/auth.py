@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ ANONYMOUS = "anonymous"
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Connections to these hosts stay on this machine and need no TLS."""
-
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class UnknownClientError(RefusedError):
@@ -54,6 +51,8 @@ class Credentials:
             raise InputError("A certificate comes with its key; got only one of the two.")
         if self.certificate is not None and self.ca is None:
             raise InputError("A device's certificate needs TLS: name the server's ca, or 'system'.")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise InputError("A token must be one line of printable ASCII characters.")
 
     def check(self, address: str) -> None:
         """Refuse to send a token without encryption.
@@ -130,34 +129,36 @@ class CallAuth:
         Raises:
             InputError: not such a file, or one without any token.
         """
+        # Imported here: devices do without.
+        from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, TypeAdapter
+
+        from moaspec.data.row_sources import unique_keys
+
+        class Entry(BaseModel, strict=True, extra="forbid"):
+            sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")
+            expires: FiniteFloat | None = None
+            max_sessions: PositiveInt | None = None
+
         text = _read(path)
         try:
-            entries = json.loads(text)
-            digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
-            until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
-            most = {n: int(v["max_sessions"]) for n, v in entries.items() if "max_sessions" in v}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            given = json.loads(text, object_pairs_hook=unique_keys)
+            entries = TypeAdapter(dict[str, Entry]).validate_python(given)
+        except (ValueError, RecursionError) as error:
             raise InputError(
-                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error}.'
+                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: '
+                f"{_first_cause(error)}."
             ) from error
-        if not digests:
+        if not entries:
             raise InputError(
                 f"{path} holds no token, so nobody could connect. Add one, or let everybody in by "
                 "giving no file."
             )
-        for owner, digest in digests.items():
-            if not _SHA256.fullmatch(digest):
-                raise InputError(
-                    f"{path}: sha256 of {owner!r} must be its token's SHA-256, 64 hexadecimal "
-                    f"digits, got {digest!r}."
-                )
-        for owner, number in most.items():
-            if number < 1:
-                raise InputError(
-                    f"{path}: max_sessions of {owner!r} must be at least 1, got {number}. Leave it "
-                    "out for the server's own limit, or remove the entry to refuse this owner."
-                )
-        return CallAuth({digest: owner for owner, digest in digests.items()}, until, most)
+        owners = {one.sha256.lower(): owner for owner, one in entries.items()}
+        if len(owners) < len(entries):
+            raise InputError(f"{path} has the same token for several owners. Give each its own.")
+        until = {n: one.expires for n, one in entries.items() if one.expires is not None}
+        most = {n: one.max_sessions for n, one in entries.items() if one.max_sessions is not None}
+        return CallAuth(owners, until, most)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:
         """Find the owner of a connection.
@@ -178,6 +179,14 @@ class CallAuth:
                     raise UnknownClientError("The token has expired; get a new one.")
                 return owner
         raise UnknownClientError("No token, or one that this server does not know.")
+
+
+def _first_cause(error: Exception) -> str:
+    """What is wrong first, and where; in one line."""
+    if not hasattr(error, "errors"):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}"
 
 
 def _read(path: Path | str) -> bytes:

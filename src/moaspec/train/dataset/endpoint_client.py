@@ -101,7 +101,7 @@ class UnusableAnswerError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Address and key of a server; InputError for a URL or key that cannot be used."""
+    """Where a server is; InputError for no http or https URL."""
 
     url: str  # base URL, with or without /v1
     model: str | None = None  # the server's name of the model; None: it has only one
@@ -120,8 +120,6 @@ class Endpoint:
                 f"--endpoint {self.url!r} is no URL of a server; it has the form "
                 "http://localhost:8000."
             )
-        if not self.key.isascii() or not self.key.isprintable():
-            raise InputError("The API key holds characters that no HTTP header can.")
 
 
 class EndpointClient:

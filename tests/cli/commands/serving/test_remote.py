@@ -299,7 +299,7 @@ def test_bad_options_of_devices(
 
 
 def test_tokens_come_from_the_environment_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOASPEC_TOKEN", "secret")
+    monkeypatch.setenv("MOASPEC_TOKEN", "secret\n")
     output = cli("remote", "w1", "--server", "example.org:50051")
     assert output.code == 2
     assert "would travel in the clear" in " ".join(output.err.split())

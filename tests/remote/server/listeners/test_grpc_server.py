@@ -381,6 +381,11 @@ def test_credentials_that_cannot_be(tmp_path: Path) -> None:
         GrpcTransport("server:50051", Credentials(token="secret"))
     assert GrpcTransport("[::1]:50051", Credentials(token="secret")).address
     (tmp_path / "garbage.pem").write_text("no certificate")
+    with pytest.raises(InputError, match="Cannot use"):
+        GrpcTransport("server:50051", Credentials(ca=tmp_path / "garbage.pem"))
+    for token in ("a\r\nHost: x", "Ausweis für Ada"):
+        with pytest.raises(InputError, match="printable ASCII"):
+            GrpcTransport("localhost:1", Credentials(token=token))
     with pytest.raises(InputError, match="no certificate chain and its private key"):
         server_credentials(tmp_path / "garbage.pem", tmp_path / "garbage.pem")
     (tmp_path / "tokens").write_text("[]")
