@@ -30,6 +30,7 @@ from commands import Cli, load_targets_by, text_target
 from costs import know, table
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.measure_costs import calibrate, stored_costs
+from moaspec.cli.entry import open_closed_streams
 from moaspec.cli.loading import measure_once, warn_unmeasured
 from moaspec.cli.main import app, run
 from moaspec.cli.terminal import console
@@ -339,16 +340,49 @@ def test_generate_reads_a_pipe(
     assert cli("generate", *arguments, "--max-new-tokens", "24").words == TEXT
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments"), [("", ()), ("\n", ("-",)), (None, ()), (None, ("-",))]
-)
+@pytest.mark.parametrize(("text", "arguments"), [("", ()), ("\n", ("-",))])
 def test_generate_without_a_prompt(
-    text: str | None, arguments: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
+    text: str, arguments: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None if text is None else io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     output = cli("generate", *arguments)
     assert output.code == 2
     assert "prompt" in output.err
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0"])
+@pytest.mark.parametrize("option", [("serve", "--cache-gib"), ("target-server", "--max-cache-gib")])
+def test_caches_of_no_size(option: tuple[str, str], size: str, cli: Cli) -> None:
+    output = cli(*option, size)
+    assert output.code == 2
+    assert option[1] in output.err
+
+
+def test_streams_that_are_closed_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    open_closed_streams()
+    with sys.stdin, sys.stdout, sys.stderr:
+        assert sys.stdin.read() == ""
+        assert sys.stdout.write("said") == sys.stderr.write("told")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 1.00 TiB for an array"),
+        RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+    ],
+)
+def test_too_little_memory(error: Exception, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Target:
+        raise error
+
+    load_targets_by(monkeypatch, load)
+    output = cli("generate", "w1")
+    assert output.code == 1
+    assert output.error.startswith("Error: There is not enough memory: ")
 
 
 def test_generate_refuses_a_pipe_that_is_no_text(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

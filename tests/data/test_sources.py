@@ -28,6 +28,15 @@ def test_plain_and_compressed_files_say_where_rows_are(tmp_path: Path) -> None:
     assert [record.value["a"] for record in read_records(packed)] == [1, 2, 3]
 
 
+def test_a_source_without_a_name_is_not_the_present_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="has no name"):
+        list(read_records(""))
+
+
 def test_malformed_lines_are_raised_or_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a":\n[2]\n{"a": 3}\n')

@@ -37,6 +37,12 @@ def test_a_file(tmp_path: Path) -> None:
     ]
 
 
+def test_prompts_of_a_list_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"turns": ["x"]}, {"turns": ["y"]}]')
+    prompts = read_prompts(str(tmp_path / "a.json"))
+    assert [prompt.question_id for prompt in prompts] == ["1", "2"]
+
+
 def test_question_ids_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question_id": 81, "turns": ["x"]}\n')

@@ -117,7 +117,8 @@ def test_outputs_are_refused_early(tmp_path: Path) -> None:
     for directory in (tmp_path / "file", tmp_path / "file" / "below", Path("/dev/null/none")):
         with pytest.raises(InputError, match="--out"):
             require_writable("--out", directory)
-    for file in (tmp_path, tmp_path / "file" / "below.json", Path("/dev/null/none.json")):
+    below = tmp_path / "file" / "below.json"
+    for file in (tmp_path, below, Path("/dev/null/none.json"), Path("/dev/null")):
         with pytest.raises(InputError, match="--out"):
             require_writable_file("--out", file)
 

@@ -35,9 +35,10 @@ def test_no_other_program_may_take_the_port(system: str, monkeypatch: pytest.Mon
     assert bool(shared) == (system == "posix")
 
 
-def test_an_address_of_another_machine() -> None:
-    with pytest.raises(InputError, match=r"192\.0\.2\.1:8000"):
-        bind("192.0.2.1", 8000)
+@pytest.mark.parametrize("host", ["192.0.2.1", f"{64 * 'a'}.example"])
+def test_an_address_of_another_machine_or_of_none(host: str) -> None:
+    with pytest.raises(InputError, match=rf"{host}:8000: .*another host"):
+        bind(host, 8000)
     with pytest.raises(InputError, match="no-such-host"):
         bind("no-such-host.invalid", 8000)
 

@@ -84,7 +84,7 @@ def test_overrides_are_key_value(override: str, tmp_path: Path) -> None:
 
 
 def test_overrides_that_are_no_yaml(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"data: '\[a' is no value in YAML"):
         read(tmp_path, BASE, "data=[a")
 
 
@@ -114,6 +114,7 @@ def test_missing_file(tmp_path: Path) -> None:
         {"save_every": 0},
         {"max_length": 0},
         {"shortest_block": 9, "longest_block": 8},
+        {"longest_block": 10**20},
         {"held_out": -1},
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},

@@ -34,7 +34,7 @@ def stats(
     sources: Sources,
     model: Model = MODEL,
     max_length: Annotated[
-        int, typer.Option(help="Tokens of an example; longer ones are cut.")
+        int, typer.Option(help="Tokens of an example; longer ones are cut.", min=1)
     ] = 2048,
     skip_malformed: Skip = False,
     as_json: Json = False,

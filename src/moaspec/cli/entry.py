@@ -2,18 +2,28 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
 
 def run() -> None:
     """Load the commands, then run one; see `moaspec.cli.main.run`."""
+    open_closed_streams()
     with exit_on_interrupt():
         from moaspec.cli import main
     main.run()
+
+
+def open_closed_streams() -> None:
+    """Open standard streams that the caller has closed, so that no other file takes their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
 
 
 @contextmanager

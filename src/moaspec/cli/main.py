@@ -32,6 +32,7 @@ from moaspec.errors import (
     ServerError,
     TrainingError,
 )
+from moaspec.support.causes import first_line
 from moaspec.support.extras import has_torch
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
@@ -115,3 +116,15 @@ def run() -> None:
             raise
         console.error(f"{error}.")
         sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if console.DEBUG.get() or not _is_out_of_memory(error):
+            raise
+        console.error(f"There is not enough memory: {first_line(error).rstrip('.')}.")
+        sys.exit(1)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether it is; PyTorch has no kind of error of its own for the CPU's memory."""
+    said = str(error).lower()
+    known = ("out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(one in said for one in known)

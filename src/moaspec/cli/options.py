@@ -22,6 +22,7 @@ T = TypeVar("T")
 FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
 """The Python values of --free-branches."""
 MODEL = "smollm2-135m"
+MAX_GIB = 1_000_000  # more memory than any machine has
 
 Prompt = Annotated[
     str | None,

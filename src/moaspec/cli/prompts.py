@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def read_prompt(prompt: str | None) -> str:
     """The prompt, of standard input if it is "-" or piped; InputError where it is blank."""
-    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+    if prompt is None and sys.stdin.isatty():
         raise InputError("There is no prompt; write one, or pipe one in.")
     if prompt is None or prompt == "-":
         prompt = _standard_input(sys.stdin)
@@ -24,13 +24,19 @@ def read_prompt(prompt: str | None) -> str:
     return prompt
 
 
-def _standard_input(stdin: TextIO | None) -> str:
-    """All of standard input, which is None where it was closed."""
+def read_as_utf8(stdin: TextIO) -> None:
+    """Let standard input be read as UTF-8, with a byte order mark or without.
+
+    On Windows pipes have another encoding, in the C locale every byte is taken.
+    """
     if isinstance(stdin, io.TextIOWrapper):
-        # On Windows pipes have another encoding, in the C locale every byte is taken.
         stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+
+
+def _standard_input(stdin: TextIO) -> str:
+    read_as_utf8(stdin)
     try:
-        return "" if stdin is None else stdin.read().rstrip("\n")
+        return stdin.read().rstrip("\n")
     except UnicodeError as error:
         raise InputError("Standard input is not valid UTF-8 text.") from error
 

@@ -240,6 +240,8 @@ def read_records(
     Raises:
         DataError: the source cannot be read; or an error of `on_malformed`.
     """
+    if source == "":  # as a path it would be the directory that the command runs in
+        raise DataError("A source of data has no name; give a file, a directory or a data set.")
     if str(source).startswith(HUB):
         for number, row in enumerate(hub_rows(str(source)), start=1):
             yield Record(f"{source}:{number}", _without_absent(row))

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,6 +23,7 @@ ANSWERS = ("reference", "answer", "canonical_solution", "output")
 _WITHOUT_ANSWERS = dict.fromkeys(("answer", "output"))
 """Columns of right answers, which are not messages of a conversation."""
 NUMBER = "(number of the line)"
+_LAST_NUMBER = re.compile(r"\d+$")  # of a row's place
 IDS = ("question_id", "task_id", "id", NUMBER)  # names of id columns, by priority
 
 
@@ -147,7 +149,7 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 
 
 def _prompt(record: Record, suite: str) -> Prompt:
-    row, number = record.value, record.where.rpartition(":")[2]
+    row, number = record.value, _LAST_NUMBER.findall(record.where)[0]
     messages = _messages(record)
     turns = tuple(message["content"] for message in messages if message["role"] == "user")
     references = _first(row, ANSWERS)

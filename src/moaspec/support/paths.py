@@ -164,6 +164,8 @@ def require_writable_file(option: str, path: Path) -> None:
     reason = why_not_writable(path.parent)
     if path.is_dir():
         reason = "it is a directory"
+    elif path.exists() and not path.is_file():
+        reason = "it is no regular file"
     elif path.exists() and not os.access(path, os.W_OK):
         reason = "it is read-only"
     _refuse(option, path, reason)

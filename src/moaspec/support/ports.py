@@ -1,5 +1,6 @@
 """Addresses of servers, and binding them before a model is loaded."""
 
+import errno
 import os
 import re
 import socket
@@ -35,8 +36,8 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, number)
-    except OSError as error:
-        raise _refusal(host, port, option, error) from error
+    except (OSError, UnicodeError) as error:
+        raise _refusal(host, port, "host", error) from error
     try:
         # A server that ended a moment ago leaves connections in TIME_WAIT, which block nobody.
         # On Windows they never do, and this option would let another program take the port.
@@ -45,7 +46,8 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _refusal(host, port, option, error) from error
+        other = "host" if error.errno == errno.EADDRNOTAVAIL else option
+        raise _refusal(host, port, other, error) from error
     return listener
 
 
@@ -66,7 +68,6 @@ def held(host: str, ports: dict[str, int | None]) -> Iterator[None]:
         yield
 
 
-def _refusal(host: str, port: int, option: str, error: OSError) -> InputError:
-    return InputError(
-        f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another {option}."
-    )
+def _refusal(host: str, port: int, other: str, error: OSError | UnicodeError) -> InputError:
+    reason = getattr(error, "strerror", None) or error
+    return InputError(f"Cannot listen on {host}:{port}: {reason}. Choose another {other}.")

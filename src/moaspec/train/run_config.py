@@ -32,6 +32,7 @@ _RANGES = {
     "learning_rate": (1e-12, 1.0),
     "final_lr": (0.0, 1.0),
     "frozen_lsa": (0.0, 1.0),
+    "longest_block": (1, 2**31 - 1),
     "seed": (0, 2**63 - 1),
 }
 
@@ -199,8 +200,8 @@ class TrainConfig:
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
     def require_vocabulary(self, target: TargetBase) -> None:
-        """Raise InputError where the target has fewer tokens than the draft vocabulary."""
-        if self.sizes.draft_vocab > target.vocab_size:
+        """Raise InputError where the target does not have as many tokens as drafts shall."""
+        if not 0 <= self.sizes.draft_vocab <= target.vocab_size:
             raise InputError(
                 f"sizes.draft_vocab={self.sizes.draft_vocab}: {target.name} has "
                 f"{target.vocab_size} tokens; 0 keeps them all."
@@ -282,7 +283,10 @@ def _override(values: dict[str, Any], item: str) -> None:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
             raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
-    values[last] = yaml.safe_load(text)
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{key}: {text!r} is no value in YAML.") from error
 
 
 def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:

@@ -324,7 +324,9 @@ def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("regenerate", "nowhere.jsonl", "--out", "x"), "nowhere.jsonl"),
+        (("regenerate", "nowhere.jsonl", "--out", "x", "--limit", "9" * 30), "nowhere.jsonl"),
         (("regenerate", "p", "--out", "x", "--limit", "0"), "--limit"),
+        (("stats", "p", "--max-length", "-1"), "--max-length"),
         (("regenerate", "p", "--out", "x", "--batch-size", "0"), "batch_size"),
         (("regenerate", "p", "--out", "x", "--temperature", "-1"), "temperature"),
         (("regenerate", "p", "--out", "x", "--system-prompts", "nowhere.txt"), "nowhere.txt"),

@@ -172,6 +172,7 @@ def test_a_budget_in_yaml(tmp_path: Path) -> None:
     [
         ({"sizes": DrafterSizes(lsa_heads=3)}, "does not divide"),
         ({"sizes": DrafterSizes(draft_vocab=65)}, "has 64 tokens"),
+        ({"sizes": DrafterSizes(draft_vocab=-1)}, "has 64 tokens"),
         ({"num_target_layers": (4,)}, "3 layers"),
         ({"held_out": 6}, "too few"),
         ({"sizes": DrafterSizes(sa_intermediate=9)}, "warm_start needs SA"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moaspec.cli import options
 from moaspec.cli.commands.chat_url import ServerChat
 from moaspec.cli.commands.generate import describe
 from moaspec.cli.loading import load, measure_once, with_model_defaults
-from moaspec.cli.prompts import conversation_ids
+from moaspec.cli.prompts import conversation_ids, read_as_utf8
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.chat_loop import ChatLoop
 from moaspec.cli.terminal.interrupts import deferred_interrupts
@@ -61,6 +62,8 @@ def chat(
 
 
 def _hold(chat_loop: ChatLoop) -> None:
+    if not sys.stdin.isatty():
+        read_as_utf8(sys.stdin)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -123,7 +124,8 @@ def regenerate_command(
     )
     systems = options.systems()
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
-    found = list(islice(read_conversations(sources, malformed, report), limit))
+    rows = read_conversations(sources, malformed, report)
+    found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(
         drafter=options.drafter, threads=options.threads, adapter=options.adapter
     )

@@ -105,7 +105,9 @@ def serve(
     generation_config: options.GenerationConfig = "auto",
     max_active: Active = 64,
     max_waiting: Waiting = 256,
-    cache_gib: Annotated[float, "GiB for keys and values."] = 4.0,
+    cache_gib: Annotated[
+        float, typer.Option(help="GiB for keys and values.", min=0.001, max=options.MAX_GIB)
+    ] = 4.0,
     learn: options.Learn = None,
 ) -> None:
     """Serve OpenAI's API, and a page to chat on.
@@ -118,8 +120,6 @@ def serve(
     from moaspec.drafting.tree_shapes import parse_shape
 
     parse_shape(tree)  # before anything slow, as below
-    if cache_gib <= 0:
-        raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
     keys = http.keys()
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):

@@ -89,7 +89,11 @@ def target_server(
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
     max_cache_gib: Annotated[
         float,
-        typer.Option(help="GiB for keys and values of all sessions at their longest.", min=0.001),
+        typer.Option(
+            help="GiB for keys and values of all sessions at their longest.",
+            min=0.001,
+            max=options.MAX_GIB,
+        ),
     ] = 8.0,
     idle_s: Annotated[
         float, typer.Option(help="Seconds after which an idle session is dropped.", min=0)
