@@ -23,7 +23,8 @@ def open_closed_streams() -> None:
     """Open standard streams that the caller has closed, so that no other file takes their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            file = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - until the end
+            setattr(sys, name, file)
 
 
 @contextmanager
