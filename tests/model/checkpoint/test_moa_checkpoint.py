@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -19,6 +21,7 @@ from block_drafts import block_logits
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.checkpoint.tensor_names import to_module_name, to_published_name
+from moaspec.model.checkpoint.weight_files import replace_file
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
@@ -30,6 +33,23 @@ BIASES = {
     "self_attention.self_attn.k_proj.bias",
     "self_attention.self_attn.v_proj.bias",
 }
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (SafetensorError("Error while serializing: no space"), "Error while serializing: no space"),
+    ],
+)
+def test_a_file_that_cannot_be_written(error: Exception, why: str, tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        path.write_text("some of it")
+        raise error
+
+    with pytest.raises(OSError, match=f"{why}: .*a.json"):
+        replace_file(tmp_path / "a.json", write)
+    assert list(tmp_path.iterdir()) == []
 
 
 def load(directory: Path, target: Target | None = None) -> MoADrafter:

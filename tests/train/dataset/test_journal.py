@@ -135,6 +135,7 @@ def test_a_full_disk(call: str, tmp_path: Path) -> None:
             with pytest.raises(TrainingError, match=r"No space left.*2 rows.*run the same command"):
                 journal.commit(GROUPS[2])
         assert path.read_bytes() == before
+        assert {file.name for file in tmp_path.iterdir()} == {path.name, f"{path.name}.progress"}
     write_rest(path)
     assert written(path) == [0, 1, 2, 3, 4, 5]
 

@@ -1,5 +1,6 @@
 """The files of a checkpoint: `config.json` and tensors in safetensors, one file or shards."""
 
+import errno
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,10 +48,20 @@ def _json(value: Any) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that a reader finds the old one or the new one, whole."""
+    """Write a file so that a reader finds the old one or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
     scratch = path.with_name(f".{path.name}.partial")
-    write(scratch)
-    scratch.replace(path)
+    try:
+        write(scratch)
+        scratch.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OSError(getattr(error, "errno", None) or errno.EIO, reason, str(path)) from error
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:

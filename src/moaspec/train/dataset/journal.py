@@ -129,11 +129,14 @@ class Journal:
 
     def _record(self, progress: _Progress) -> None:
         scratch = self._progress_path.with_name(self._progress_path.name + ".partial")
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(progress.model_dump_json())
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(self._progress_path)
+        try:
+            with scratch.open("w", encoding="utf-8") as file:
+                file.write(progress.model_dump_json())
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(self._progress_path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def _resumed(self, settings: dict[str, Any]) -> _Progress:
         """The progress of an earlier run with these settings, or none yet."""
