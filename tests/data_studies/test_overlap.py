@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from data_studies.overlap import overlaps
 from moaspec.data.conversations import Conversation
 from moaspec.data.messages import words
+from moaspec.errors import DataError
 
 PROMPTS = [
     Conversation(
@@ -52,3 +55,10 @@ def test_token_ids_are_decoded() -> None:
     prompt = Conversation(where="eval:3", messages=({"role": "user", "content": "7 8 9"},))
     training = Conversation(where="t:1", prompt_ids=(1,), response_ids=(6, 7, 8, 9))
     assert list(overlaps([training], [prompt], size=3, decode=lambda i: " ".join(map(str, i))))
+
+
+def test_nothing_to_compare_with_is_no_clean_result() -> None:
+    training, ids = row("one two three"), Conversation(where="ids", prompt_ids=(1,))
+    for against in ([], [ids]):
+        with pytest.raises(DataError, match="no text of a user"):
+            list(overlaps([training], against, size=2, decode=str))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moaspec.data.conversations import Conversation
 from moaspec.data.messages import words
+from moaspec.errors import DataError
 
 Ngram = tuple[str, ...]
 
@@ -32,12 +33,19 @@ def overlaps(
     Args:
         training: rows to search: their messages except system messages, or their decoded token ids.
         against: prompts whose user messages must not occur.
+
+    Raises:
+        DataError: prompts without text of a user; or a row that cannot be read.
     """
     known: dict[Ngram, str] = {}
     for prompt in against:
         for message in prompt.messages:
             if message["role"] == "user":
                 known.update(dict.fromkeys(_ngrams(message["content"], size), prompt.where))
+    if not known:
+        raise DataError(
+            "--against holds no text of a user, so nothing could be found. Name others."
+        )
     for row in training:
         found = next(
             (g for text in _texts(row, decode) for g in _ngrams(text, size) if g in known), None
