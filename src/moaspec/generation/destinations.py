@@ -2,6 +2,7 @@
 
 from moaspec.model.baselines import Baseline, IndependentDrafter
 from moaspec.model.checkpoint.published import Form, published_problem
+from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.target.families import is_family
 from moaspec.target.names import SUPPORTED_FAMILIES
@@ -23,7 +24,8 @@ def destinations(drafter: MoADrafter | Baseline, target: TargetSpec) -> dict[str
     """
     return {
         "publish": _publish_problem(drafter, target),
-        "vllm": _family_problem(target) or vllm_problem(drafter),
+        "vllm": _family_problem(target)
+        or vllm_problem(drafter.config if isinstance(drafter, MoADrafter) else None),
         "device": device_problem(drafter, target),
     }
 
@@ -47,11 +49,14 @@ def _family_problem(target: TargetSpec) -> str | None:
     )
 
 
-def vllm_problem(drafter: MoADrafter | Baseline) -> str | None:
-    """Why vLLM's plugin cannot draft with it, or None."""
-    if not isinstance(drafter, MoADrafter):
+def vllm_problem(config: DrafterConfig | None) -> str | None:
+    """Why vLLM's plugin cannot use a drafter, or None.
+
+    Args:
+        config: None for a drafter of another kind.
+    """
+    if config is None:
         return "Inside vLLM only Mixture-of-Attentions drafters draft. Train one with drafter=moa."
-    config = drafter.config
     if 0 not in config.num_target_layers:
         return (
             f"This drafter reuses the target's last layers (num_target_layers "

@@ -70,6 +70,6 @@ def check_settings(vllm_config: Any) -> None:
 
 def check_drafter(drafter: MoADrafter) -> None:
     """MismatchError for a drafter with parts that are not implemented inside vLLM."""
-    problem = vllm_problem(drafter)
+    problem = vllm_problem(drafter.config)
     if problem is not None:
         raise MismatchError(problem)

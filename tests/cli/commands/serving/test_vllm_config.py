@@ -8,7 +8,10 @@ from pathlib import Path
 
 import tiny
 from commands import Cli
+from moaspec.model.baselines import EagleDrafter
+from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
 from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
 
@@ -33,6 +36,18 @@ def test_a_drafter_that_records_no_target_needs_one(cli: Cli, tmp_path: Path) ->
     done = cli("vllm-config", str(tmp_path))
     assert done.code == 2
     assert "--model" in done.err
+
+
+def test_drafters_that_vllm_refuses_get_no_command(cli: Cli, tmp_path: Path) -> None:
+    save_drafter(tiny.random_drafter(tiny.target(), exits=(2,)), tmp_path)
+    done = cli("vllm-config", str(tmp_path), "--model", "some/model")
+    assert done.code == 2
+    assert "num_target_layers 2" in done.err
+    baseline = EagleDrafter(stack_config(tiny.target(), DrafterSizes(), "eagle"))
+    save_baseline(baseline, tmp_path / "eagle")
+    done = cli("vllm-config", str(tmp_path / "eagle"), "--model", "some/model")
+    assert done.code == 2
+    assert "drafter=moa" in done.err
 
 
 def test_unknown_drafters_are_bad_input(cli: Cli) -> None:

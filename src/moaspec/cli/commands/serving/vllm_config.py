@@ -2,7 +2,8 @@
 
 import json
 import shlex
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +36,8 @@ def vllm_config(
         from moaspec.target.registry import find_weights
         from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
-        name = model or _recorded_target(drafter)
+        config = _usable_config(drafter)
+        name = model or _recorded_target(drafter, config)
         weights = find_weights(name)
     serving = VLLMServeSettings(
         model=weights,
@@ -47,11 +49,26 @@ def vllm_config(
     console.out.print(text)
 
 
-def _recorded_target(drafter: str) -> str:
+def _usable_config(drafter: str) -> dict[str, Any]:
+    """The drafter's `config.json`; MismatchError if vLLM would refuse the drafter."""
+    from moaspec.generation.destinations import vllm_problem
     from moaspec.generation.drafters import find_drafter
+    from moaspec.model.checkpoint.baseline_checkpoint import is_baseline
     from moaspec.model.checkpoint.directory import read_config
+    from moaspec.model.checkpoint.moa_config import SECTION, recorded_config
 
-    config = read_config(find_drafter(drafter))
+    directory = find_drafter(drafter)
+    config, problem = read_config(directory), None
+    if is_baseline(directory):
+        problem = vllm_problem(None)
+    elif SECTION in config:  # a published checkpoint does not record its sizes
+        problem = vllm_problem(recorded_config(config))
+    if problem is not None:
+        raise MismatchError(problem)
+    return config
+
+
+def _recorded_target(drafter: str, config: Mapping[str, Any]) -> str:
     name = config.get("training", {}).get("config", {}).get("target")
     if not isinstance(name, str):
         raise MismatchError(
