@@ -46,13 +46,13 @@ extern "C" void only_multiply(int64_t steps, int threads) {
 template <class Use>
 void read(const uint8_t* from, int64_t bytes, int64_t times, int threads, const Use& use) {
   TEAM {
-    const Stretch mine = share_of(bytes / (64 * kStreams));
+    const Range mine = share_of(bytes / (64 * kStreams));
     const int64_t apart = 64 * (mine.stop - mine.start);
     for (int64_t time = 0; time < times; time++)
       for (int64_t i = 0; i < apart; i += 64)
         for (int stream = 0; stream < kStreams; stream++) {
           const uint8_t* line = from + mine.start * 64 * kStreams + stream * apart + i;
-          __builtin_prefetch(line + 64 * kAhead);
+          __builtin_prefetch(line + 64 * kPrefetchPairs);
           use(words(line));
         }
   }
@@ -73,7 +73,7 @@ LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs and inputs
 SHAPES = (*LAYER * 30, (49152, 576))
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 CACHED = (512, 576)  # a matrix that a core's own cache holds
-SUMS, ROWS_OF_TILE = 12, 6  # as `kSums` above and `kRowsOfTile` of the kernels
+SUMS, ROWS_OF_TILE = 12, 6  # as `kSums` above and `kBf16Rows` of the kernels
 STEPS, TIMES, PANEL = 2_000_000, 20_000, 576 * 32
 
 

@@ -37,20 +37,20 @@ template <class Make>
 
 #if HWY_NATIVE_DOT_BF16
 using Input = bf16;
-constexpr int kRowsOfTile = 6;
-constexpr int panels_of_tile(int) { return 4; }
-constexpr int kAhead = 32;
-constexpr int kTogether = 8;
-constexpr int kGathered = 2;
-constexpr int kRowsOfNibbles = 6;
+constexpr int kBf16Rows = 6;
+constexpr int bf16_panels(int) { return 4; }
+constexpr int kPrefetchPairs = 32;
+constexpr int kRegisterQueries = 8;
+constexpr int kValueRegisters = 2;
+constexpr int kW4A8Rows = 6;
 #else
 using Input = float;
-constexpr int kRowsOfTile = 5;
-constexpr int panels_of_tile(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-constexpr int kAhead = 64;
-constexpr int kTogether = 4;
-constexpr int kGathered = 1;
-constexpr int kRowsOfNibbles = 4;
+constexpr int kBf16Rows = 5;
+constexpr int bf16_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int kPrefetchPairs = 64;
+constexpr int kRegisterQueries = 4;
+constexpr int kValueRegisters = 1;
+constexpr int kW4A8Rows = 4;
 #endif
 
 inline Floats operator+(Floats a, Floats b) {
@@ -66,7 +66,7 @@ inline Floats operator/(Floats a, Floats b) {
   return each([&](auto i) { return hn::Div(a.part[i], b.part[i]); });
 }
 
-inline Floats all(float number) { return each([&](auto) { return hn::Set(D(), number); }); }
+inline Floats broadcast(float number) { return each([&](auto) { return hn::Set(D(), number); }); }
 inline Floats load(const float* from) {
   return each([&](auto i) { return hn::LoadU(D(), from + i * kPerPiece); });
 }
@@ -105,12 +105,12 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 inline Floats subtract_product(Floats a, Floats b, Floats c) {
   return each([&](auto i) { return hn::NegMulAdd(a.part[i], b.part[i], c.part[i]); });
 }
-inline Floats larger(Floats a, Floats b) {
+inline Floats maximum(Floats a, Floats b) {
   return each([&](auto i) { return hn::Max(a.part[i], b.part[i]); });
 }
-inline Floats magnitude(Floats x) { return each([&](auto i) { return hn::Abs(x.part[i]); }); }
-inline Floats nearest_whole(Floats x) { return each([&](auto i) { return hn::Round(x.part[i]); }); }
-inline Floats times_power(Floats x, Floats power) {
+inline Floats absolute(Floats x) { return each([&](auto i) { return hn::Abs(x.part[i]); }); }
+inline Floats nearest_integer(Floats x) { return each([&](auto i) { return hn::Round(x.part[i]); }); }
+inline Floats times_power_of_two(Floats x, Floats power) {
 #if HWY_TARGET <= HWY_AVX3
   return each([&](auto i) { return hn::MulByFloorPow2(x.part[i], power.part[i]); });
 #else
@@ -143,7 +143,7 @@ template <class Join>
 inline float reduce_sum(Floats x) { return folded(x, [](auto a, auto b) { return hn::Add(a, b); }); }
 inline float reduce_max(Floats x) { return folded(x, [](auto a, auto b) { return hn::Max(a, b); }); }
 
-inline Mask first(int64_t count) {
+inline Mask first_lanes(int64_t count) {
   return each_mask([&](auto i) {
     const int64_t left = count - i * kPerPiece;
     return hn::FirstN(D(), static_cast<size_t>(left < 0 ? 0 : left > kPerPiece ? kPerPiece : left));
@@ -160,7 +160,7 @@ inline bool any_equal(Floats a, Floats b) {
 inline Floats blend(Mask mask, Floats yes, Floats no) {
   return each([&](auto i) { return hn::IfThenElse(mask.part[i], yes.part[i], no.part[i]); });
 }
-inline void put(int32_t* to, Mask mask, int32_t number) {
+inline void masked_store(int32_t* to, Mask mask, int32_t number) {
   unrolled<kPieces>([&](auto i) {
     const auto here = hn::RebindMask(DInts(), mask.part[i]);
     hn::BlendedStore(hn::Set(DInts(), number), here, DInts(), to + i * kPerPiece);
@@ -191,7 +191,7 @@ inline Words words(const void* from) {
   });
   return out;
 }
-inline Words no_words() {
+inline Words zero_words() {
   Words out;
   unrolled<kPieces>([&](auto i) { out.part[i] = hn::Zero(DWords()); });
   return out;
@@ -205,9 +205,9 @@ inline void as_inputs(const bf16* from, int64_t count, Input* to) {
 
 template <int M, int V>
 [[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
-                                                int64_t panel_size, Floats (&sums)[M][V]) {
+                                                int64_t panel_stride, Floats (&sums)[M][V]) {
   Words weights[V];
-  for (int v = 0; v < V; v++) weights[v] = words(panels + v * panel_size);
+  for (int v = 0; v < V; v++) weights[v] = words(panels + v * panel_stride);
   for (int m = 0; m < M; m++) {
     uint32_t both;
     std::memcpy(&both, x + m * stride, sizeof(both));
@@ -230,9 +230,9 @@ inline void as_inputs(const bf16* from, int64_t count, Input* to) {
 
 template <int M, int V>
 [[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
-                                                int64_t panel_size, Floats (&sums)[M][V]) {
+                                                int64_t panel_stride, Floats (&sums)[M][V]) {
   unrolled<V>([&](auto v) {
-    const uint8_t *panel = panels + v * panel_size, *again = panel;
+    const uint8_t *panel = panels + v * panel_stride, *again = panel;
     const auto add = [&](const Input* from, const Floats& half) {
       unrolled<M>([&](auto m) {
         const Vec number = hn::Set(D(), from[m * stride]);
@@ -274,7 +274,7 @@ inline Bytes high_nibbles(Bytes both) {
   return low_nibbles(hn::BitCast(DBytes(), hn::ShiftRight<4>(hn::BitCast(d, both))));
 }
 
-[[gnu::always_inline]] inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
+[[gnu::always_inline]] inline Register dot_products(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
   const auto row = [&](int i) {
     int64_t both;
     std::memcpy(&both, x[i], sizeof(both));
@@ -299,7 +299,7 @@ inline Bytes high_nibbles(Bytes both) {
 #endif
 }
 
-inline void spread(const uint8_t* from, Register (&to)[kParts]) {
+inline void load_halves_twice(const uint8_t* from, Register (&to)[kParts]) {
   const hn::Rebind<hwy::float16_t, D> d;
   unrolled<kPieces>([&](auto i) {
     const auto* const numbers = reinterpret_cast<const hwy::float16_t*>(from) + i * kPerPiece;
@@ -308,13 +308,13 @@ inline void spread(const uint8_t* from, Register (&to)[kParts]) {
     to[2 * i + 1] = hn::InterleaveWholeUpper(D(), wide, wide);
   });
 }
-inline Floats halves_added(const Register (&parts)[kParts]) {
+inline Floats add_lane_pairs(const Register (&parts)[kParts]) {
   return each([&](auto i) {
     const Vec low = parts[2 * i], high = parts[2 * i + 1];
     return hn::Add(hn::ConcatEven(D(), high, low), hn::ConcatOdd(D(), high, low));
   });
 }
-inline void store_nearest(int8_t* to, Floats x) {
+inline void store_int8(int8_t* to, Floats x) {
   const hn::Rebind<int8_t, D> d;
   const hn::Full128<uint8_t> bytes;
   alignas(16) int8_t nearest[kLanes];

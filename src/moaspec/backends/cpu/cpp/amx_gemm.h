@@ -1,30 +1,36 @@
-// Exact weights of four bits on CPUs with AMX, unpacked output by output and multiplied from the left.
+// Weights of 4 bits with AMX, dequantised exactly, output by output, and used as the left factor.
 //
-// An output has 16 possible weights in a block, which are looked up: one instruction for 32 of them, where
-// computing them pair by pair takes nine. A block of 32 inputs has 16 scales and 16 zeros in float16, one of
-// each for an output, then four times 32 words: word i of the j-th has the codes of input i for outputs 4 j
-// to 4 j + 3, the lowest bits first. Sums have the very bits of `amx_tiles.h`.
+// Within a block, an output has only 16 different weights, so a table of them is looked up: one instruction
+// for 32 weights, where computing these pair by pair takes nine. Sums have the same bits as those of
+// `amx_tiles.h`.
+//
+// A block of 32 inputs for 16 outputs:
+//   16 scales, then 16 zero points, float16: one for each output.
+//   4 registers of 32 words of 16 bits. Word i of register j has the codes of input i for outputs 4 j to
+//   4 j + 3, the first in the lowest bits.
 #pragma once
 
 #include "amx_tiles.h"
 
 namespace {
 
-struct FourBitOutputs {
+struct FourBitsByOutput {
   static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
 
-  // 16 outputs of 32 weights each.
+  // Dequantises a block to (16 outputs, 32 inputs).
   static void unpack(const uint8_t* block, bf16* to) {
     const Floats codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     alignas(64) float scale[kLanes], zero[kLanes];
     store(scale, from_halves(block));
     store(zero, from_halves(block + 2 * kLanes));
-    // Read from memory they cost nothing; a compiler that remembers them takes more instructions.
+    // A broadcast from memory costs nothing. `asm` makes the compiler read these from memory; keeping them in
+    // registers takes more instructions.
     asm volatile("" : "+m"(scale), "+m"(zero));
     const Words low = _mm512_set1_epi16(0x0f0f), fifth = _mm512_set1_epi16(0x1010);
     unrolled<4>([&](auto j) {
       const Words all = words(block + 4 * kLanes + j * 2 * kBlock);
-      // Each byte has a code; a fifth bit says which of two outputs' weights it stands for.
+      // Each byte is a code, an index into the weights of an even output. In `odd`, bit 4 is set: an index
+      // into those of the output after it.
       const Words even = _mm512_and_si512(all, low);
       const Words odd = _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 4), low, fifth, 0xea);
       unrolled<2>([&](auto pair) {
@@ -48,66 +54,68 @@ struct FourBitOutputs {
   }
 };
 
-// The format of such weights. What they are multiplied with are rows tile by tile (`RowTiles`), of each tile
-// pair by pair that of every row.
-struct Outputs {
-  using Input = uint32_t;  // a pair
+// The format of these weights. Its inputs are rows in the layout of `as_pairs`.
+struct WeightsByOutput {
+  using Input = uint32_t;  // a pair of bf16
   static constexpr bool kUnpacks = false;
   static int64_t panels_at_once(int64_t rows) {
-    return rows <= kRowsPerTile ? 4 : rows <= 2 * kRowsPerTile ? 2 : 1;
+    return rows <= kAmxTileRows ? 4 : rows <= 2 * kAmxTileRows ? 2 : 1;
   }
-  static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * FourBitOutputs::kBytes; }
-  // The first tile that has rows: with several panels 4 and 5 have weights, else 4 alone.
+  static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * FourBitsByOutput::kBytes; }
+  // The first tile register that holds rows. Several panels need tiles 4 and 5 for weights, one panel only
+  // tile 4.
   static int first_rows(int64_t rows) { return panels_at_once(rows) == 1 ? 5 : 6; }
 };
 
-// Columns of a tile with `size` rows: small tiles share one transposition of 16 columns.
+// Columns for a tile of `size` rows in a transposition of 16 by 16 words: small tiles share one.
 inline int64_t columns_of(int64_t size) { return size <= 4 ? 4 : size <= 8 ? 8 : kLanes; }
 
-// Rows in that form.
+// Writes rows as right factors: for each tile of `RowTiles`, (inputs / 2, `size`) pairs. Rows of x are
+// `stride` numbers apart.
 inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64_t inputs, uint32_t* to) {
-  const int64_t size = tiles.size, columns = columns_of(size), together = kLanes / columns * kBlock;
+  const int64_t size = tiles.size, columns = columns_of(size), step = kLanes / columns * kBlock;
   for (int64_t tile = 0; tile < tiles.count; tile++, to += inputs / 2 * size) {
-    const bf16* from = x + tiles.first(tile) * stride;
+    const bf16* from = x + tiles.first_row(tile) * stride;
     if (size == 1) {
       __builtin_memcpy(to, from, inputs * sizeof(bf16));
       continue;
     }
-    for (int64_t start = 0; start < inputs; start += together) {
-      const int64_t blocks = std::min(together, inputs - start) / kBlock;
+    for (int64_t start = 0; start < inputs; start += step) {
+      const int64_t blocks = std::min(step, inputs - start) / kBlock;
       Words pairs[kLanes];
       for (int64_t i = 0; i < kLanes; i++) {
         const int64_t block = i / columns, row = i % columns;
         const bool is_there = block < blocks && row < size;
-        pairs[i] = is_there ? words(from + row * stride + start + block * kBlock) : no_words();
+        pairs[i] = is_there ? words(from + row * stride + start + block * kBlock) : zero_words();
       }
       transpose(pairs);
       for (int64_t block = 0; block < blocks; block++) {
-        const int64_t column = block * columns;  // stored where a row begins that had it first
+        const int64_t column = block * columns;  // its first; stores begin `column` words early
         uint32_t* const place = to + (start + block * kBlock) / 2 * size - column;
         for (int64_t k = 0; k < kLanes; k++)
-          _mm512_mask_storeu_epi32(place + k * size, first(size) << column, pairs[k]);
+          _mm512_mask_storeu_epi32(place + k * size, first_lanes(size) << column, pairs[k]);
       }
     }
   }
 }
 
-// V panels times R tiles of `size` rows each: sums r * V + v, (16 outputs, `size`), side by side as
-// `columns_of` says, 16 numbers an output, or one for a single row.
+// Multiplies V panels with R tiles of `size` rows. Product r * V + v is (16 outputs, `size` rows). `sums` has
+// rows of 16 numbers; each product takes `columns_of(size)` columns, and products stand side by side. With
+// one row, product i is the 16 numbers sums[i].
 template <int R, int V>
-void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart,
-                      const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
+void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t panel_stride,
+                      const uint8_t* next, int64_t inputs, float (&sums)[4][kAmxTileRows * kLanes]) {
   static_assert(R * V <= 4 && (V == 1 || R <= 2));
-  Unpacked<FourBitOutputs, V> unpacked(panels, apart, next, inputs / kBlock);
+  UnpackedBlocks<FourBitsByOutput, V> reader(panels, panel_stride, next, inputs / kBlock);
   unrolled<R * V>([](auto i) { tile_zero<i>(); });
   for (int64_t b = 0; b < inputs / kBlock; b++) {
     const bf16* weights[V];
-    unpacked.find(b, weights);
+    reader.locate(b, weights);
     const auto load_rows = [&](auto tile, int64_t r) {
       tile_load<tile>(x + (r * inputs / 2 + b * kBlock / 2) * size, size * sizeof(*x));
     };
-    if constexpr (R > 2) {  // more than can be kept beside the weights
-      tile_load<4>(weights[0], kTileBytes);
+    if constexpr (R > 2) {  // tiles of rows, more than there are registers: they take turns
+      tile_load<4>(weights[0], kAmxRowBytes);
       unrolled<R>([&](auto r) {
         constexpr int rows = 5 + r % 3;
         load_rows(std::integral_constant<int, rows>(), r);
@@ -116,7 +124,7 @@ void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, in
     } else {
       unrolled<R>([&](auto r) { load_rows(std::integral_constant<int, 6 + r>(), r); });
       unrolled<V>([&](auto v) {
-        tile_load<4 + v % 2>(weights[v], kTileBytes);
+        tile_load<4 + v % 2>(weights[v], kAmxRowBytes);
         unrolled<R>([&](auto r) { tile_add<r * V + v, 4 + v % 2, 6 + r>(); });
       });
     }
@@ -124,30 +132,32 @@ void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, in
   if (size == 1) return unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], sizeof(float)); });
   const int64_t columns = columns_of(size);
   unrolled<R * V>([&](auto i) {
-    tile_store<i>(sums[i * columns / kLanes] + i * columns % kLanes, kTileBytes);
+    tile_store<i>(sums[i * columns / kLanes] + i * columns % kLanes, kAmxRowBytes);
   });
 }
 
-// As `multiply_rows`, of what `as_pairs` gave. There are `Tiles` for them.
-template <class Give>
-void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels, int count, int64_t apart,
-                         const uint8_t* next, int64_t inputs, const Give& give) {
+// `multiply_rows` for weights as the left factor; x is what `as_pairs` wrote. An `AmxTileConfig` must be
+// alive.
+template <class Emit>
+void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels, int count,
+                         int64_t panel_stride, const uint8_t* next, int64_t inputs, const Emit& emit) {
   const RowTiles tiles(rows);
   const auto multiply = [&](int64_t tile, auto num, auto panels_at_once) {
     constexpr int R = num, V = panels_at_once;
-    alignas(64) float sums[4][kRowsPerTile * kLanes];
-    multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
+    alignas(64) float sums[4][kAmxTileRows * kLanes];
+    multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, panel_stride, next, inputs,
+                           sums);
     if constexpr (R == 1)
-      if (tiles.size == 1) return unrolled<V>([&](auto v) { give(tile, v, load(sums[v])); });
+      if (tiles.size == 1) return unrolled<V>([&](auto v) { emit(tile, v, load(sums[v])); });
     Words columns[kLanes];
     for (int i = 0; i < R * V; i++) {
-      const int64_t column = i * columns_of(tiles.size), from = tiles.first(tile + i / V);
+      const int64_t column = i * columns_of(tiles.size), from = tiles.first_row(tile + i / V);
       if (column % kLanes == 0) {
         for (int o = 0; o < kLanes; o++) columns[o] = words(sums[column / kLanes] + o * kLanes);
         transpose(columns);
       }
-      for (int64_t row = tiles.fresh(tile + i / V); row < from + tiles.size; row++)
-        give(row, i % V, (Floats)columns[column % kLanes + row - from]);
+      for (int64_t row = tiles.first_new_row(tile + i / V); row < from + tiles.size; row++)
+        emit(row, i % V, (Floats)columns[column % kLanes + row - from]);
     }
   };
   using std::integral_constant;

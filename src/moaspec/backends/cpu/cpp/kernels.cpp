@@ -1,10 +1,11 @@
-// Products, norms, rotary embeddings and attention of a decoder layer, for a few rows of bf16.
+// The functions that Python calls: decoder layers, attention, drafting and sampling, for a few rows of bf16.
 //
-// README.md says why, and how weights and threads are laid out. A layer is two calls and its attention a
-// third, or all layers are one call. Sums stay in float32 until half a layer is over.
+// README.md explains the layout of weights and the use of threads. A layer takes three calls
+// (`moaspec_project`, `moaspec_attend`, `moaspec_finish`), a stack of layers one. Within a call, outputs of
+// products and residuals stay in float32.
 //
-// The order of a sum depends neither on the number of rows of a call nor on the slots of keys. So a token's
-// numbers are the same bits in a pass over one token, a chain or a tree.
+// The order in which a sum accumulates depends neither on the number of rows nor on the slots of keys. So a
+// token's results have the same bits in a pass over one token, a chain or a tree.
 //
 // Legend: see gemm.h.
 
@@ -21,53 +22,55 @@
 
 extern "C" {
 
-// A pass of all layers over tokens whose keys and values are stored in one tensor,
-// (layers, 2, cache rows, J, slots, D). A row of other tensors is a token, or a request.
+// A pass of a stack of layers. Keys and values are in one tensor, (layers, 2, cache rows, J, slots, D).
+// Activations are (B * T, E): a row for each token of each of the B requests.
 struct Pass {
   const float *cos, *sin;
-  int64_t turned, period;    // of angles, (period, turned): those of row 0, 1, ... and again from the start
-  bf16* cache;               // of the pass's first layer
+  int64_t turned, period;    // of cos and sin, (period, turned); row i has those of i % period
+  bf16* cache;               // at the first layer of the pass
   int64_t layer, half, cache_row, head;  // strides, in numbers
-  const int64_t* starts;     // the slot of each row's first token
-  Attention attention;       // but for query, key, value and out
-  const bf16* norm;          // behind the last layer, or null
+  const int64_t* starts;     // slot of each request's first token, which the pass writes
+  Attention attention;       // without query, key, value and out
+  const bf16* norm;          // RMSNorm after the last layer, or null
   float eps;                 // of that norm
 };
 
-// What a drafter's states go through before they enter the target's last layers, or its head.
+// The adapter from a drafter's states to the target's last layers, or its head: RMSNorm, linear layer, scale.
 struct Exit {
   const bf16* norm;
   const Matrix* linear;
   float eps;
-  float scale;  // of its outputs
+  float scale;  // of the linear layer's outputs
 };
 
-// A drafter. `text` (SA) runs on every token. Nodes that get drafts also run through `memory` (CA), then
-// the exit and the reused target layers, if any. Angles of drafts follow those of the text.
+// A drafter. Every token runs through `text` (SA). The last `finished` unread tokens and the drafts that get
+// children also run through `memory` (CA), then through the exit and the target's last layers, if any.
+// `cos` and `sin` of passes have rows for the unread tokens, then one for each level of drafts.
 struct Drafter {
   const Layer *text, *memory;
-  const Layer* last;  // of the target's layers
-  int64_t reused;     // how many of them, none or more
+  const Layer* last;  // the first of the reused target layers
+  int64_t reused;     // number of reused target layers, 0 or more
   const Exit* exit;   // or null
-  Pass text_pass;               // SA runs on all unread tokens
-  Pass memory_pass, last_pass;  // CA and reused layers on the last `finished`, those drafted below
-  int64_t finished;
+  Pass text_pass;               // of SA, over all unread tokens
+  Pass memory_pass, last_pass;  // of CA and the reused layers, over the last `finished` of them
+  int64_t finished;        // the root, and those before it that the target's cache lacks
   const Matrix* head;
-  const int64_t* names;    // of the head's outputs, as rows of `embeddings`
+  const int64_t* names;    // token ids of the head's outputs
   const bf16* embeddings;  // (vocabulary, E)
   int64_t width;           // E
 };
 
-// What becomes of a token's keys and values in all layers, until a drafter can attend to it.
+// The encoder: from a token's keys and values in all target layers to the key and value that CA attends to.
+// LSA over the layers, mean, projection, CA's key and value projections.
 struct Encoder {
-  const Layer* layer;        // over the layers of one token
+  const Layer* layer;        // LSA, whose rows are the target layers of one token
   const float *cos, *sin;    // (layers, turned)
   int64_t turned;
   int64_t layers;
-  float scale;               // of the scores
-  const Matrix* projection;  // of the mean over layers
-  const Layer* memory;       // keys and values alone
-  // Of what is encoded, (tokens, layers, heads, 2, D): how many heads, and its strides.
+  float scale;               // of the attention scores
+  const Matrix* projection;  // of the means over layers
+  const Layer* memory;       // CA, without queries
+  // Heads and strides of the input, (tokens, layers, heads, 2, D).
   int64_t heads, token_stride, layer_stride, head_stride, half_stride;
 };
 
@@ -75,93 +78,93 @@ struct Encoder {
 
 namespace {
 
-// Where the newest keys and values of a pass are stored.
-inline bf16* stored(const Pass& pass, int64_t layer, int64_t stored_heads, int64_t row, int64_t head) {
+// Where a pass stores keys (head 0 to `heads` - 1) and values (the next `heads` heads) of row `row`.
+inline bf16* cache_address(const Pass& pass, int64_t layer, int64_t heads, int64_t row, int64_t head) {
   const int64_t request = row / pass.attention.tokens;
   const int64_t slot = pass.starts[request] + row % pass.attention.tokens;
-  return pass.cache + layer * pass.layer + head / stored_heads * pass.half +
-         pass.attention.cache_rows[request] * pass.cache_row + head % stored_heads * pass.head +
+  return pass.cache + layer * pass.layer + head / heads * pass.half +
+         pass.attention.cache_rows[request] * pass.cache_row + head % heads * pass.head +
          slot * pass.attention.head_dim;
 }
 
-// Memory that a team shares in a pass over `rows` rows.
-struct PassRoom {
-  Room room;
-  std::vector<bf16> asked, read;  // queries and results of attention, (rows, H, D)
+// Buffers that a team shares in a pass over `rows` rows.
+struct PassScratch {
+  LayerScratch layer;
+  std::vector<bf16> queries, attended;  // queries and outputs of attention, (rows, H, D)
 
-  PassRoom(const Layer* layers, int64_t count, const Attention& attention, int64_t rows)
-      : asked(rows * attention.heads * attention.head_dim), read(asked.size()) {
-    for (int64_t i = 0; i < count; i++) room = room_for(layers[i], rows);
+  PassScratch(const Layer* layers, int64_t count, const Attention& attention, int64_t rows)
+      : queries(rows * attention.heads * attention.head_dim), attended(queries.size()) {
+    for (int64_t i = 0; i < count; i++) layer = scratch_for(layers[i], rows);
   }
 };
 
-// All layers and the norm behind them, in place, by a team, which waits at the end: x is (B * T, E).
-void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, PassRoom& room) {
+// Runs a stack of layers and the norm after it on x, (B * T, E), in place. Has a barrier at its end.
+void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, PassScratch& shared) {
   Attention call = pass.attention;
   const int64_t dim = call.head_dim, rows = call.rows * call.tokens;
-  call.query = room.asked.data();
+  call.query = shared.queries.data();
   call.query_head = dim;
   call.query_token = call.heads * dim;
   call.query_row = call.tokens * call.query_token;
-  call.out = room.read.data();
+  call.out = shared.attended.data();
   const Angles angles = {pass.cos, pass.sin, pass.turned, pass.period};
   for (int64_t i = 0; i < count; i++) {
-    team_project(layers[i], x, rows, angles, room.room, [&](int64_t row, int64_t head) {
-      return head < call.heads ? room.asked.data() + (row * call.heads + head) * dim
-                               : stored(pass, i, layers[i].kv_heads, row, head - call.heads);
+    team_project(layers[i], x, rows, angles, shared.layer, [&](int64_t row, int64_t head) {
+      return head < call.heads ? shared.queries.data() + (row * call.heads + head) * dim
+                               : cache_address(pass, i, layers[i].kv_heads, row, head - call.heads);
     });
 #pragma omp barrier
     call.key = pass.cache + i * pass.layer;
     call.value = call.key + pass.half;
     team_attend(call);
-    team_finish(layers[i], x, room.read.data(), rows, 1, room.room, x);
+    team_finish(layers[i], x, shared.attended.data(), rows, 1, shared.layer, x);
 #pragma omp barrier
   }
   if (!pass.norm) return;
   const int64_t width = layers->output.outputs;
-  const Stretch share = share_of(rows);
+  const Range share = share_of(rows);
   for (int64_t row = share.start; row < share.stop; row++)
     rms_norm([&](int64_t i) { return load(x + row * width + i); }, pass.norm, pass.eps, width,
               x + row * width);
 #pragma omp barrier
 }
 
-// An exit, in place, by a team, which waits at the end: x is (rows, E), at most kChunkRows.
+// Applies an exit to x, (rows, E), of at most kChunkRows rows, in place. Has a barrier at its end.
 void team_exit(const Exit& exit, bf16* x, int64_t rows) {
   const int64_t width = exit.linear->outputs;
   const bf16* normed = rms_normed(x, exit.norm, exit.eps, rows, width);
 #pragma omp barrier
   multiply(*exit.linear, normed, rows, width, [&](int64_t row, int64_t output, Floats sums) {
-    store(x + row * width + output, sums * all(exit.scale));
+    store(x + row * width + output, sums * broadcast(exit.scale));
   });
 #pragma omp barrier
 }
 
-// A thread's passes over a text and over the drafts behind it.
+// A thread's passes over the unread tokens, then over levels of drafts.
 struct TreePasses {
   Pass text, memory, last;
 
   TreePasses(const Drafter& drafter, int64_t slots)
       : text(drafter.text_pass), memory(drafter.memory_pass), last(drafter.last_pass), slots_(slots) {}
-  TreePasses(const TreePasses&) = delete;  // passes have the address of `start_`
+  TreePasses(const TreePasses&) = delete;  // passes hold the address of `start_`
 
-  // The next tokens are in slots from `start` on, of the text and of the target's own keys and values; they
-  // see what masks, (count, slots), say of the first so many.
-  void place(int64_t start, int64_t count, int64_t seen, const uint8_t* masks) {
+  // The next `count` tokens. In the caches of SA and of the target they take the slots from `start` on, and
+  // see of the first `visible` slots those that `masks`, (count, slots), has.
+  void set_tokens(int64_t start, int64_t count, int64_t visible, const uint8_t* masks) {
     start_ = start;
     for (Pass* pass : {&text, &last}) {
       pass->starts = &start_;
-      pass->attention.slots = seen;
+      pass->attention.slots = visible;
       pass->attention.mask = masks;
       pass->attention.mask_token = slots_;
     }
     for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
   }
 
-  // They are at one position; its angles are `of_text` or `of_others` rows further on.
-  void turn(int64_t of_text, int64_t of_others) {
+  // The next tokens share a position. Its angles are `text_rows` rows (SA) or `other_rows` rows further on.
+  void advance_angles(int64_t text_rows, int64_t other_rows) {
     for (Pass* pass : {&text, &memory, &last}) {
-      const int64_t skipped = (pass == &text ? of_text : of_others) * pass->turned;
+      const int64_t skipped = (pass == &text ? text_rows : other_rows) * pass->turned;
       pass->cos += skipped;
       pass->sin += skipped;
       pass->period = 1;
@@ -172,7 +175,7 @@ struct TreePasses {
   int64_t slots_, start_ = 0;
 };
 
-// See `moaspec_tree`; the finder says which children each leaf gets.
+// `moaspec_tree`, with a finder (`TopOutputs` or `Coupled`) of each leaf's children.
 template <class Finder>
 void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Growth& growth, Finder&& finder,
                int32_t threads) {
@@ -180,43 +183,43 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   const int64_t rows = std::max(tokens, growth.breadth), finished = drafter.finished;
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
   std::vector<bf16> x(rows * width);
-  const auto read = [&](int64_t token, int64_t row) {
+  const auto embed = [&](int64_t token, int64_t row) {
     std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
   };
-  for (int64_t i = 0; i < tokens; i++) read(unread[i], i);
-  // Each of the unread tokens sees those before it, and itself.
+  for (int64_t i = 0; i < tokens; i++) embed(unread[i], i);
+  // An unread token sees the text up to itself.
   std::vector<uint8_t> mask(rows * slots, 0);
   for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
-  PassRoom of_text(drafter.text, 1, drafter.text_pass.attention, rows);
-  PassRoom of_memory(drafter.memory, 1, drafter.memory_pass.attention, rows);
-  PassRoom of_last(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
-  if (drafter.reused) of_memory.room = of_last.room;
-  of_text.room = of_memory.room;  // the same memory, now large enough for all
+  PassScratch text_scratch(drafter.text, 1, drafter.text_pass.attention, rows);
+  PassScratch memory_scratch(drafter.memory, 1, drafter.memory_pass.attention, rows);
+  PassScratch last_scratch(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
+  if (drafter.reused) memory_scratch.layer = last_scratch.layer;
+  text_scratch.layer = memory_scratch.layer;  // the same buffers, now large enough for all
   Leaves leaves(growth, visible, slots);
 #pragma omp parallel num_threads(threads)
   {
     TreePasses passes(drafter, slots);
-    passes.place(start, tokens, visible, mask.data());
-    team_stack(drafter.text, 1, passes.text, x.data(), of_text);
-    passes.place(visible - finished, finished, visible, mask.data() + (tokens - finished) * slots);
+    passes.set_tokens(start, tokens, visible, mask.data());
+    team_stack(drafter.text, 1, passes.text, x.data(), text_scratch);
+    passes.set_tokens(visible - finished, finished, visible, mask.data() + (tokens - finished) * slots);
     bf16* state = x.data() + (tokens - finished) * width;
     for (int64_t level = 0; leaves.count() > 0; level++) {
       if (level > 0) {
         const int64_t first = leaves.first_slot(), count = leaves.count();
-        passes.place(first, count, first + count, leaves.masks());
-        passes.turn(level == 1 ? tokens : 1, level == 1 ? finished : 1);
+        passes.set_tokens(first, count, first + count, leaves.masks());
+        passes.advance_angles(level == 1 ? tokens : 1, level == 1 ? finished : 1);
         state = x.data();
-        team_stack(drafter.text, 1, passes.text, state, of_text);
+        team_stack(drafter.text, 1, passes.text, state, text_scratch);
       }
       const int64_t count = passes.text.attention.tokens;
-      team_stack(drafter.memory, 1, passes.memory, state, of_memory);
+      team_stack(drafter.memory, 1, passes.memory, state, memory_scratch);
       if (drafter.exit) team_exit(*drafter.exit, state, count);
-      if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, state, of_last);
-      if (level == 0) state += (finished - 1) * width;  // the root alone gets drafts
+      if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, state, last_scratch);
+      if (level == 0) state += (finished - 1) * width;  // of these tokens only the root gets drafts
       finder.team_find(*drafter.head, state, leaves.count(), width, level);
 #pragma omp barrier
 #pragma omp single
-      leaves.grow(finder, drafter.names, read);
+      leaves.grow(finder, drafter.names, embed);
     }
   }
 }
@@ -225,7 +228,7 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
 
 extern "C" {
 
-// What this was compiled for, as `build.py` names it.
+// The instruction set that this was compiled for, a key of `INSTRUCTIONS` in `build.py`.
 const char* moaspec_instructions() {
 #if defined(__AMX_BF16__)
   return "amx";
@@ -236,7 +239,7 @@ const char* moaspec_instructions() {
 #endif
 }
 
-// Sizes and offsets of all structures that cross the border, in the order of `structures.py`.
+// Sizes and offsets of all structures that Python fills in, in the order of `SHARED` in `structures.py`.
 const int64_t* moaspec_layouts(int64_t* count) {
   static const std::vector<int64_t> all = [] {
     std::vector<int64_t> found;
@@ -268,7 +271,8 @@ const int64_t* moaspec_layouts(int64_t* count) {
   return all.data();
 }
 
-// out = x times the transposed weight, plus the bias; (rows, outputs), contiguous.
+// out = x times the transposed weight, plus the bias: (rows, outputs), contiguous, float32 if `single`, else
+// bf16. Rows of x are `stride` numbers apart.
 void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, void* out,
                      int32_t single, int32_t threads) {
   const int64_t outputs = matrix->outputs;
@@ -282,7 +286,7 @@ void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t 
   });
 }
 
-// For each row the index of its largest output, the first of equal ones.
+// The index of each row's largest output, the first of equal ones.
 void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, int64_t* out,
                   int32_t threads) {
   ArgMax arg_max(rows, threads);
@@ -291,14 +295,14 @@ void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t str
   for (int64_t row = 0; row < rows; row++) out[row] = arg_max.best(row);
 }
 
-// An exit, in place.
+// Applies an exit to x, (rows, E), in place.
 void moaspec_exit(const Exit* exit, bf16* x, int64_t rows, int32_t threads) {
   for (int64_t row = 0; row < rows; row += kChunkRows)
 #pragma omp parallel num_threads(threads)
     team_exit(*exit, x + row * exit->linear->outputs, std::min(kChunkRows, rows - row));
 }
 
-// RMSNorm of each row; `out` may be `x`.
+// RMSNorm of x, (rows, width); `out` may be `x`.
 void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, int64_t width, bf16* out,
                   int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > kChunkRows)
@@ -308,42 +312,43 @@ void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, in
   }
 }
 
-// Norm, products, norms of heads and rotary embeddings: (rows, H + 2 J, D), contiguous.
-// Cosines and sines are (period, turned), those of row 0, 1, ... and again from the start.
+// The part of a layer before attention: RMSNorm, projections, norms of heads, rotary embedding. `out` has
+// queries, keys and values, (rows, H + 2 J, D). Row i has the angles i % period of `cos`
+// and `sin`, (period, turned).
 void moaspec_project(const Layer* layer, const bf16* x, int64_t rows, const float* cos,
                      const float* sin, int64_t turned, int64_t period, bf16* out,
                      int32_t threads) {
-  const Room room = room_for(*layer, rows);
+  const LayerScratch shared = scratch_for(*layer, rows);
   const int64_t heads = layer->heads + 2 * layer->kv_heads;
 #pragma omp parallel num_threads(threads)
-  team_project(*layer, x, rows, {cos, sin, turned, period}, room,
+  team_project(*layer, x, rows, {cos, sin, turned, period}, shared,
                [&](int64_t row, int64_t head) { return out + (row * heads + head) * layer->head_dim; });
 }
 
-// What follows a layer's attention: the mean of each `group` rows, (rows / group, E).
-void moaspec_finish(const Layer* layer, const bf16* x, const bf16* read, int64_t rows,
+// The part of a layer after attention (`attended`: its output, (rows, H, D)), averaged over each `group`
+// rows: (rows / group, E).
+void moaspec_finish(const Layer* layer, const bf16* x, const bf16* attended, int64_t rows,
                     int64_t group, bf16* out, int32_t threads) {
-  const Room room = room_for(*layer, rows, group);
+  const LayerScratch shared = scratch_for(*layer, rows, group);
 #pragma omp parallel num_threads(threads)
-  team_finish(*layer, x, read, rows, group, room, out);
+  team_finish(*layer, x, attended, rows, group, shared, out);
 }
 
-// Attention of few queries to keys and values of any strides.
 void moaspec_attend(const Attention* call, int32_t threads) {
 #pragma omp parallel num_threads(threads)
   team_attend(*call);
 }
 
-// All layers and the norm behind them, in place: x is (B * T, E).
+// Runs a stack of layers and the norm after it on x, (B * T, E), in place.
 void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x,
                    int32_t threads) {
   const Attention& attention = pass->attention;
-  PassRoom room(layers, count, attention, attention.rows * attention.tokens);
+  PassScratch shared(layers, count, attention, attention.rows * attention.tokens);
 #pragma omp parallel num_threads(threads)
-  team_stack(layers, count, *pass, x, room);
+  team_stack(layers, count, *pass, x, shared);
 }
 
-// Reads unread text, which ends with the root, and grows a tree of drafts below it.
+// Runs the drafter on the unread tokens, the last of which is the root, and drafts a tree below it.
 void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens, Growth* growth,
                   int32_t threads) {
   const Matrix& head = *drafter->head;
@@ -355,7 +360,7 @@ void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens,
     grow_tree(*drafter, unread, tokens, *growth, TopOutputs(head, breadth, breadth), threads);
 }
 
-// The token that each row's sampler chooses.
+// The token that each row's sampler chooses; logits are (rows, size).
 void moaspec_choose(const float* logits, int64_t rows, int64_t size, const SamplerParams* samplers,
                     int64_t* out, int32_t threads) {
   Draw draw(threads);
@@ -367,8 +372,8 @@ void moaspec_choose(const float* logits, int64_t rows, int64_t size, const Sampl
   }
 }
 
-// The bits of positional noise: of `count` tokens at each place, (places, count). The first token of
-// a place is `stride` numbers behind that of the one before.
+// Positional noise of `count` tokens at each of `num` places, as integers: (num, count). Tokens of place i
+// begin at tokens[i * stride]; with stride 0 all places have the same tokens.
 void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int64_t stride,
                    int64_t count, int64_t* out, int32_t threads) {
   if (num * count < threads * kNoiseShare) threads = 1;
@@ -384,20 +389,21 @@ void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int6
     }
 }
 
-// Keys and values of all layers as what a drafter attends to, (tokens, 2 J, D).
+// Encodes keys and values of tokens in all target layers (x, with the strides of `Encoder`) to those that CA
+// attends to: (tokens, 2 J, D).
 void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
                     const float* sin, int64_t turned, bf16* out, int32_t threads) {
   const Layer &layer = *encoder->layer, &memory = *encoder->memory;
   const int64_t layers = encoder->layers, dim = layer.head_dim, width = layer.read.inputs;
   const int64_t heads = layer.heads + 2 * layer.kv_heads;
-  const int64_t states = encoder->projection->outputs, given = 2 * memory.kv_heads;
+  const int64_t states = encoder->projection->outputs, out_heads = 2 * memory.kv_heads;
   const int64_t most = std::min(tokens, kEncodedTokens);
-  std::vector<bf16> asked(most * layers * heads * dim), read(most * layers * layer.heads * dim);
+  std::vector<bf16> qkv(most * layers * heads * dim), attended(most * layers * layer.heads * dim);
   std::vector<bf16> means(most * width), projected(most * states), from(most * layers * width);
   const int64_t half = width / encoder->heads / 2;
   const Angles of_layers = {encoder->cos, encoder->sin, encoder->turned, layers};
-  room_for(layer, most * layers, layers);
-  const Room room = room_for(memory, most);  // the same memory, now large enough for both
+  scratch_for(layer, most * layers, layers);
+  const LayerScratch shared = scratch_for(memory, most);  // the same buffers, now large enough for both
 #pragma omp parallel num_threads(threads)
   for (int64_t start = 0; start < tokens; start += most) {
     const int64_t count = std::min(most, tokens - start), rows = count * layers;
@@ -409,15 +415,15 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
         for (int64_t part = 0; part < 2 * encoder->heads; part++, here += half)
           std::copy_n(there + part / 2 * encoder->head_stride + part % 2 * encoder->half_stride, half, here);
       }
-    team_project(layer, from.data(), rows, of_layers, room, [&](int64_t row, int64_t head) {
-      return asked.data() + (row * heads + head) * dim;
+    team_project(layer, from.data(), rows, of_layers, shared, [&](int64_t row, int64_t head) {
+      return qkv.data() + (row * heads + head) * dim;
     });
 #pragma omp barrier
     Attention call = {};
-    call.query = asked.data();
+    call.query = qkv.data();
     call.key = call.query + layer.heads * dim;
     call.value = call.key + layer.kv_heads * dim;
-    call.out = read.data();
+    call.out = attended.data();
     call.rows = count;
     call.tokens = call.slots = layers;
     call.heads = layer.heads;
@@ -428,7 +434,7 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
     call.query_row = call.key_row = call.value_row = layers * heads * dim;
     call.scale = encoder->scale;
     team_attend(call);
-    team_finish(layer, from.data(), read.data(), rows, layers, room, means.data());
+    team_finish(layer, from.data(), attended.data(), rows, layers, shared, means.data());
 #pragma omp barrier
     multiply(*encoder->projection, means.data(), count, width,
              [&](int64_t row, int64_t output, Floats sums) {
@@ -436,8 +442,8 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
              });
 #pragma omp barrier
     const Angles angles = {cos + start * turned, sin + start * turned, turned, count};
-    team_project(memory, projected.data(), count, angles, room, [&](int64_t row, int64_t head) {
-      return out + ((start + row) * given + head) * memory.head_dim;
+    team_project(memory, projected.data(), count, angles, shared, [&](int64_t row, int64_t head) {
+      return out + ((start + row) * out_heads + head) * memory.head_dim;
     });
 #pragma omp barrier
   }

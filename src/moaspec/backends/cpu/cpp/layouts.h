@@ -1,5 +1,5 @@
-// Sizes and offsets of the structures that Python fills in, for `structures.py` to compare with its own
-// when the library is loaded.
+// Sizes and offsets of the structures that Python fills in. `structures.py` compares its own with them when
+// it loads the library.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// The size of a structure, then the offset of each field, in order.
+// Appends the size of a structure, then the offsets of its fields in order.
 template <class S>
 void add_layout(std::vector<int64_t>& all, std::initializer_list<size_t> offsets) {
   all.push_back(sizeof(S));

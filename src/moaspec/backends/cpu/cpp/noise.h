@@ -1,5 +1,5 @@
-// Positional noise, as in `moaspec.sampling.noise`: the leading 53 bits of Philox4x32-10 (Salmon et al.,
-// SC 2011), the last one set.
+// Positional noise, as in `moaspec.sampling.noise`: the leading 53 bits of Philox4x32-10 (Salmon et al., SC
+// 2011), of which the last is set.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// The place of a token: equal places have equal noise.
+// Seed, which of n answers, and position of a token: its noise is a function of these and the token.
 struct Place {
   int64_t seed, choice, position;
 };
@@ -17,9 +17,9 @@ struct Place {
 namespace {
 
 constexpr int kNoiseRounds = 10;
-constexpr int64_t kNoiseShare = 4096;  // draws that are worth a thread
+constexpr int64_t kNoiseShare = 4096;  // tokens whose noise takes long enough for a task of a thread
 
-// The first two words of a token's block.
+// The first two of the four words that Philox gives for a token.
 struct NoiseWords {
   uint32_t high, low;
 };
@@ -44,12 +44,12 @@ inline NoiseWords noise_words(const Place& place, uint32_t token) {
   return {word0, word1};
 }
 
+// The 53 bits: 2^53 times a uniform number between 0 and 1.
 inline int64_t noise_bits(const Place& place, uint32_t token) {
   const NoiseWords words = noise_words(place, token);
   return static_cast<int64_t>(uint64_t{words.high} << 21 | words.low >> 11 | 1);
 }
 
-// Gumbel noise of a token.
 inline double gumbel(const Place& place, uint32_t token) {
   return -std::log(-std::log(static_cast<double>(noise_bits(place, token)) * 0x1p-53));
 }

@@ -1,11 +1,18 @@
-// Weights in blocks of fewer bits, for CPUs with AVX512-BF16. With AVX2 unpacking them to the very same
-// numbers takes longer than reading 16 bits does; `w4a8.h` multiplies what is rounded anyway.
+// Weights of 8 and 4 bits in blocks, dequantised exactly to the bf16 weights that they came from. For
+// AVX512-BF16: with AVX2, dequantising takes longer than reading bf16 weights, so only W4A8 (`w4a8.h`) reads
+// blocks there.
 //
-// A panel of fewer bits is a row of blocks of 32 inputs. A block of four bits has 16 scales and 16 zeros
-// in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
-// 0 to 7 and 8 to 15. A word's lane is an output and a half of the pair; its eight nibbles are the codes of
-// eight pairs, the lowest first. A weight is scale * code + zero, rounded to bf16. A block of eight bits has
-// 16 scales, then the codes plus 128 in the order of a panel of bf16; a weight is scale * code, rounded.
+// A panel is I / 32 blocks, each of 32 inputs (16 pairs) for 16 outputs.
+//
+// 4 bits: weight = bf16(scale * code + zero point).
+//   16 scales, then 16 zero points (the weight of code 0), float16: one for each output.
+//   4 registers of 16 words: pairs 0 to 7 of outputs 0 to 7, then of outputs 8 to 15; pairs 8 to 15 likewise.
+//   Lane 2 o + e of a register is number e of the pairs, for its output o. The eight nibbles of this word,
+//   the lowest first, are the codes of the eight pairs.
+//
+// 8 bits: weight = bf16(scale * code).
+//   16 scales, float16.
+//   The codes plus 128, uint8, in the order of a bf16 panel.
 #pragma once
 
 #include "weight_layout.h"
@@ -13,14 +20,14 @@
 namespace {
 
 #ifdef __AMX_BF16__
-constexpr int kUnpackedRows = 32; // rows above which blocks are unpacked first
+constexpr int kUnpackedRows = 32;  // with more rows, whole panels are dequantised first
 #else
 constexpr int kUnpackedRows = 16;
 #endif
 
-// What each kind of block has: all its pairs, as a panel of 16 bits has them.
+// Dequantises a whole block, in the layout of a bf16 panel: (16 pairs, 16, 2).
 template <class Block>
-struct Unpacking {
+struct BlockUnpacker {
   static void unpack(const uint8_t* from, bf16* to) {
     Block block(from);
 #pragma GCC unroll 16
@@ -29,14 +36,14 @@ struct Unpacking {
   }
 };
 
-// A block of four bits, unpacked pair by pair in their order.
-class FourBits : public Unpacking<FourBits> {
+// A block of 4 bits. `pair` shifts the codes, so it must be called with k = 0, 1, ... 15 in this order.
+class FourBits : public BlockUnpacker<FourBits> {
  public:
   static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
 
   explicit FourBits(const uint8_t* block) : words_(block + 4 * kLanes) {
-    spread(block, scale_);
-    spread(block + 2 * kLanes, zero_);
+    load_halves_twice(block, scale_);
+    load_halves_twice(block + 2 * kLanes, zero_);
   }
   __m512bh pair(int k) {
     __m512 weights[2];
@@ -55,15 +62,15 @@ class FourBits : public Unpacking<FourBits> {
   const uint8_t* words_;
 };
 
-// Blocks of eight bits. A code becomes the second byte of a float of 1, which is then
-// 1 + (code + 128) / 2^15; one instruction takes that to scale * code, without any rounding.
-class EightBits : public Unpacking<EightBits> {
+// A block of 8 bits. A code plus 128 replaces byte 1 of the float 1.0 and makes it 1 + (code + 128) / 2^15.
+// One FMA then gives scale * code, without rounding.
+class EightBits : public BlockUnpacker<EightBits> {
  public:
   static constexpr int kBytes = 2 * kLanes + kBlock * kLanes;
 
   explicit EightBits(const uint8_t* block) : codes_(block + 2 * kLanes) {
     __m512 scale[2];
-    spread(block, scale);
+    load_halves_twice(block, scale);
     for (int half = 0; half < 2; half++) {
       steps_[half] = scale[half] * _mm512_set1_ps(32768.0f);
       zero_[half] = scale[half] * _mm512_set1_ps(-32768.0f - 128.0f);
@@ -89,45 +96,46 @@ class EightBits : public Unpacking<EightBits> {
   const uint8_t* codes_;
 };
 
-// Weights in blocks of fewer bits. Products have the same bits as with the bf16 weights.
+// The format of weights in blocks. Sums have the same bits as with the dequantised weights in bf16.
 template <class Block>
-struct Blocks {
+struct BlockWeights {
   using Input = ::Input;
   static constexpr bool kUnpacks = true;
-  static constexpr int kMostRows = 8;
-  static constexpr int most_panels(int rows) { return rows <= 6 ? 2 : 1; }
+  static constexpr int kMaxRows = 8;
+  static constexpr int max_panels(int rows) { return rows <= 6 ? 2 : 1; }
   static int64_t panels_at_once(int64_t rows) {
-    return rows > kUnpackedRows ? Sixteen::panels_at_once(rows) : most_panels(static_cast<int>(rows));
+    return rows > kUnpackedRows ? Bf16Weights::panels_at_once(rows) : max_panels(static_cast<int>(rows));
   }
   static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * Block::kBytes; }
 
   template <int M, int V>
-  static void tile(const Input* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+  static void tile(const Input* x, int64_t stride, const uint8_t* panels, int64_t panel_stride,
                    const uint8_t* next, int64_t inputs, Tile& out) {
     const int64_t blocks = inputs / kBlock;
     __m512 sums[M][V];
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++) {
-      const uint8_t* later = step_of(panels, next, b + kBlocksAhead, blocks, Block::kBytes);
-      for (int v = 0; v < V; v++) prefetch(later + v * panel_size, Block::kBytes);
-      add<M, V>(x + b * kBlock, stride, panels + b * Block::kBytes, panel_size, sums);
+      const uint8_t* later = step_address(panels, next, b + kPrefetchBlocks, blocks, Block::kBytes);
+      for (int v = 0; v < V; v++) prefetch(later + v * panel_stride, Block::kBytes);
+      add<M, V>(x + b * kBlock, stride, panels + b * Block::kBytes, panel_stride, sums);
     }
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) out.sums[m][v] = sums[m][v];
   }
 
-  // A panel in 16 bits.
+  // Dequantises a panel to bf16, (I / 2, 16, 2).
   static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
     for (int64_t b = 0; b < inputs / kBlock; b++)
       Block::unpack(panel + b * Block::kBytes, to + b * kBlock * kLanes);
   }
 
  private:
+  // Accumulates one block.
   template <int M, int V>
-  static void add(const Input* x, int64_t stride, const uint8_t* first, int64_t panel_size,
+  static void add(const Input* x, int64_t stride, const uint8_t* first, int64_t panel_stride,
                   __m512 (&sums)[M][V]) {
-    Block low(first), high(first + (V - 1) * panel_size);
+    Block low(first), high(first + (V - 1) * panel_stride);
 #pragma GCC unroll 16
     for (int k = 0; k < kBlock / 2; k++) {
       __m512bh weights[2] = {low.pair(k)};

@@ -1,7 +1,7 @@
-// Sixteen float32 numbers at a time: one register of a CPU with AVX512-BF16, two of one with AVX2.
+// Vectors of sixteen float32 numbers: one register with AVX512-BF16, two registers with AVX2.
 //
-// What the kernels need of a CPU is here, under the same names for both. A pair is two neighbouring
-// bf16 numbers, the first in the lower half of a word.
+// `simd_avx512.h` and `simd_avx2.h` define the same types and functions, so that the kernels are written
+// once. A pair is two neighbouring bf16 numbers in a word of 32 bits, the first in the lower half.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@ namespace {
 
 using bf16 = uint16_t;
 
-constexpr int kLanes = 16;  // numbers of `Floats`; outputs of a panel
+constexpr int kLanes = 16;  // lanes of `Floats`; outputs of a panel
 
-// Calls with the constants 0, 1, ... N - 1: arrays that they index stay in registers.
+// Calls `visit` with the constants 0 to N - 1. Arrays that only such constants index stay in registers.
 template <int N, class Visit>
 [[gnu::always_inline]] inline void unrolled(const Visit& visit) {
   if constexpr (N > 0) {
@@ -28,14 +28,15 @@ inline float widened(bf16 half) {
   return cast.number;
 }
 
-// Reads `bytes` bytes into the nearest cache, ahead of their use.
+// Prefetches the cache lines of `bytes` bytes, to the L1 cache.
 inline void prefetch(const void* from, int64_t bytes) {
   constexpr int64_t kCacheLine = 64;
   for (int64_t line = 0; line < bytes; line += kCacheLine)
     __builtin_prefetch(static_cast<const char*>(from) + line);
 }
 
-// The order of 16 inputs in eight bits: a word has four even pairs' first numbers, or their second, ...
+// The order of 16 int8 inputs (8 pairs) for W4A8 dot products. Each four fill a word: the first numbers of
+// the even pairs, their second numbers, then the first and the second numbers of the odd pairs.
 alignas(16) constexpr uint8_t kEvenPairsFirst[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 }  // namespace
@@ -48,24 +49,25 @@ alignas(16) constexpr uint8_t kEvenPairsFirst[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2
 
 namespace {
 
-// e to the power of numbers that are at most 0, to float32's precision.
+// e^x for x <= 0, to float32 precision; e^-87 for smaller x.
 inline Floats exponential(Floats x) {
-  x = larger(x, all(-87.0f));
-  const Floats n = nearest_whole(x * all(1.44269504f));
-  Floats r = subtract_product(n, all(0.693359375f), x);
-  r = subtract_product(n, all(-2.12194440e-4f), r);
-  // Taylor's series: |r| is at most ln(2) / 2, so the first term left out is below 1e-8.
-  Floats sum = all(1.0f / 5040);
+  x = maximum(x, broadcast(-87.0f));
+  // x = n * ln(2) + r. ln(2) is the sum of two constants, of which the first times n is exact.
+  const Floats n = nearest_integer(x * broadcast(1.44269504f));
+  Floats r = subtract_product(n, broadcast(0.693359375f), x);
+  r = subtract_product(n, broadcast(-2.12194440e-4f), r);
+  // Taylor series: |r| <= ln(2) / 2, so the first omitted term is below 1e-8.
+  Floats sum = broadcast(1.0f / 5040);
   for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = multiply_add(sum, r, all(term));
-  return times_power(sum, n);
+    sum = multiply_add(sum, r, broadcast(term));
+  return times_power_of_two(sum, n);
 }
 
-// x * sigmoid(x), by the exponential of what is at most zero.
+// x * sigmoid(x), from e^-|x|, which cannot overflow.
 inline Floats silu(Floats x) {
-  const Floats one = all(1.0f);
-  const Floats small = exponential(all(0.0f) - magnitude(x));
-  return x * (blend(less(x, all(0.0f)), small, one) / (one + small));
+  const Floats one = broadcast(1.0f);
+  const Floats power = exponential(broadcast(0.0f) - absolute(x));
+  return x * (blend(less(x, broadcast(0.0f)), power, one) / (one + power));
 }
 
 }  // namespace

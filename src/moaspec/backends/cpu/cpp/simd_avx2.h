@@ -1,5 +1,5 @@
-// `simd.h` for CPUs with AVX2 and FMA. A pair is widened and multiplied as two numbers, the first
-// before the second.
+// The vectors of `simd.h` with AVX2 and FMA. Pairs are widened to float32; the products of their first
+// numbers are accumulated before those of their second numbers.
 #pragma once
 
 #include <immintrin.h>
@@ -8,20 +8,20 @@
 
 namespace {
 
-// Sixteen of anything, as two registers.
+// Sixteen lanes in two registers.
 struct Floats { __m256 part[2]; };
-struct Mask { __m256 part[2]; };  // lanes of ones or zeros
-struct Words { __m256i part[2]; };
-struct Pairs { __m256 first[2], second[2]; };
-using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
+struct Mask { __m256 part[2]; };  // all bits of a lane are set, or none
+struct Words { __m256i part[2]; };  // 16 words of 32 bits
+struct Pairs { __m256 first[2], second[2]; };  // a pair of weights for each of 16 outputs, in float32
+using Input = float;  // type of the inputs of bf16 products: a row is widened once for all weights
 
-constexpr int kRowsOfTile = 6;  // 6 * 2 sums, 2 of weights, a number and a mask fill 16 registers
-// Several panels are several streams from memory, which the CPU fetches ahead faster than one.
-constexpr int panels_of_tile(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-constexpr int kAhead = 64;    // pairs that weights are fetched ahead of their use
-constexpr int kTogether = 4;  // queries whose sums are kept in registers
-constexpr int kGathered = 1;  // (pairs of) registers of each query's sums of values
-constexpr int kRowsOfNibbles = 4;
+constexpr int kBf16Rows = 6;  // rows of a tile: 6 * 2 sums, 2 of weights, input and mask fill 16 registers
+// Panels of a tile. Each is a stream from memory, and a CPU prefetches several streams faster than one.
+constexpr int bf16_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int kPrefetchPairs = 64;   // prefetch distance of bf16 weights, in pairs
+constexpr int kRegisterQueries = 4;  // queries whose sums stay in registers
+constexpr int kValueRegisters = 1;   // `Floats` of sums for each of these queries, in attention to values
+constexpr int kW4A8Rows = 4;         // rows of a tile
 
 inline Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.part[0], b.part[0]), _mm256_add_ps(a.part[1], b.part[1])};
@@ -36,7 +36,7 @@ inline Floats operator/(Floats a, Floats b) {
   return {_mm256_div_ps(a.part[0], b.part[0]), _mm256_div_ps(a.part[1], b.part[1])};
 }
 
-inline Floats all(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
+inline Floats broadcast(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
 
 inline __m256 widened(__m128i halves) {
@@ -47,7 +47,7 @@ inline Floats load(const bf16* from) {
   return {widened(_mm_loadu_si128(halves)), widened(_mm_loadu_si128(halves + 1))};
 }
 
-// To the nearest bf16, of two the even one; a NaN stays one.
+// Rounds to the nearest bf16, ties to even, in the lower half of each word. A NaN stays a NaN.
 inline __m256i rounded(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
@@ -69,7 +69,7 @@ inline void store(bf16* to, Floats x) {
   const __m256i mixed = _mm256_packus_epi32(rounded(x.part[0]), rounded(x.part[1]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
-// The first `count` numbers alone.
+// Stores the first `count` lanes.
 template <class Number>
 inline void store(Number* to, Floats x, int64_t count) {
   if (count >= kLanes) return store(to, x);
@@ -78,7 +78,7 @@ inline void store(Number* to, Floats x, int64_t count) {
   std::memcpy(to, numbers, count * sizeof(Number));
 }
 
-// a * b + c, and c - a * b, rounded once.
+// Fused a * b + c and c - a * b: one rounding.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return {_mm256_fmadd_ps(a.part[0], b.part[0], c.part[0]),
           _mm256_fmadd_ps(a.part[1], b.part[1], c.part[1])};
@@ -87,24 +87,24 @@ inline Floats subtract_product(Floats a, Floats b, Floats c) {
   return {_mm256_fnmadd_ps(a.part[0], b.part[0], c.part[0]),
           _mm256_fnmadd_ps(a.part[1], b.part[1], c.part[1])};
 }
-inline Floats larger(Floats a, Floats b) {
+inline Floats maximum(Floats a, Floats b) {
   return {_mm256_max_ps(a.part[0], b.part[0]), _mm256_max_ps(a.part[1], b.part[1])};
 }
-inline Floats magnitude(Floats x) {
+inline Floats absolute(Floats x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.part[0]), _mm256_andnot_ps(sign, x.part[1])};
 }
-inline Floats nearest_whole(Floats x) {
+inline Floats nearest_integer(Floats x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.part[0], kNearest), _mm256_round_ps(x.part[1], kNearest)};
 }
-// x times two to the power of whole numbers from -126 to 0.
-inline __m256 times_power(__m256 x, __m256 power) {
+// x * 2^power, for integers from -126 to 0.
+inline __m256 times_power_of_two(__m256 x, __m256 power) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
-inline Floats times_power(Floats x, Floats power) {
-  return {times_power(x.part[0], power.part[0]), times_power(x.part[1], power.part[1])};
+inline Floats times_power_of_two(Floats x, Floats power) {
+  return {times_power_of_two(x.part[0], power.part[0]), times_power_of_two(x.part[1], power.part[1])};
 }
 inline float reduce_sum(Floats x) {
   const __m256 eight = _mm256_add_ps(x.part[0], x.part[1]);
@@ -119,7 +119,7 @@ inline float reduce_max(Floats x) {
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-inline Mask first(int64_t count) {
+inline Mask first_lanes(int64_t count) {
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i end = _mm256_set1_epi32(static_cast<int>(count < kLanes ? count : kLanes));
   const __m256i later = _mm256_add_epi32(lanes, _mm256_set1_epi32(8));
@@ -138,12 +138,12 @@ inline Floats blend(Mask mask, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.part[0], yes.part[0], mask.part[0]),
           _mm256_blendv_ps(no.part[1], yes.part[1], mask.part[1])};
 }
-inline void put(int32_t* to, Mask mask, int32_t number) {
+inline void masked_store(int32_t* to, Mask mask, int32_t number) {
   const __m256i same = _mm256_set1_epi32(number);
   _mm256_maskstore_epi32(to, _mm256_castps_si256(mask.part[0]), same);
   _mm256_maskstore_epi32(to + 8, _mm256_castps_si256(mask.part[1]), same);
 }
-// Which of the first `count` bytes are not zero; no more are read.
+// Mask of the nonzero bytes among the first `count`. Does not read further bytes.
 inline Mask nonzero(const uint8_t* from, int64_t count) {
   uint8_t bytes[kLanes] = {};
   if (count < kLanes) from = static_cast<const uint8_t*>(std::memcpy(bytes, from, count));
@@ -153,7 +153,7 @@ inline Mask nonzero(const uint8_t* from, int64_t count) {
           _mm256_castsi256_ps(
               _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(read, 8)), zero))};
 }
-// The numbers that a mask keeps, one beside another: how many. All of `to`'s 16 may be written.
+// Stores the lanes of the mask without gaps and returns their number. May overwrite 16 numbers of `to`.
 inline int compress(float* to, Mask mask, Floats x) {
   const unsigned kept = _mm256_movemask_ps(mask.part[0]) | _mm256_movemask_ps(mask.part[1]) << 8;
   if (kept == 0xffff) {
@@ -184,7 +184,7 @@ inline Words words(const void* from) {
   const __m256i* both = static_cast<const __m256i*>(from);
   return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};
 }
-inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Words zero_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 
 inline void as_inputs(const bf16* from, int64_t count, Input* to) {
   int64_t i = 0;
@@ -192,17 +192,19 @@ inline void as_inputs(const bf16* from, int64_t count, Input* to) {
   for (; i < count; i++) to[i] = widened(from[i]);
 }
 
-// sum += a * b in the register of the sum. A compiler that puts sums in place of `a` runs out of registers.
+// sum += a * b, in the register of `sum`. A compiler that picks the form of FMA which overwrites `a` runs out
+// of registers.
 inline void add_product(__m256 a, __m256 b, __m256& sum) {
   __m256 same = sum;
   asm("vfmadd231ps %2, %1, %0" : "+x"(same) : "x"(a), "x"(b));
   sum = same;
 }
 
-// Adds one pair of inputs of M rows, times V panels.
+// Accumulates the products of one pair of inputs of M rows, `stride` inputs apart, with the weights of V
+// panels, `panel_stride` bytes apart.
 template <int M, int V>
 [[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
-                                                int64_t panel_size, Floats (&sums)[M][V]) {
+                                                int64_t panel_stride, Floats (&sums)[M][V]) {
   unrolled<V>([&](auto v) {
     const auto add = [&](const Input* from, const __m256 (&half)[2]) {
       unrolled<M>([&](auto m) {
@@ -211,23 +213,24 @@ template <int M, int V>
         for (int i = 0; i < 2; i++) add_product(number, half[i], sum.part[i]);
       });
     };
-    const uint8_t *panel = panels + v * panel_size, *again = panel;
-    // Both numbers of all pairs at once are more than there are registers. The compiler would still
-    // compute them at once if it knew that it reads the same pairs twice.
+    const uint8_t *panel = panels + v * panel_stride, *again = panel;
+    // Registers do not suffice for the first and the second numbers of 16 pairs. `asm` hides from the
+    // compiler that it loads the same pairs twice; otherwise it would widen both at once.
     asm("" : "+r"(again));
     add(x, pairs(words(panel)).first);
     add(x + 1, pairs(words(again)).second);
   });
 }
 
-// Registers for products of four-bit weights: a part of 16 outputs, two lanes for each number.
+// Registers of W4A8 products. An output has two lanes, one for each number of a pair, so 16 outputs take
+// `kParts` registers.
 using Register = __m256;
 using Bytes = __m256i;
 constexpr int kParts = 4;
 
 inline Register multiply_add(Register a, Register b, Register c) { return _mm256_fmadd_ps(a, b, c); }
 inline Register repeated(float number) { return _mm256_set1_ps(number); }
-// Both in turns, all over a register.
+// The first number in even lanes, the second in odd lanes.
 inline Register repeated(const float (&both)[2]) {
   double bits;
   std::memcpy(&bits, both, sizeof(bits));
@@ -237,9 +240,10 @@ inline Bytes bytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_
 inline Bytes low_nibbles(Bytes both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes both) { return low_nibbles(_mm256_srli_epi16(both, 4)); }
 
-// Sums of what each word's four bytes give with those of `x`, whose two words go over a register in turns.
-inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
-  __m256i products = _mm256_setzero_si256();  // of 15 * 127 at most; eight of them fit
+// The sums over i of dot products of four bytes: in each lane those of codes[i], and of x[i] the first four
+// bytes for even lanes, the last four for odd lanes.
+inline Register dot_products(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
+  __m256i products = _mm256_setzero_si256();  // int16, enough for eight products of at most 15 * 127
   unrolled<4>([&](auto i) {
     int64_t both;
     std::memcpy(&both, x[i], sizeof(both));
@@ -248,8 +252,8 @@ inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }
 
-// 16 numbers in float16, each twice.
-inline void spread(const uint8_t* halves, Register to[kParts]) {
+// Loads 16 float16 numbers, each into two neighbouring lanes.
+inline void load_halves_twice(const uint8_t* halves, Register to[kParts]) {
   for (int i = 0; i < 2; i++) {
     const __m256 eight =
         _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i * kLanes)));
@@ -258,8 +262,8 @@ inline void spread(const uint8_t* halves, Register to[kParts]) {
   }
 }
 
-// The sums of each two lanes.
-inline Floats halves_added(const Register (&parts)[kParts]) {
+// The 16 outputs: sums of lanes 2 i and 2 i + 1.
+inline Floats add_lane_pairs(const Register (&parts)[kParts]) {
   Floats sums;
   for (int i = 0; i < 2; i++) {
     const __m256d mixed = _mm256_castps_pd(_mm256_hadd_ps(parts[2 * i], parts[2 * i + 1]));
@@ -268,8 +272,9 @@ inline Floats halves_added(const Register (&parts)[kParts]) {
   return sums;
 }
 
-// The nearest whole numbers from -128 to 127, of what is not finite some, in `kEvenPairsFirst`'s order.
-inline void store_nearest(int8_t* to, Floats x) {
+// Rounds to the nearest int8, saturated, and stores these in the order of `kEvenPairsFirst`. The result for
+// NaN and infinity is unspecified.
+inline void store_int8(int8_t* to, Floats x) {
   const __m256i mixed =
       _mm256_packs_epi32(_mm256_cvtps_epi32(x.part[0]), _mm256_cvtps_epi32(x.part[1]));
   const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
@@ -278,7 +283,7 @@ inline void store_nearest(int8_t* to, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(nearest, order));
 }
 
-// Eight rows of eight words, `part` of each, as columns in `to`.
+// Transposes 8 rows of 8 words, register `part` of each row: to[i] is column i.
 inline void transpose(const Words* rows, int part, __m256i to[8]) {
   __m256i even[8], pairs[8];
   for (int i = 0; i < 8; i += 2) {
@@ -296,7 +301,7 @@ inline void transpose(const Words* rows, int part, __m256i to[8]) {
     to[i + 4] = _mm256_permute2x128_si256(pairs[i], pairs[i + 4], 0x31);
   }
 }
-// Rows of 16 words each become columns.
+// Transposes 16 rows of 16 words in place.
 inline void transpose(Words rows[kLanes]) {
   __m256i columns[2][2][8];
   for (int half = 0; half < 2; half++)

@@ -1,32 +1,34 @@
-// Weights in four bits times inputs in eight, for what may be rounded: drafts.
+// W4A8: weights of 4 bits times inputs of 8 bits. Both are rounded, so it computes drafts only.
 //
-// Panels are laid out as `quantized_blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32,
-// so that a register of products takes one or two instructions; a block's sum is its scale times these
-// products, plus its zero times the sum of the inputs. A draft step reads a third of the bytes of 16 bits.
+// Panels have the 4-bit layout of `quantized_blocks.h`. Each 32 inputs are rounded to int8 with the scale max
+// |x| / 127. A block adds weight scale * input scale * (dot product of the codes), plus zero point * (sum of
+// the inputs before rounding). An integer dot product takes one or two instructions for a register, and a
+// draft step reads a third of the bytes of bf16.
 #pragma once
 
 #include "weight_layout.h"
 
 namespace {
 
-constexpr float kSmallest = 1e-30f;  // of what is told from zero: steps of less are not finite
+constexpr float kMinMagnitude = 1e-30f;  // inputs below it are rounded to 0: 127 / max |x| must be finite
 
-// 32 inputs. Halves of a pair are lanes of their own until the end of a product.
+// A block of 32 inputs of a row. The first and second numbers of pairs have sums of their own.
 struct RoundedInputs {
-  int8_t codes[4][8];  // of a group of 8 pairs, the even ones and the odd ones, by half of the pair
+  int8_t codes[4][8];  // of each 16 inputs the even pairs, then the odd ones (`kEvenPairsFirst`)
   float scale;
-  float sums[2];  // of the inputs themselves, by half of the pair
+  float sums[2];  // of the inputs before rounding: the pairs' first numbers, and their second numbers
 };
 
+// Rounds `count` inputs, a multiple of 32.
 inline void as_inputs(const bf16* from, int64_t count, RoundedInputs* to) {
   for (int64_t b = 0; b < count / kBlock; b++) {
     const Floats numbers[2] = {load(from + b * kBlock), load(from + b * kBlock + kLanes)};
-    const float most = reduce_max(larger(magnitude(numbers[0]), magnitude(numbers[1])));
-    const Floats steps = all(most > kSmallest ? 127 / most : 0.0f);
+    const float most = reduce_max(maximum(absolute(numbers[0]), absolute(numbers[1])));
+    const Floats steps = broadcast(most > kMinMagnitude ? 127 / most : 0.0f);
     RoundedInputs& block = to[b];
     block.scale = most / 127;
     for (int group = 0; group < 2; group++)
-      store_nearest(block.codes[2 * group], numbers[group] * steps);
+      store_int8(block.codes[2 * group], numbers[group] * steps);
     float both[kLanes];
     store(both, numbers[0] + numbers[1]);
     block.sums[0] = block.sums[1] = 0;
@@ -34,17 +36,17 @@ inline void as_inputs(const bf16* from, int64_t count, RoundedInputs* to) {
   }
 }
 
-struct Nibbles {
+// The format of W4A8 weights.
+struct W4A8Weights {
   using Input = RoundedInputs;
   static constexpr bool kUnpacks = false;
   static constexpr int kInputs = kBlock;
-  static constexpr int kMostRows = kRowsOfNibbles;
+  static constexpr int kMaxRows = kW4A8Rows;
   static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
-  static constexpr int most_panels(int) { return 1; }
+  static constexpr int max_panels(int) { return 1; }
   static int64_t panels_at_once(int64_t) { return 1; }
   static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * kBytes; }
 
-  // M rows times one panel.
   template <int M, int V>
   static void tile(const Input* x, int64_t stride, const uint8_t* panel, int64_t,
                    const uint8_t* next, int64_t inputs, Tile& out) {
@@ -53,20 +55,21 @@ struct Nibbles {
     Register sums[M][kParts];
     unrolled<M>([&](auto m) { unrolled<kParts>([&](auto q) { sums[m][q] = repeated(0.0f); }); });
     for (int64_t b = 0; b < blocks; b++) {
-      prefetch(step_of(panel, next, b + kBlocksAhead, blocks, kBytes), kBytes);
+      prefetch(step_address(panel, next, b + kPrefetchBlocks, blocks, kBytes), kBytes);
       add<M>(x + b, stride, panel + b * kBytes, sums);
     }
-    unrolled<M>([&](auto m) { out.sums[m][0] = halves_added(sums[m]); });
+    unrolled<M>([&](auto m) { out.sums[m][0] = add_lane_pairs(sums[m]); });
   }
 
  private:
+  // Accumulates one block.
   template <int M>
   [[gnu::always_inline]] static void add(const Input* x, int64_t stride, const uint8_t* block,
                                          Register (&sums)[M][kParts]) {
     const uint8_t* words = block + 4 * kLanes;
     Register scale[kParts], zero[kParts];
-    spread(block, scale);
-    spread(block + 2 * kLanes, zero);
+    load_halves_twice(block, scale);
+    load_halves_twice(block + 2 * kLanes, zero);
     unrolled<kParts>([&](auto q) {
       Bytes codes[4];
       unrolled<2>([&](auto group) {
@@ -76,7 +79,7 @@ struct Nibbles {
       });
       unrolled<M>([&](auto m) {
         const Input& row = x[m * stride];
-        sums[m][q] = multiply_add(scale[q] * repeated(row.scale), dots(codes, row.codes), sums[m][q]);
+        sums[m][q] = multiply_add(scale[q] * repeated(row.scale), dot_products(codes, row.codes), sums[m][q]);
         sums[m][q] = multiply_add(zero[q], repeated(row.sums), sums[m][q]);
       });
     });
