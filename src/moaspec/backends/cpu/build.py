@@ -1,4 +1,4 @@
-"""Compiling `kernels.cpp`, once for each version of the sources and each compiler."""
+"""Compiles `kernels.cpp`, once for each version of sources, flags and compiler, and loads it."""
 
 import _ctypes
 import ctypes
@@ -41,15 +41,15 @@ log = logging.getLogger(__name__)
 
 
 class _UnavailableError(Exception):
-    """There can be no kernels on this machine; says why."""
+    """This machine cannot run kernels; the message says why."""
 
 
 class _NoCompilerError(Exception):
-    """There is no C++ compiler; says which were looked for."""
+    """There is no C++ compiler; the message says which were looked for."""
 
 
 def why_not() -> str | None:
-    """Why there are no kernels here; None where there are."""
+    """The reason why this process has no kernels; None if it has them."""
     return _loaded()[1]
 
 
@@ -63,7 +63,7 @@ def must_compile() -> bool:
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernels; only where `why_not` has nothing to say."""
+    """The library of kernels; `why_not()` must be None."""
     found, reason = _loaded()
     assert found is not None, reason
     return found
@@ -81,7 +81,7 @@ def _as_c(argument: object) -> object:
 
 
 def unpacks_exactly() -> bool:
-    """Whether products of weights in fewer bits have the same bits as of these weights in bf16."""
+    """Whether products with weights of 8 or 4 bits have the same bits as with these in bf16."""
     return instructions() in {"amx", "avx512"}
 
 
@@ -131,7 +131,7 @@ def _checked(path: Path) -> ctypes.CDLL:
     try:
         check_layouts(library)
     except OSError:
-        _ctypes.dlclose(library._handle)  # else the next load of this path finds it again
+        _ctypes.dlclose(library._handle)  # else the next load of this path returns the same library
         raise
     return library
 
@@ -157,12 +157,12 @@ def _wanted() -> list[str]:
 
 
 def _has_tiles() -> bool:
-    """Whether the CPU has AMX for bf16 and the system, which is asked, lets this process use it."""
+    """Whether the CPU has AMX for bf16 and the system grants this process its use."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16") and torch.cpu._init_amx())
 
 
 def _compiled() -> Path:
-    """The library's file, made where it is missing, for the best that compiler and CPU know.
+    """The library's path, compiled if missing, for the fastest instruction set here.
 
     Raises:
         _UnavailableError: nothing can be compiled for this CPU.
@@ -186,7 +186,7 @@ def _compiled_for(name: str) -> Path:
         return final
     log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
     make_private(final.parent)
-    # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
+    # Renamed when complete: neither a killed process nor a second one leaves a partial library.
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
         try:
             subprocess.run(  # noqa: S603 - a compiler and our own source
@@ -196,7 +196,7 @@ def _compiled_for(name: str) -> Path:
                 text=True,
                 timeout=TIMEOUT_S,
             )
-            Path(made.name).chmod(0o700)  # the compiler may have set other rights
+            Path(made.name).chmod(0o700)  # the compiler may have set other permissions
             Path(made.name).replace(final)
         except BaseException:
             Path(made.name).unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
 
 
 def _compiler() -> str:
-    """Where a C++ compiler is: `$CXX`, or a usual one; _NoCompilerError where there is none."""
+    """The path of a C++ compiler: `$CXX`, else one of `COMPILERS`; or _NoCompilerError."""
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else COMPILERS:
         found = shutil.which(name)

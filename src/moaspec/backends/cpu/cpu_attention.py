@@ -1,4 +1,4 @@
-"""Attention of up to a chunk of a prompt: bf16, on the CPU, without gradients.
+"""Attention by a kernel, of at most a chunk of a prompt: bf16, on the CPU, without gradients.
 
 Legend: B rows, T tokens, S slots, H query heads, J KV heads, D head dim.
 """
@@ -12,7 +12,7 @@ from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
-MAX_QUERIES = 64  # tokens of a row in a pass that kernels compute in one call
+MAX_QUERIES = 64  # tokens of a row, at most, in a pass that is one call of kernels
 MAX_ATTENDED = 1024  # tokens of a row up to which `attend` is faster than PyTorch's attention
 MAX_HEAD_DIM = 256
 PAIR_LANES = 32  # elements of a head per instruction; D is a multiple of it
@@ -38,7 +38,7 @@ def fast_attention(
 def can_attend(
     query_BHTD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask: Tensor | None
 ) -> bool:
-    """Whether `attend` takes these, and gains by it."""
+    """Whether `attend` supports these tensors and is faster than PyTorch."""
     dim = query_BHTD.shape[3]
     return (
         query_BHTD.dtype == key_BJSD.dtype == torch.bfloat16
@@ -63,10 +63,11 @@ def attend(
 ) -> Tensor:
     """Grouped-query attention, as a (B, H, T, D) view of (B, T, H, D).
 
-    A token's output has the same bits in any slots, if keys are in the order of their tokens.
+    A token's output has the same bits in whichever slots the keys are, if these are in the order of
+    their tokens.
 
     Args:
-        mask: (B or 1, 1, T or 1, S) bool, True: may attend; None: to everything.
+        mask: (B or 1, 1, T or 1, S) bool, True: may attend; None: all may attend to all slots.
     """
     B, H, T, D = query_BHTD.shape
     J, S = key_BJSD.shape[1:3]
@@ -93,7 +94,7 @@ def attend(
 
 
 def mask_strides(mask: Tensor | None) -> tuple[int, int]:
-    """Of a mask's rows and tokens; 0 where all share them."""
+    """Strides of a mask's rows and of its tokens; 0 where all share one."""
     if mask is None:
         return 0, 0
     row, token = (0 if mask.shape[axis] == 1 else mask.stride(axis) for axis in (0, 2))

@@ -1,4 +1,4 @@
-"""A drafter's work in one call each: encoding verified tokens, and drafting for one request.
+"""One call that encodes verified tokens, and one that drafts a tree for a request.
 
 Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
 the rotated dims, O outputs of the head, V vocabulary, E hidden size.
@@ -31,15 +31,16 @@ class FusedEncoder:
     """LSA, its mean over layers, the projection, and CA's keys and values, in one call.
 
     Args:
-        layer: over the layers of one token.
-        projection: of the mean.
-        memory: keys and values alone.
+        layer: LSA, over the layers of one token.
+        projection: applied to the mean over layers.
+        memory: CA's projection to keys and values.
+        scale: of LSA's scores.
     """
 
     def __init__(
         self, layer: FusedLayer, projection: Matrix, memory: FusedLayer, scale: float
     ) -> None:
-        # Kept, because the description has only their addresses.
+        # Kept alive, because the C structure holds only their addresses.
         self._parts, self._scale = (layer, projection, memory), scale
 
     def run(
@@ -51,8 +52,8 @@ class FusedEncoder:
         """Keys (rotated), then values: (N, 2 J, D).
 
         Args:
-            kv_NLJ2D: keys and values of N tokens in L layers, bf16, contiguous in D alone; from a
-                cache, that is, without a copy.
+            kv_NLJ2D: keys and values of N tokens in L layers, bf16. Only D must be contiguous, so a
+                view of a cache needs no copy.
             layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
             token_angles: those of the tokens, (..., N, R) each.
         """
@@ -86,13 +87,13 @@ class FusedExit:
 
     def __init__(self, norm: FusedNorm, linear: Matrix, scale: float) -> None:
         assert linear.inputs == linear.outputs == len(norm.weight_E)
-        self._parts = norm, linear  # kept, because the description has only their addresses
+        self._parts = norm, linear  # kept alive: the C structure holds only their addresses
         self.described = ExitFacts(
             norm.weight_E.data_ptr(), ctypes.addressof(linear.described), norm.eps, scale
         )
 
     def run(self, x: Tensor) -> Tensor:
-        """Of x's shape, (..., E) bf16."""
+        """Apply the exit to x, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         width = self._parts[1].outputs
         assert x.shape[-1] == width
@@ -103,14 +104,14 @@ class FusedExit:
 
 @dataclass(frozen=True)
 class TreePart:
-    """A stack of layers, and the tokens that it processes in one call."""
+    """The last layers of a stack, and the unread tokens that they process in `draft_tree`."""
 
-    stack: FusedStack  # the layers are its last ones
-    cos_TR: Tensor  # cosines of those tokens and of each level of drafts, float32, contiguous
-    sin_TR: Tensor  # sines of the same tokens, float32, contiguous
-    slots: Slots  # of the first of those tokens
+    stack: FusedStack  # its last `num` layers run
+    cos_TR: Tensor  # cosines: a row for each token, then for each level; float32, contiguous
+    sin_TR: Tensor  # sines, likewise
+    slots: Slots  # for the first of these tokens
     num: int = 1
-    norm: FusedNorm | None = None  # behind the last of them
+    norm: FusedNorm | None = None  # after the last layer
 
     def described(self) -> Pass:
         """The pass over the first token."""
@@ -125,17 +126,17 @@ class TreePart:
 
 
 class Coupling:
-    """How the drafts of a sampled row are ranked, see `moaspec.drafting.path_scores`.
+    """How drafts are ranked for a request that samples; see `moaspec.drafting.path_scores`.
 
     Args:
         sampler: of the first level's tokens, its temperature divided by the sharpness.
         agreement: the target chooses the draft of rank r with probability
-            sigmoid(a + b * margin), a and b those of line r; the last line goes for further ranks.
+            sigmoid(a + b * margin), with a and b of line r; the last line holds for further ranks.
     """
 
     def __init__(self, sampler: SamplerParams, agreement: Sequence[tuple[float, float]]) -> None:
         numbers = [number for line in agreement for number in line]
-        self._numbers = (c_float * len(numbers))(*numbers)  # kept, as facts have its address alone
+        self._numbers = (c_float * len(numbers))(*numbers)  # kept alive: facts hold its address
         self.facts = CouplingFacts(
             SamplerFacts(*sampler), ctypes.addressof(self._numbers), len(agreement)
         )
@@ -163,7 +164,7 @@ def draft_tree(
         unread: the end of the text, at least one token.
         depth: levels to draft, at most.
         breadth: nodes of a level that get children, at most, and children of each; at most O.
-        least: log-probability that a path must have for its last node to get children.
+        least: log-probability that a path needs for its last node to get children.
         text: SA, over the unread tokens and then the drafts. Each token takes the next slot, and
             sees the text and its ancestors.
         memory: CA, over the last `finished` unread tokens and then the drafts; all tokens see the
@@ -175,12 +176,12 @@ def draft_tree(
             before it that the target's cache lacks.
         names_O: int64, token ids of the head's outputs.
         embeddings_VE: of all ids, bf16.
-        coupling: of a row that samples; its filters drop drafts.
+        coupling: for a request that samples; its filters drop drafts.
 
     Returns:
-        Of the drafted nodes, parents first: ids in the target's vocabulary; parents, -1 for the
-        root; log-probabilities of their paths, with a coupling that the target chooses them. Then
-        the number of levels, and of nodes that got children.
+        Three lists over the drafted nodes, parents first: token ids in the target's vocabulary;
+        parents, -1 for the root; log-probabilities of paths (with `coupling`: that the target
+        chooses them). Then the number of levels, and of nodes that got children.
     """
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Decoder layers by kernels: bf16, on the CPU, without gradients.
+"""Decoder layers computed by kernels: bf16, on the CPU, without gradients.
 
 Legend: B rows, T tokens, L layers, R rows of a cache, S slots, H query heads, J KV heads, D head
 dim, E hidden size, X = H * D. R is the number of rotated dims in `cos_BTR` and `sin_BTR`.
@@ -25,15 +25,15 @@ NUM_MATRICES = 4
 
 
 class FusedLayer:
-    """A pre-norm decoder layer but for its attention, in two calls.
+    """A pre-norm decoder layer without its attention, in two calls: `project` and `finish`.
 
     Args:
-        matrices: queries (with keys and values, where the layer has its own); the attention's
-            output; gate and up, for SiLU; back to the layer's width. The first alone for what
-            only projects.
+        matrices: projection to queries, keys and values (to queries alone if the layer attends to
+            stored keys and values); output projection of attention; gate and up projections of the
+            MLP; its down projection. The first one alone is enough for `project`.
         norms: RMSNorm's weights before attention and before the MLP, (E,) bf16.
         head_norms: of queries and of keys, (D,) bf16, or None.
-        heads: H and J; one is 0 where the first matrix gives queries, or keys and values, alone.
+        heads: H and J. J is 0 without keys and values in the first matrix, H without queries.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FusedLayer:
         self._project, self._finish = library().moaspec_project, library().moaspec_finish
 
     def describe(self) -> None:
-        """Note where the weights are; again after one was moved."""
+        """Fill in the C structure with addresses of weights; repeat it when one has moved."""
         absent = (MatrixFacts(),) * (NUM_MATRICES - len(self.matrices))
         self.described = LayerFacts(
             *(matrix.described for matrix in self.matrices),
@@ -68,12 +68,12 @@ class FusedLayer:
     def of(
         cls, matrices: Sequence[Matrix | None], *, head_dim: int, **rest: Any
     ) -> FusedLayer | None:
-        """A layer of these parts, or None where kernels cannot compute it."""
+        """A layer of these parts; None if kernels do not support it."""
         found = [matrix for matrix in matrices if matrix is not None]
         sizes = [size for one in found for size in (one.inputs, one.outputs)]
         if len(found) < len(matrices) or any(size % LANES for size in sizes):
             return None
-        # As in `can_attend`: a stack attends itself.
+        # As in `can_attend`: a stack's kernel also computes attention.
         if head_dim % PAIR_LANES or head_dim > MAX_HEAD_DIM:
             return None
         return cls(found, head_dim=head_dim, **rest)
@@ -82,8 +82,8 @@ class FusedLayer:
         """Rotated queries and keys, and values, (B, T, H + 2 J, D).
 
         Args:
-            cos_BTR: cosines, float32, contiguous, of any axes before R; of T tokens alone where all
-                rows share them.
+            cos_BTR: cosines, float32, contiguous, with any axes before R. (T, R) is enough if all
+                requests share them.
         """
         assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
         x_BTE = x_BTE.contiguous()
@@ -112,7 +112,7 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class FusedNorm:
-    """RMSNorm as the layers have it."""
+    """RMSNorm, computed as within the layers."""
 
     weight_E: Tensor  # bf16; E is a multiple of 16
     eps: float
@@ -122,7 +122,7 @@ class FusedNorm:
         assert len(self.weight_E) % LANES == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of x's shape, (..., E) bf16."""
+        """RMSNorm of x, (..., E) bf16."""
         assert x.dtype == torch.bfloat16
         assert x.shape[-1] == len(self.weight_E)
         x = x.contiguous()
@@ -142,11 +142,11 @@ class Slots:
     cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous in D: keys and values of all layers
     rows_B: Sequence[int]
     starts_B: Sequence[int]  # first slot that each row writes
-    visible: int  # slots that are read, from the first on
+    visible: int  # number of slots that are read, from slot 0 on
 
 
 class FusedStack:
-    """Consecutive layers in one call, with their weights in one piece of memory.
+    """Consecutive layers in one call, with their weights in one contiguous buffer.
 
     Args:
         layers: in order. Their weights are moved; a weight shared by several is moved once. A layer
@@ -175,11 +175,11 @@ class FusedStack:
         num: int,
         norm: FusedNorm | None = None,
     ) -> Tensor:
-        """The last `num` layers and the norm behind them, (B, T, E).
+        """Run the last `num` layers and the norm after them: (B, T, E).
 
         Args:
             cos_BTR: cosines of every row, float32, contiguous.
-            mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
+            mask_B1TS: bool, True: may attend; contiguous. B or T is 1 if rows or tokens share it.
         """
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
@@ -193,13 +193,13 @@ class FusedStack:
         return x_BTE
 
     def address(self, num: int) -> int:
-        """Where the last `num` layers are described."""
+        """Address of the C structures of the last `num` layers."""
         first = len(self.layers) - num  # a device has the last layers only
         return ctypes.addressof(self._described[first])
 
 
 class Pass:
-    """A pass of a stack's last layers, described.
+    """The C structure of a pass over the last `num` layers of a stack.
 
     Args:
         cos_sin: float32, contiguous, (..., R) each.
@@ -221,7 +221,7 @@ class Pass:
         last = stack.layers[-1].described
         assert norm is None or len(norm.weight_E) == last.read.inputs
         layer, half, cache_row, head, slot, _ = cache.stride()
-        # Kept, because the description has only their addresses.
+        # Kept alive, because the C structure holds only their addresses.
         self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
         rows, starts, *_ = self._held
         mask_row, mask_token = mask_strides(mask_B1TS)

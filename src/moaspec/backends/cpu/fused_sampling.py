@@ -27,7 +27,7 @@ class SamplerParams(NamedTuple):
 
 
 def can_choose(logits_NV: Tensor) -> bool:
-    """Whether `choose` takes these."""
+    """Whether `choose` supports these logits."""
     cpu = logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32
     return cpu and logits_NV.shape[1] > 0 and why_not() is None
 
@@ -47,7 +47,7 @@ def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
 
 
 def can_draw(*arguments: Tensor) -> bool:
-    """Whether `draw_bits` takes these."""
+    """Whether `draw_bits` supports these arguments."""
     return why_not() is None and all(
         x.device.type == "cpu" and x.dtype == torch.int64 for x in arguments
     )
@@ -56,12 +56,12 @@ def can_draw(*arguments: Tensor) -> bool:
 def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
     """The random bits of `moaspec.sampling.noise`; arguments int64, broadcast."""
     facts = (seed, choice, position)
-    if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside
+    if not seed.shape == choice.shape == position.shape:  # broadcast_tensors alone takes longer
         facts = torch.broadcast_tensors(*facts)
     places = torch.stack(facts, dim=-1)
     shape = torch.broadcast_shapes(places.shape[:-1], token_id.shape)
     shared = token_id.ndim == 1 and (places.ndim == 1 or places.shape[-2] == 1)
-    if not shared:  # tokens of its own for each place: one each
+    if not shared:  # a place for each token
         places = places.expand(*shape, 3).contiguous()
         token_id = token_id.expand(shape)
     token_id = token_id.contiguous()

@@ -26,18 +26,18 @@ from moaspec.backends.cpu.structures import MatrixFacts
 class Matrix:
     """A linear layer's weight in panels of 16 outputs.
 
-    They are described in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h` and `w4a8.h`.
+    Their layouts are in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h` and `w4a8.h`.
 
-    A weight that came from four or eight bits, with a scale and perhaps a zero for each 32 inputs
-    (GGUF's Q4_1 and Q8_0), is recognised and stored in these bits. Kernels then read a third or
-    half of the bytes, and products are bit for bit the same (see `unpacks_exactly`).
+    A weight that was dequantised from 4 or 8 bits, with a scale and perhaps a zero point for each
+    32 inputs (GGUF's Q4_1 and Q8_0), is recognised and stored in these bits. Kernels then read a
+    third or half of the bytes, and products have the same bits (see `unpacks_exactly`).
 
     Args:
         weight_OI: bf16, see `can_hold`.
         bias: (O,), or None.
-        bits: None: the fewest that represent every weight exactly. 16: as given. 4: weights are
-            rounded to 16 equidistant numbers for each 32 inputs, and inputs to 255 for each 32.
-        moment_II: of the inputs, for rounding; see `quantized_weight.rounded`.
+        bits: None: the fewest that hold every weight exactly. 16: bf16. 4: W4A8, that is, each 32
+            weights of an output are rounded to 16 levels, each 32 inputs to 255.
+        moment_II: second moment of the inputs, for rounding; see `quantized_weight.rounded`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Matrix:
 
     @staticmethod
     def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
-        """Whether there are kernels for this weight here."""
+        """Whether kernels support this weight on this machine."""
         return (
             weight_OI.dtype == torch.bfloat16
             and weight_OI.device.type == "cpu"
@@ -100,7 +100,7 @@ class Matrix:
         )
 
     def weight(self) -> Tensor:
-        """(O, I), unpacked anew."""
+        """The weight, (O, I) bf16, computed from the panels in each call."""
         if self.bits == 16:
             weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
         else:
@@ -112,7 +112,7 @@ class Matrix:
         """The product of x, (..., I) bf16, and the transposed weight, plus the bias, (..., O).
 
         Args:
-            single: leave the sums in float32 instead of rounding them to bf16.
+            single: return float32 sums, not rounded to bf16.
         """
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
@@ -125,9 +125,9 @@ class Matrix:
         return out
 
     def best(self, x_TI: Tensor) -> Tensor:
-        """For each row the index of its largest product, the first of equal ones: (T,) int64.
+        """The index of each row's largest output, the first of equal ones: (T,) int64.
 
-        Sums are compared in float32, and none is written to memory.
+        Outputs are compared in float32; they are not written to memory.
 
         Args:
             x_TI: bf16.
@@ -141,7 +141,7 @@ class Matrix:
 
 
 def large_pages(num_bytes: int) -> Tensor:
-    """Memory in pages of 2 MiB where the system has them: a pass looks up fewer addresses."""
+    """Memory in pages of 2 MiB where the system has them, for fewer TLB misses."""
     # Private, because most systems give shared memory no large pages.
     room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
@@ -150,6 +150,6 @@ def large_pages(num_bytes: int) -> Tensor:
 
 
 def _panels(weight_OI: Tensor) -> Tensor:
-    """(P, I / 2, 16, 2)."""
+    """The bf16 panels of a weight, (P, I / 2, 16, 2)."""
     outputs, inputs = weight_OI.shape
     return weight_OI.view(outputs // LANES, LANES, inputs // 2, 2).transpose(1, 2).contiguous()

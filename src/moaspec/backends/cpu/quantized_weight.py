@@ -1,8 +1,8 @@
-"""Weights in four or eight bits, as panels of the kernels have them.
+"""Weights of 4 or 8 bits, and their layout in the panels of the kernels.
 
 Legend: I inputs and O outputs of a matrix, P = O / 16 panels, N = I / 32 blocks, X bytes or numbers
 of a block. Inside a block, g is one of two groups of 8 pairs, k a pair, h one of two halves of a
-panel's outputs, o an output of that, e a half of a pair.
+panel's outputs, o an output of a half, e one of the two numbers of a pair.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moaspec.backends.cpu.build import call, library
 from moaspec.model.head_moment import damped
 
 LANES = 16  # outputs of a panel; widths of layers are multiples of it
-BLOCK = 32  # inputs that share a scale and a zero
+BLOCK = 32  # inputs that share a scale and a zero point
 NIBBLES = 8  # of a word
-SIGN = -128  # the bit of an int8 that tells it from a uint8 of 128 more
+SIGN = -128  # the sign bit of an int8: flipped, the byte is the uint8 of code + 128
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight in few bits: scale * code + zero."""
+    """A weight in blocks of 4 or 8 bits: scale * code + zero point."""
 
     scale_ON: Tensor  # of each block, float16
     zero_ON: Tensor  # of each block, float16; zeros where there are eight bits
@@ -43,7 +43,7 @@ class QuantizedWeight:
         facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)
         if by_output:
             return torch.cat((_bytes(facts_PNX), _bytes(self._words_by_output())), dim=2)
-        # Pairs, halves of the 16 outputs, then outputs and halves of a pair as lanes.
+        # Order: pairs, halves of the 16 outputs, then outputs and numbers of a pair as lanes.
         codes_PhoNke = self.codes_ONI.unflatten(0, (-1, 2, LANES // 2)).unflatten(-1, (-1, 2))
         codes_PNkhoe = codes_PhoNke.permute(0, 3, 4, 1, 2, 5)
         if self.bits == 4:
@@ -58,7 +58,7 @@ class QuantizedWeight:
         """(P, N, 4 * 32) int16: four outputs of each input share a word."""
         codes_PjoNI = self.codes_ONI.unflatten(0, (-1, LANES // 4, 4)).int()
         words_PjNI = sum(codes_PjoNI[:, :, o] << 4 * o for o in range(4))
-        # The highest of the four may be what an int16 has for its sign.
+        # The highest code reaches the sign bit of an int16; the conversion keeps its bits.
         return words_PjNI.to(torch.int16).transpose(1, 2).flatten(2)
 
     @classmethod
@@ -89,7 +89,7 @@ def _bytes(x_PNX: Tensor) -> Tensor:
 
 
 def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
-    """A weight in the fewest bits that keep it exactly; None if that takes 16."""
+    """The weight in the fewest bits that hold it exactly; None if that takes 16."""
     outputs, inputs = weight_OI.shape
     if inputs % BLOCK:
         return None
@@ -103,13 +103,13 @@ def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
 
 
 def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeight:
-    """Four bits near a weight's: each block's smallest and largest numbers have codes 0 and 15.
+    """Round a weight to 4 bits: the smallest weight of a block gets code 0, the largest code 15.
 
     With `moment_II`, the rounding error of each input's weight is compensated in the weights of
     later inputs, as far as those inputs are correlated with it (GPTQ, arXiv 2210.17323).
 
     Args:
-        moment_II: mean of products of inputs, or None.
+        moment_II: mean of x x^T over inputs x, or None.
     """
     left_IO = weight_OI.float().T.contiguous()
     shares_II = None if moment_II is None else _error_shares(moment_II)
@@ -152,7 +152,7 @@ def _compensated(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Te
         codes.append(code_O)
         errors.append(error_O)
     errors_XO, left, shares = torch.stack(errors).numpy(), left_IO.numpy(), shares_XI.numpy()
-    for start in range(BLOCK, len(left), BLOCK):  # what all change by would be as large as they are
+    for start in range(BLOCK, len(left), BLOCK):  # in blocks, as a whole update is large
         stretch = slice(start, start + BLOCK)
         left[stretch] -= shares[:, stretch].T @ errors_XO
     return torch.stack(codes)

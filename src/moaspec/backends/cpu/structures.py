@@ -18,7 +18,7 @@ class MatrixFacts(ctypes.Structure):
 
 
 class LayerFacts(ctypes.Structure):
-    """A decoder layer but for its attention."""
+    """A decoder layer without its attention."""
 
     _fields_ = (
         *_fields(MatrixFacts, "read output inner down"),
@@ -29,7 +29,7 @@ class LayerFacts(ctypes.Structure):
 
 
 class AttentionFacts(ctypes.Structure):
-    """Queries, keys and values, and where they are."""
+    """A call of attention: addresses, shapes and strides of its tensors."""
 
     _fields_ = (
         *_fields(c_void_p, "query key value cache_rows mask out"),
@@ -42,7 +42,7 @@ class AttentionFacts(ctypes.Structure):
 
 
 class PassFacts(ctypes.Structure):
-    """A pass of several layers over a cache."""
+    """A pass of a stack of layers over a cache."""
 
     _fields_ = (
         *_fields(c_void_p, "cos sin"),
@@ -57,7 +57,7 @@ class PassFacts(ctypes.Structure):
 
 
 class EncoderFacts(ctypes.Structure):
-    """The encoder: from a token's keys and values in all layers to CA's."""
+    """The encoder: from a token's keys and values in all layers to those of CA."""
 
     _fields_ = (
         *_fields(c_void_p, "layer cos sin"),
@@ -75,7 +75,7 @@ class ExitFacts(ctypes.Structure):
 
 
 class DrafterFacts(ctypes.Structure):
-    """A drafter that reads text, then its own drafts level by level."""
+    """A drafter, which processes unread tokens, then its drafts level by level."""
 
     _fields_ = (
         *_fields(c_void_p, "text memory last"),
@@ -89,7 +89,7 @@ class DrafterFacts(ctypes.Structure):
 
 
 class GrowthFacts(ctypes.Structure):
-    """Shape and nodes of a draft tree."""
+    """The shape of a draft tree, and its nodes, which the kernel fills in."""
 
     _fields_ = (
         *_fields(c_int64, "depth breadth"),
@@ -111,7 +111,7 @@ class SamplerFacts(ctypes.Structure):
 
 
 class CouplingFacts(ctypes.Structure):
-    """How drafts for a sampled row are ranked."""
+    """How drafts are ranked for a request that samples."""
 
     _fields_ = (("sampler", SamplerFacts), ("agreement", c_void_p), ("ranks", c_int64))
 

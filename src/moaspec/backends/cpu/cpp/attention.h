@@ -240,9 +240,9 @@ void attend(const QueryGroup& group, const bf16* key, const bf16* value, const A
       store(group.out[q] + i, load(sums + q * kMaxHeadDim + i) * broadcast(factors[q]));
 }
 
-// Attention by a team, with a barrier at its end. A KV task is one KV head of one row. All threads compute the
-// same number of whole tasks, and read keys and values once for each kQueries queries of a task. The `split`
-// tasks that remain are divided among the threads by their queries.
+// Attention by a team, with a barrier at its end. A KV task is one KV head of one row. All threads compute
+// the same number of whole tasks, and read keys and values once for each kQueries queries of a task. The
+// `split` tasks that remain are divided among the threads by their queries.
 inline void team_attend(const Attention& call) {
   const int64_t group_size = call.heads / call.kv_heads, queries = group_size * call.tokens;
   const int64_t tasks = call.rows * call.kv_heads, threads = omp_get_num_threads();

@@ -62,7 +62,7 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-// A buffer of each thread of a team, at least `count` numbers; another one for every type `Use`.
+// The calling thread's buffer for a purpose, named by a type `Use`: at least `count` numbers.
 template <class Use, class Number>
 Number* thread_buffer(size_t count) {
   thread_local std::vector<Number> room;

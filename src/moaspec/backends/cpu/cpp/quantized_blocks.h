@@ -1,14 +1,14 @@
-// Weights of 8 and 4 bits in blocks, dequantised exactly to the bf16 weights that they came from. For
-// AVX512-BF16: with AVX2, dequantising takes longer than reading bf16 weights, so only W4A8 (`w4a8.h`) reads
-// blocks there.
+// Weights of 8 and 4 bits in blocks, dequantised exactly to the bf16 weights that they came from. Only with
+// AVX512-BF16: with AVX2, dequantising takes longer than reading bf16 weights. W4A8 (`w4a8.h`) has the same
+// blocks of 4 bits, also with AVX2.
 //
 // A panel is I / 32 blocks, each of 32 inputs (16 pairs) for 16 outputs.
 //
 // 4 bits: weight = bf16(scale * code + zero point).
 //   16 scales, then 16 zero points (the weight of code 0), float16: one for each output.
 //   4 registers of 16 words: pairs 0 to 7 of outputs 0 to 7, then of outputs 8 to 15; pairs 8 to 15 likewise.
-//   Lane 2 o + e of a register is number e of the pairs, for its output o. The eight nibbles of this word,
-//   the lowest first, are the codes of the eight pairs.
+//   Lane 2 o + e of a register has the codes of number e of these pairs for its output o: eight nibbles,
+//   the first pair's lowest.
 //
 // 8 bits: weight = bf16(scale * code).
 //   16 scales, float16.

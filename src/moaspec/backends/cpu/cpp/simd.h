@@ -28,7 +28,7 @@ inline float widened(bf16 half) {
   return cast.number;
 }
 
-// Prefetches the cache lines of `bytes` bytes, to the L1 cache.
+// Prefetches `bytes` bytes into the L1 cache.
 inline void prefetch(const void* from, int64_t bytes) {
   constexpr int64_t kCacheLine = 64;
   for (int64_t line = 0; line < bytes; line += kCacheLine)
