@@ -267,6 +267,19 @@ def test_copies_that_promise_more_than_drafts_are_verified_alone() -> None:
     assert policy.shape(40, 1, copied=0.1) is None
 
 
+def test_a_text_of_copies_may_be_drafted_for_afterwards() -> None:
+    """Copied tokens are encoded, and are tokens of the text: 3% of them may be lost."""
+    costs = table(encode_s=ENCODING)
+    policy = by_cost(costs, 0.6)
+    policy.begin(10, 2000, 1, length=10, window=0)
+    copies = DraftTree((1, 2, 3, 4), (-1, 0, 1, 2), num_copied=4)
+    for _ in range(200):
+        assert policy.shape(60, 1, copied=3.0) is None
+        policy.record_round(copies, [0, 1, 2, 3])
+    assert policy.plain_s == pytest.approx(200 * 5 * costs.plain_s(60))
+    assert policy.shape(60, 1) is not None
+
+
 def test_rows_that_ask_for_logits_go_by_what_these_cost() -> None:
     costs = table(logits_s=(0.001, 0.020, 0.040, 0.160))
     shaping, sampling = DraftSettings(costs=costs), SamplingParams(temperature=1.0)

@@ -278,7 +278,7 @@ class AdaptivePolicy:
             return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
-        self.plain_s += costs.plain_s * emitted
+        self.plain_s += costs.plain_s * (1 + len(accepted))
         self._unencoded += 1 + len(accepted)
         if self._whole_window:
             most = min(self.window or self._whole_window, self._whole_window)
