@@ -50,6 +50,10 @@ def test_a_file_that_cannot_be_written(error: Exception, why: str, tmp_path: Pat
     with pytest.raises(OSError, match=f"{why}: .*a.json"):
         replace_file(tmp_path / "a.json", write)
     assert list(tmp_path.iterdir()) == []
+    below = tmp_path / "file"
+    below.write_text("")
+    with pytest.raises(OSError, match=r"Not a directory: .*a\.json"):
+        replace_file(below / "a.json", write)
 
 
 def load(directory: Path, target: Target | None = None) -> MoADrafter:

@@ -3,6 +3,7 @@
 import errno
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(getattr(error, "errno", None) or errno.EIO, reason, str(path)) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # of a path that cannot be written at all
+            scratch.unlink()
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
