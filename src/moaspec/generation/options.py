@@ -42,8 +42,8 @@ class GenerateOptions(TypedDict, total=False):
             measures them in some seconds and stores them. For machines that cannot be measured, and
             for drafters other than `MoADrafter`, see `shaping_for`.
         free_branches: whether continuations copied from the text are verified beside the drafts:
-            True, False, or "auto" (the default): together with `tree="auto"`, as long as they pay.
-            Their tokens are reported as "copy".
+            True, False, or "auto" (the default): together with `tree="auto"`, as far as they pay,
+            while no other row is decoded. Their tokens are reported as "copy".
     """
 
     max_new_tokens: int
