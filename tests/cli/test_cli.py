@@ -576,6 +576,7 @@ def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
         (("--max-new-tokens", "-1"), "--max-new-tokens"),
         (("--temperature", "-1"), "temperature"),
         (("--num-choices", "0"), "--num-choices"),
+        (("--num-choices", "100000000000"), "--num-choices"),
         (("--stop", ""), "stop"),
     ],
 )
@@ -982,6 +983,12 @@ def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
     assert output.code == 0
     assert json.loads(cli("info", back, "--json").out)["num_target_layers"] == [1]
     assert cli("checkpoint", "convert", back, back, "--to", form, *model).code == 2
+    # What has no effect is refused: ours records N, the published forms do not.
+    for source, to, reason in ((back, "moaspec", "records its N"), (there, form, "no effect")):
+        out, number = str(tmp_path / "out"), ("--num-target-layers", "1")
+        output = cli("checkpoint", "convert", source, out, "--to", to, *model, *number)
+        assert (output.code, Path(out).exists()) == (2, False)
+        assert reason in output.error
 
 
 def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

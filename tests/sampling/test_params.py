@@ -105,7 +105,7 @@ def test_several_choices() -> None:
     assert {event.handle for event in events} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("number", [0, 1.5])
+@pytest.mark.parametrize("number", [0, 1.5, 10**11])
 def test_numbers_of_choices_that_are_none(number: Any) -> None:
     with pytest.raises(InputError, match="num_choices"):
         moaspec.generate(tiny.target(), [1], num_choices=number)

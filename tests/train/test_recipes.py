@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_every_purpose_is_a_sentence_that_fits_on_a_line() -> None:
     for name, purpose in recipes().items():
         assert purpose.endswith(".")
         assert len(f"{name}: {purpose}") <= 80
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=r"No space left.*smollm2-135m\.yaml"):
+            write_recipe("smollm2-135m", tmp_path)
+    assert write_recipe("smollm2-135m", tmp_path).exists()
 
 
 def test_an_existing_file_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from moaspec.errors import InputError
 from moaspec.train.recipes import RECIPES
-from moaspec.train.run_config import TrainConfig, read_train_config
+from moaspec.train.run_config import TrainConfig, launched_processes, read_train_config
 from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
 from moaspec.train.students.losses import LossWeights
 
@@ -274,3 +274,30 @@ def test_more_reused_layers_than_there_are() -> None:
 @pytest.mark.parametrize("written", ["no", "'no'", "No"])
 def test_no_is_a_word_in_yaml(written: str, tmp_path: Path) -> None:
     assert read(tmp_path, BASE, f"mixed_precision={written}").mixed_precision == "no"
+
+
+@pytest.mark.parametrize("text", ["steps: 3\nsteps: 4\n", "loss: {kl: 1, feature: 2, kl: 1}\n"])
+def test_a_key_named_twice_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config.yaml: the key '(steps|kl)' occurs twice"):
+        read(tmp_path, BASE + text)
+    with pytest.raises(InputError, match="occurs twice"):
+        read(tmp_path, BASE, "loss={kl: 1, kl: 2}")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", ""])
+def test_variables_of_a_launcher_that_are_no_numbers(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launched_processes() == 1
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=rf"\${name}.* must be a number; got '{value}'"):
+        launched_processes()
+
+
+def test_a_rank_is_below_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launched_processes() == 2
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(InputError, match=r"\$WORLD_SIZE=2, \$RANK=2"):
+        launched_processes()

@@ -17,7 +17,6 @@ Legend: B rows, T tokens, E hidden size.
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from threading import Lock
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from moaspec.backends.fast_layers import AttentionInputs
 from moaspec.support.causes import first_line
+from moaspec.support.switches import setting
 from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"  # environment variable; "off" does without
@@ -113,7 +113,7 @@ class PassGraphs:
     @classmethod
     def of(cls, device: torch.device) -> PassGraphs | None:
         """The graphs of a device; None if it has no CUDA graphs, or they are switched off."""
-        if device.type != "cuda" or os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+        if device.type != "cuda" or setting(SWITCH) == "off":
             return None
         # Recordings are replayed one at a time, and results copied: they can share their memory.
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()

@@ -1,6 +1,5 @@
 """Measures a machine when it first drafts by cost, if that takes only seconds."""
 
-import os
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from moaspec.drafting.policy.assumed_costs import PASSES, num_weights
 from moaspec.drafting.policy.assumed_costs import TOKENS as ASSUMED_TOKENS
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import cache_dir, why_not_writable
+from moaspec.support.switches import setting
 from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
@@ -69,7 +69,7 @@ class _GivenUpError(Exception):
 
 
 def _why_not(target: Target) -> str | None:
-    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+    if setting(SWITCH) == "off":
         return f"{SWITCH} is off"
     if num_weights(target) < MIN_WEIGHTS:
         return f"{target.name} is too small to gain by it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moaspec.train.dataset.response_writer import WriterOptions
 
 KEY = "MOASPEC_API_KEY"
+LOCAL = ("drafter", "adapter", "dtype", "device", "threads")  # no effect with --endpoint
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,8 @@ class EndpointOptions:
         None
     )
 
-    def checked(self, **local: object) -> Endpoint | None:
+    def checked(self, writing: WritingOptions) -> Endpoint | None:
         """The server, or None.
-
-        Args:
-            **local: options of decoding in this process that have no effect with a server, by name.
 
         Raises:
             InputError: no URL, or options that do not go together.
@@ -119,9 +117,11 @@ class EndpointOptions:
             if self.endpoint_model is not None:
                 raise InputError("--endpoint-model needs --endpoint.")
             return None
-        for name, value in local.items():
-            if value is not None:
-                raise InputError(f"--{name} is for decoding here, --endpoint decodes elsewhere.")
+        for one in fields(writing):
+            if one.name in LOCAL and getattr(writing, one.name) != one.default:
+                raise InputError(
+                    f"--{one.name} is for decoding here, --endpoint decodes elsewhere."
+                )
         from moaspec.train.dataset.endpoint_client import Endpoint
 
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())

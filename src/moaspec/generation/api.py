@@ -6,9 +6,14 @@ from typing import Any, Unpack, overload
 
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.errors import InputError
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import Options, check_options, row_settings, token_ids
+from moaspec.generation.options import (
+    Options,
+    check_num_choices,
+    check_options,
+    row_settings,
+    token_ids,
+)
 from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 
@@ -73,8 +78,7 @@ def start(
     """An engine that all prompts have joined, and their results, which fill as it runs."""
     check_options(options, Options)
     number = options.get("num_choices", 1)
-    if not isinstance(number, int) or number < 1:
-        raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
+    check_num_choices("num_choices", number)
     drafter, layers = options.get("drafter"), options.get("num_target_layers")
     settings = row_settings(target, options)
     shaping = shaping_for(

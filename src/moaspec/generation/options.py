@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from moaspec.drafting.protocols import Proposer
     from moaspec.model.moa import MoADrafter
 
+MAX_NUM_CHOICES = 1024  # each takes a row of the caches
+
 
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of everything that decodes one text.
@@ -84,6 +86,12 @@ class Options(GenerateOptions, total=False):
     drafter: MoADrafter | Proposer | None
     num_choices: int
     num_target_layers: int | None
+
+
+def check_num_choices(name: str, value: Any) -> None:
+    """Raise InputError for a number of choices that cannot be decoded together."""
+    if not isinstance(value, int) or not 1 <= value <= MAX_NUM_CHOICES:
+        raise InputError(f"{name} must be an integer of 1 to {MAX_NUM_CHOICES}, got {value!r}.")
 
 
 def check_options(options: Mapping[str, Any], known: type) -> None:

@@ -27,12 +27,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moaspec.errors import InputError, TrainingError
 from moaspec.support.extras import require
-from moaspec.train.run_config import TrainConfig
+from moaspec.train.run_config import TrainConfig, launched_processes
 
 
 def new_accelerator(config: TrainConfig) -> Accelerator:
-    """Join the run's processes; InputError for an unknown tracker, or a launcher's plugin."""
+    """Join the run's processes.
+
+    Raises:
+        InputError: an unknown tracker, a launcher's plugin, or variables of a launcher that cannot
+            be.
+    """
     _refuse_plugins()
+    launched_processes()
     if config.sharding == "deepspeed":
         require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
     _require_device(config.device)

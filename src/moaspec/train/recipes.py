@@ -21,8 +21,12 @@ def write_recipe(name: str, directory: Path) -> Path:
         raise InputError(f"Unknown configuration {name!r}; choose one of {', '.join(recipes())}.")
     path = directory / f"{name}.yaml"
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write((RECIPES / path.name).read_text(encoding="utf-8"))
+        path.touch(exist_ok=False)
     except FileExistsError as error:
         raise InputError(f"{path} exists; rename or remove it first.") from error
+    try:
+        path.write_bytes((RECIPES / path.name).read_bytes())
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return path

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -236,7 +237,7 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         InputError: unreadable YAML, an unknown key, or a value of the wrong type.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}  # noqa: S506 - a SafeLoader
         if not isinstance(values, dict):
             raise InputError(f"The training config {path} must be a mapping of settings.")
         for item in overrides:
@@ -251,6 +252,17 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise InputError(f"Training config {path}: {problems}.") from error
     except InputError as error:
         raise InputError(f"Training config {path}: {error}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses duplicate keys, of which PyYAML silently takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise InputError(f"the key {twice!r} occurs twice.")
+        return super().construct_mapping(node, deep)
 
 
 def _problem(error: Any) -> str:
@@ -284,9 +296,27 @@ def _override(values: dict[str, Any], item: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
     try:
-        values[last] = yaml.safe_load(text)
+        values[last] = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise InputError(f"{key}: {text!r} is no value in YAML.") from error
+
+
+def launched_processes() -> int:
+    """Processes that a launcher such as torchrun has started, by its environment variables.
+
+    Raises:
+        InputError: a variable that is no number, or not below the number of processes.
+    """
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    for name, default in numbers.items():
+        text = os.environ.get(name, str(default))
+        if not text.isdecimal():
+            raise InputError(f"${name}, which torchrun sets, must be a number; got {text!r}.")
+        numbers[name] = int(text)
+    if max(numbers["RANK"], numbers["LOCAL_RANK"]) >= numbers["WORLD_SIZE"]:
+        said = ", ".join(f"${name}={number}" for name, number in numbers.items())
+        raise InputError(f"{said}: a rank must be below the number of processes.")
+    return numbers["WORLD_SIZE"]
 
 
 def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:

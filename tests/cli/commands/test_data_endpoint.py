@@ -251,6 +251,8 @@ def test_a_server_that_goes_away_costs_no_finished_conversation(
         (("--endpoint", "localhost:8000"), "is no URL of a server"),
         (("--endpoint", "http://localhost:1", "--drafter", "a"), "--drafter is for decoding here"),
         (("--endpoint", "http://localhost:1", "--adapter", "a"), "--adapter is for decoding here"),
+        (("--endpoint", "http://localhost:1", "--dtype", "float32"), "--dtype is for decoding"),
+        (("--endpoint", "http://localhost:1", "--device", "cuda"), "--device is for decoding"),
         (("--endpoint-model", "a"), "--endpoint-model needs --endpoint"),
     ],
 )

@@ -88,6 +88,23 @@ def test_what_cannot_be_trained_is_refused_before_weights_are_loaded(
     assert "does not divide" in done.error
 
 
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_variables_of_a_launcher_that_cannot_be(
+    dry: tuple[str, ...],
+    cli: Cli,
+    model: str,
+    data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"target: {model}\ndata: [{data}]\noutput: {tmp_path / 'run'}\n")
+    done = cli("train", str(config), *dry)
+    assert done.code == 2
+    assert "$WORLD_SIZE" in done.error
+
+
 def test_no_data(cli: Cli, model: str, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"target: {model}\ndata: []\noutput: {tmp_path / 'run'}\n")
@@ -96,10 +113,10 @@ def test_no_data(cli: Cli, model: str, tmp_path: Path) -> None:
     assert "at least one file" in done.error
 
 
-def test_data_commands(cli: Cli, model: str, data: str) -> None:
+def test_data_commands(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     done = cli("data", "stats", data, "--model", model)
     assert done.code == 0
     assert "12 tokens" in done.out
-    # The rows are the prompts of no user, so they share no words.
-    against = ("--against", data, "--model", model)
-    assert cli("data", "overlap", data, *against).code == 0
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w50 w51"}\n')
+    assert cli("data", "overlap", data, "--against", str(prompts), "--model", model).code == 0

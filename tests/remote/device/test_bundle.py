@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.bundle_place import is_bundle
+from moaspec.remote.device.bundle_place import is_bundle, replacing
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.target import Target
@@ -559,3 +560,11 @@ def test_smollm2_is_under_half_of_its_target(tmp_path: Path) -> None:
         # The issue asks for half; what was reached is held here.
         assert size < share * whole
         shutil.rmtree(tmp_path / "bundle")
+
+
+def test_a_full_disk_is_told_with_the_directory(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    with pytest.raises(OSError, match="No space left") as caught, replacing(out):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(out)
+    assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from torch import Tensor
 from moaspec.backends.cpu.structures import check_layouts
 from moaspec.errors import InputError
 from moaspec.support.paths import make_private, trusted
+from moaspec.support.switches import setting
 
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = SOURCES / "kernels.cpp"
@@ -35,7 +36,6 @@ COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
 """Environment variable: "off": no kernels; "avx2", "avx512" or "amx": this set at most."""
-OFF = ("off", "0", "false")
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +95,6 @@ def instructions() -> str | None:
 
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    asked = os.environ.get(SWITCH, "")
-    if asked and asked.lower() not in (*OFF, *INSTRUCTIONS):
-        known = ", ".join(reversed(INSTRUCTIONS))
-        log.warning("%s=%s is ignored; it must be off, %s or unset.", SWITCH, asked, known)
     try:
         return _opened(_compiled()), None
     except _UnavailableError as error:
@@ -147,8 +143,8 @@ def supported() -> list[str]:
 
 def _wanted() -> list[str]:
     """Names in `INSTRUCTIONS` to compile for, the fastest first; _UnavailableError for none."""
-    asked = os.environ.get(SWITCH, "").lower()
-    if asked in OFF:
+    asked = setting(SWITCH, *reversed(INSTRUCTIONS))
+    if asked == "off":
         raise _UnavailableError(f"{SWITCH} is off")
     names = supported()
     if not names:

@@ -35,7 +35,9 @@ def convert(
         Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
     ],
     model: Annotated[str, "The target it drafts for."] = MODEL,
-    num_target_layers: Annotated[int, "N of a published checkpoint, which does not record it."] = 0,
+    num_target_layers: Annotated[
+        int | None, "N of a published checkpoint, which does not record it; default: 0."
+    ] = None,
 ) -> None:
     """Convert a drafter checkpoint.
 
@@ -46,6 +48,8 @@ def convert(
     """
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
+    if num_target_layers is not None and to != "moaspec":
+        raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
     require_writable("OUT", out)
     with loading(model):
         from moaspec.backends.load import load_target
@@ -55,8 +59,10 @@ def convert(
 
         target = load_target(model, dtype="float32", packed=False)
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
+    if num_target_layers is not None and drafter.config.target is not None:
+        raise InputError(f"{source} records its N; leave --num-target-layers out.")
     if to == "moaspec":
-        save_drafter(recorded(drafter, target.identity, num_target_layers), out)
+        save_drafter(recorded(drafter, target.identity, num_target_layers or 0), out)
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")

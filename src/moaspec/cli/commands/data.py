@@ -126,9 +126,7 @@ def regenerate_command(
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     rows = read_conversations(sources, malformed, report)
     found = list(islice(rows, limit and min(limit, sys.maxsize)))
-    endpoint = elsewhere.checked(
-        drafter=options.drafter, threads=options.threads, adapter=options.adapter
-    )
+    endpoint = elsewhere.checked(options)
     target: TargetSpec
     make: Callable[..., Writer]
     if endpoint is None:

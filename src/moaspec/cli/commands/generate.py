@@ -49,8 +49,10 @@ def generate(
     settings = decoding.settings(max_new_tokens, stop or ())
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
-    if num_choices < 1:
-        raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
+    # Imported here, because the command line starts without it.
+    from moaspec.generation.options import check_num_choices
+
+    check_num_choices("--num-choices", num_choices)
     question = read_prompt(prompt)
     target, module = load(asked, speculation=decoding.speculation)
     if decoding.tree == "auto":

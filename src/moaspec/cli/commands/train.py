@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -150,7 +149,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.reports.plan import GPUs, make_plan
-        from moaspec.train.run_config import read_train_config
+        from moaspec.train.run_config import launched_processes, read_train_config
 
         gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)
         if settings.data:
@@ -162,7 +161,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
             make_plan,
             skeleton,
             settings,
-            processes=gpus.count if on_gpus else int(os.environ.get("WORLD_SIZE", "1")),
+            processes=gpus.count if on_gpus else launched_processes(),
         )
         found = plan()
     if settings.data:

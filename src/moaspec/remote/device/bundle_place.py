@@ -43,6 +43,7 @@ def replacing(directory: str | Path) -> Iterator[Path]:
 
     Raises:
         InputError: `directory` holds other files than a bundle.
+        OSError: the bundle cannot be written; names a file or the directory.
     """
     directory = Path(directory).resolve()
     require_free(directory)
@@ -50,9 +51,21 @@ def replacing(directory: str | Path) -> Iterator[Path]:
     prefix = f".{directory.name}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
         made = Path(scratch) / "made"
-        yield made
+        with _named(directory):
+            yield made
         close_to_others(made)
         _put_in_place(made, directory)
+
+
+@contextlib.contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Add the directory's name to errors of writing that name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def _put_in_place(made: Path, directory: Path) -> None:
