@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -907,6 +908,23 @@ def test_a_hybrid_is_planned_and_trained(cli: Cli, tmp_path: Path) -> None:
     done = cli("train", config, "steps=2")
     assert done.code == 0
     assert done.words.startswith("Finished: drafter written to ")
+
+
+def test_sigterm_ends_any_command_in_order(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped container leaves no temporary files behind."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def load(*_: Any, **__: Any) -> None:
+        with TemporaryDirectory(dir=scratch):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("moaspec.backends.load.load_target", load)
+    output = cli("generate", PROMPT)
+    assert (output.code, "Traceback" in output.err) == (143, False)
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["load_target", "export"])

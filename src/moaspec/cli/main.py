@@ -24,6 +24,7 @@ from moaspec.cli.commands.serving.target_server import target_server
 from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.errors import (
     HubError,
     InputError,
@@ -101,11 +102,14 @@ if not has_torch():
 
 
 def run() -> None:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Entry point. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 terminated."""
     try:
-        app(prog_name="moaspec")
+        with raise_on_sigterm():  # so that temporary files and other processes end, too
+            app(prog_name="moaspec")
     except KeyboardInterrupt:
         sys.exit(130)
+    except TerminatedError:
+        sys.exit(TERMINATED)
     except MoaSpecError as error:
         if console.DEBUG.get():
             raise
