@@ -46,15 +46,23 @@ def test_an_address_of_another_machine_or_of_none(host: str) -> None:
 def test_held_ports_are_named_by_their_options(taken: int) -> None:
     with (
         pytest.raises(InputError, match="--metrics-port"),
-        held("127.0.0.1", {"--port": 0, "--metrics-port": taken}),
+        held({"--port": ("127.0.0.1", 0), "--metrics-port": ("127.0.0.1", taken)}),
     ):
+        pass
+
+
+def test_held_ports_differ() -> None:
+    with bind("127.0.0.1", 0) as found:
+        port = found.getsockname()[1]
+    same = {"--port": ("127.0.0.1", port), "--metrics-port": ("127.0.0.1", port)}
+    with pytest.raises(InputError, match="--port and --metrics-port are both"), held(same):
         pass
 
 
 def test_held_ports_are_free_afterwards() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-    with held("127.0.0.1", {"--port": port}):
+    with held({"--port": ("127.0.0.1", port)}):
         pass
     with bind("127.0.0.1", port) as again:
         again.listen()

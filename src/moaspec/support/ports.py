@@ -52,19 +52,25 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
 
 
 @contextmanager
-def held(host: str, ports: dict[str, int | None]) -> Iterator[None]:
+def held(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
     """Hold ports while a model loads, for servers that bind by themselves afterwards.
 
     Args:
-        ports: by option; None and 0 need nothing.
+        addresses: host and port by option; None and 0 need nothing.
 
     Raises:
-        InputError: one cannot be used.
+        InputError: one cannot be used, or two are the same.
     """
+    options = dict[tuple[str, int | None], str]()
     with ExitStack() as stack:
-        for option, port in ports.items():
-            if port:
-                stack.enter_context(bind(host, port, option=option))
+        for option, (host, port) in addresses.items():
+            if not port:
+                continue
+            # Sockets that do not listen yet may share a port.
+            other = options.setdefault((host, port), option)
+            if other != option:
+                raise InputError(f"{other} and {option} are both {host}:{port}. Choose another.")
+            stack.enter_context(bind(host, port, option=option))
         yield
 
 

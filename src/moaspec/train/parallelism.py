@@ -38,7 +38,11 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             be.
     """
     _refuse_plugins()
-    launched_processes()
+    if launched_processes() > 1 and not os.environ.get("MASTER_ADDR"):
+        raise InputError(
+            "$WORLD_SIZE is above 1, and $MASTER_ADDR does not say where the processes meet. "
+            "Start with torchrun, which sets both, or unset $WORLD_SIZE."
+        )
     if config.sharding == "deepspeed":
         require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
     _require_device(config.device)

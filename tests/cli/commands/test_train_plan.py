@@ -105,6 +105,18 @@ def test_variables_of_a_launcher_that_cannot_be(
     assert "$WORLD_SIZE" in done.error
 
 
+def test_a_launcher_that_does_not_say_where(
+    cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"target: {model}\ndata: [{data}]\noutput: {tmp_path / 'run'}\nheld_out: 1\n")
+    done = cli("train", str(config))
+    assert done.code == 2
+    assert "$MASTER_ADDR" in done.error
+
+
 def test_no_data(cli: Cli, model: str, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"target: {model}\ndata: []\noutput: {tmp_path / 'run'}\n")

@@ -150,10 +150,11 @@ def target_server(
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
     asked, learning = with_learning(asked, learn)
-    ports = {"--port": port, "--metrics-port": metrics_port}
+    addresses = {"--port": (host, port), "--metrics-port": (host, metrics_port)}
+    if beside is not None:
+        addresses["--websocket"] = beside
     with (
-        held(host, ports),
-        held(beside[0], {"--websocket": beside[1]}) if beside else contextlib.nullcontext(),
+        held(addresses),
         loading(asked.model, asked.threads, asked.quantize),
     ):
         from moaspec.process_memory import prepare_process
