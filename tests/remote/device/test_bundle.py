@@ -567,4 +567,6 @@ def test_a_full_disk_is_told_with_the_directory(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught, replacing(out):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == str(out)
+    with pytest.raises(OSError, match="of a library"), replacing(out):
+        raise OSError("of a library")
     assert list(tmp_path.iterdir()) == []

@@ -63,7 +63,7 @@ def _named(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:  # a library's own text
             raise
         raise OSError(error.errno, error.strerror, str(directory)) from error
 
