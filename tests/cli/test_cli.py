@@ -154,14 +154,14 @@ def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
     target = type(loaded)
     monkeypatch.setattr(target, "crowded", True)
     output = cli("calibrate")
-    assert "too high. They hold until" in output.err
+    assert "too high. They are used until" in output.err
     output = cli("generate", PROMPT, "--raw", "--max-new-tokens", "4")
     assert "was measured while other processes used its CPU" in output.err
     monkeypatch.setattr(target, "crowded", False)
     assert "too high" not in cli("calibrate").err
     monkeypatch.setattr(target, "crowded", True)
     output = cli("calibrate", "--json")
-    assert "still hold" in output.err
+    assert "are still used" in output.err
     assert not json.loads(output.out)["busy"]
 
 
