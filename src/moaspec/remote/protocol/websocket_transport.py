@@ -52,8 +52,8 @@ CLOSE_S = 0.2
 class WebSocketTransport(AddressedTransport):
     """Connections to a `moaspec target-server --websocket`.
 
-    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path is put before those of calls.
-    With wss:// the default CAs are this system's.
+    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls'
+    paths. With wss:// the default CAs are this system's.
     """
 
     def _prepare(self) -> None:

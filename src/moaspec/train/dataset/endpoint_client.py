@@ -101,7 +101,7 @@ class UnusableAnswerError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a server is; InputError for no http or https URL."""
+    """Address and key of a server; InputError for a URL that cannot be used."""
 
     url: str  # base URL, with or without /v1
     model: str | None = None  # the server's name of the model; None: it has only one
