@@ -108,7 +108,7 @@ class TreePart:
 
     stack: FusedStack  # its last `num` layers run
     cos_TR: Tensor  # cosines: a row for each token, then for each level; float32, contiguous
-    sin_TR: Tensor  # sines, likewise
+    sin_TR: Tensor  # sines, in the same layout
     slots: Slots  # for the first of these tokens
     num: int = 1
     norm: FusedNorm | None = None  # after the last layer

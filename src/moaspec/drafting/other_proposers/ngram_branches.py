@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
-from moaspec.drafting.policy.cost_model import MEMORY, KnownCosts
+from moaspec.drafting.policy.cost_model import FadingRate, KnownCosts
 from moaspec.drafting.tree_shapes import PricedTree, merged, nodes_along, selected
 
 SIZES = (4, 3, 2)
@@ -40,7 +40,7 @@ class NgramBranches:
         self._paths: list[tuple[int, ...]] = []
         self._rates = (0.0, 0.0)  # of the path's first token, and of each further one
         self._guess: tuple[int, int, float] | None = None  # place, token, its rate by the table
-        self._hits = self._expected = PRIOR_LOOKUPS
+        self._hit_rate = FadingRate(1.0, PRIOR_LOOKUPS)  # right guesses over those expected
 
     def look_up(self, token_ids: Sequence[int], num_rows: int, depth: int) -> float:
         """Find what followed the text's end where it occurs earlier.
@@ -70,7 +70,7 @@ class NgramBranches:
             return 0.0
         first, further = next((one, more) for least, one, more in COPY_RATES if size >= least)
         self._paths, self._guess = [path], (length, path[0], first)
-        self._rates = min(MAX_RATE, first * self._hits / self._expected), further
+        self._rates = min(MAX_RATE, first * self._hit_rate.value), further
         promised = accumulate(self._rates[0] * further**i for i in range(len(path)))
         return max(
             0.0, *(sum_ - price for sum_, price in zip(promised, limited.prices, strict=False))
@@ -80,9 +80,7 @@ class NgramBranches:
         """Compare the last guess with the text."""
         if self._guess is not None and self._guess[0] < len(token_ids):
             place, token, rate = self._guess
-            old = MEMORY * (self._hits - PRIOR_LOOKUPS), MEMORY * (self._expected - PRIOR_LOOKUPS)
-            self._hits = PRIOR_LOOKUPS + old[0] + (token_ids[place] == token)
-            self._expected = PRIOR_LOOKUPS + old[1] + rate
+            self._hit_rate.count(token_ids[place] == token, rate)
             self._guess = None
 
     def joined(self, tree: DraftTree) -> DraftTree:

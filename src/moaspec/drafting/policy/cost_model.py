@@ -311,3 +311,19 @@ class KnownCosts:
             found = RoundCosts(self.table, self.rates_D, context, num_rows)
             self._found[context, num_rows] = found
         return found
+
+
+class FadingRate:
+    """A ratio of counts that starts from an expected value and weights newer rounds more."""
+
+    def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
+        self._expected, self._rounds = expected, rounds
+        self._hits = self._trials = 0.0
+
+    @property
+    def value(self) -> float:
+        return (self._rounds * self._expected + self._hits) / (self._rounds + self._trials)
+
+    def count(self, hits: float, trials: float) -> None:
+        """Count one round, even one without trials: earlier rounds fade."""
+        self._hits, self._trials = MEMORY * self._hits + hits, MEMORY * self._trials + trials

@@ -13,10 +13,9 @@ from typing import Literal, Protocol
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.policy.cost_model import (
     GAIN,
-    MEMORY,
     PRIOR,
-    PRIOR_ROUNDS,
     CostTable,
+    FadingRate,
     KnownCosts,
     RoundCosts,
 )
@@ -208,8 +207,8 @@ class AdaptivePolicy:
         self.window, self._whole_window = FIRST_WINDOW, 0
         self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
         # Tokens of rounds with drafts, divided by those of plain decoding in the same time.
-        self._speedup = _FadingRate(GAIN, FIRST_ROUNDS)
-        self._gain = _FadingRate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round over its price
+        self._speedup = FadingRate(GAIN, FIRST_ROUNDS)
+        self._gain = FadingRate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round over its price
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
@@ -343,19 +342,3 @@ class AdaptivePolicy:
         """Pause drafting for `rounds` rounds, or forever if encoding those costs too much."""
         self._waiting = rounds if self._loss_gain_s(costs) > 0 else NEVER
         self._behind = self._lags
-
-
-class _FadingRate:
-    """A ratio of counts that starts from an expected value and weights newer rounds more."""
-
-    def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
-        self._expected, self._rounds = expected, rounds
-        self._hits = self._trials = 0.0
-
-    @property
-    def value(self) -> float:
-        return (self._rounds * self._expected + self._hits) / (self._rounds + self._trials)
-
-    def count(self, hits: float, trials: float) -> None:
-        """Count one round, even one without trials: earlier rounds fade."""
-        self._hits, self._trials = MEMORY * self._hits + hits, MEMORY * self._trials + trials
