@@ -49,8 +49,9 @@ class FourBits : public BlockUnpacker<FourBits> {
     __m512 weights[2];
     for (int half = 0; half < 2; half++) {
       if (k % 8 == 0) codes_[half] = _mm512_loadu_si512(words_ + (k / 8 * 2 + half) * 64);
-      const __m512i lowest = _mm512_and_si512(codes_[half], _mm512_set1_epi32(15));
-      weights[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lowest), scale_[half], zero_[half]);
+      const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const __m512 code = _mm512_permutexvar_ps(codes_[half], numbers);  // by the lowest four bits
+      weights[half] = _mm512_fmadd_ps(code, scale_[half], zero_[half]);
       codes_[half] = _mm512_srli_epi32(codes_[half], 4);
     }
     return _mm512_cvtne2ps_pbh(weights[1], weights[0]);

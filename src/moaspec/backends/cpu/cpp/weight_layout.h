@@ -22,7 +22,7 @@ namespace {
 constexpr int kTileRows = 8;        // rows for which a `Tile` has room
 constexpr int kMaxPanels = 4;       // panels of a tile, at most
 constexpr int kBlock = 32;          // inputs that share a scale and a zero point, in weights of 8 or 4 bits
-constexpr int kPrefetchBlocks = 4;  // prefetch distance of these weights, in blocks
+constexpr int kPrefetchBlocks = 8;  // prefetch distance of these weights, in blocks
 
 // Result of a micro-kernel: the sums of 16 outputs for each row and panel.
 struct Tile {
