@@ -1,8 +1,9 @@
 """Where a round's time goes: target, drafter, encoder (LSA), and everything else.
 
 The parts are timed from outside, by wrapping the calls that the engine makes, in rounds of real
-decoding; "rest" is what is left of the round. On a GPU every wrapped call waits for the device, so
-there the parts are right and the round is slower than it would be.
+decoding; "rest" is what is left of the round. CPU kernels compute the head of a single request in
+the target's call. On a GPU every wrapped call waits for the device, so there the parts are right
+and the round is slower than it would be.
 
     python benchmarks/round.py --dtype bfloat16 --threads 2 --tree tree:3x2x6
 """
@@ -96,6 +97,8 @@ def _engine(target: Any, drafting: FastMoAProposer, watch: Stopwatch) -> Engine:
     verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
     verifier._encode = watch.wrap("encoder", drafting.encode)
     verifier._encode_stored = watch.wrap("encoder", drafting.encode_stored)
+    if verifier._text_pass is not None:
+        verifier._text_pass.run = watch.wrap("target", verifier._text_pass.run)  # type: ignore[method-assign]
     drafting.share_target_cache(verifier.cache)
     return Engine(
         verifier,

@@ -32,9 +32,13 @@ class AngleTable:
             cos_SD, sin_SD = self._grown(int(position_ids.max()) + 1)
             return F.embedding(position_ids, cos_SD), F.embedding(position_ids, sin_SD)
 
+    def reaching(self, size: int) -> CosSin:
+        """Those of positions 0..S - 1, (S, D) each, with S at least `size`."""
+        return self._table if size <= self._size else self._grown(size)
+
     def between(self, start: int, stop: int) -> CosSin:
         """Views of those of positions start..stop - 1, (stop - start, D) each."""
-        cos_SD, sin_SD = self._table if stop <= self._size else self._grown(stop)
+        cos_SD, sin_SD = self.reaching(stop)
         return cos_SD[start:stop], sin_SD[start:stop]
 
     def _grown(self, size: int) -> CosSin:

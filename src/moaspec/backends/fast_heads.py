@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor, nn
 
+from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import PackedLinear
 from moaspec.support.paths import cache_dir, make_private
@@ -48,9 +49,14 @@ class FastLMHead(LMHead):
         self._forget_rows()
         return head
 
+    @property
+    def matrix(self) -> Matrix | None:
+        """The weight, if kernels can find the largest logits by it alone."""
+        return None if self.cap is not None else self._whole.matrix
+
     def best(self, states_NE: Tensor) -> Tensor:
-        matrix = self._whole.matrix
-        if matrix is None or self.cap is not None or states_NE.requires_grad:
+        matrix = self.matrix
+        if matrix is None or states_NE.requires_grad:
             return super().best(states_NE)
         return matrix.best(states_NE)
 

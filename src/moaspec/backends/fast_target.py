@@ -1,9 +1,11 @@
 """A loaded target, accelerated in place: packed weights, fewer calls, CUDA graphs.
 
-Legend: B batch, T new tokens, S visible keys or positions of a table, E hidden size.
+Legend: B batch, T new tokens, S visible keys or positions of a table, E hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.backends.angle_table import AngleTable
+from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
-from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots
+from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Pass, Slots
+from moaspec.backends.cpu.structures import TextPassFacts
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
@@ -102,9 +106,7 @@ class FastDecoderLayers(DecoderLayers):
         self.fused: FusedStack | None = make_fast(present)
         self.graphs: PassGraphs | None = PassGraphs.of(device)
         self._fast_norm: FusedNorm | None = None
-        self._hooks: list[Mapping[int, Any]] = [
-            hooks for layer in present for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
-        ]
+        self._hooks = _hooks(present)
         if self.fused is not None:
             self._fast_norm = kernel_norm(self._base.norm)
             self._rotary, self._is_plain = TabulatedRotary(self._rotary), False
@@ -181,8 +183,7 @@ class FastDecoderLayers(DecoderLayers):
         return None if self._watches_norm() else self._fast_norm
 
     def _watches_norm(self) -> bool:
-        norm = self._base.norm
-        return bool(norm._forward_hooks or norm._forward_pre_hooks)
+        return any(_hooks([self._base.norm]))
 
     def _in_one_call(
         self,
@@ -213,3 +214,78 @@ class FastDecoderLayers(DecoderLayers):
             states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
         )
         return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))
+
+
+def _hooks(modules: Sequence[nn.Module]) -> list[Mapping[int, Any]]:
+    """The hooks of modules, now and later."""
+    return [
+        hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    ]
+
+
+class TextPass:
+    """A pass over the newest tokens of one text and drafts after them, with choices, in one call.
+
+    For one thread at a time.
+
+    Args:
+        table: the input embedding, bf16.
+    """
+
+    def __init__(self, target: Target, layers: LastLayers, table: nn.Embedding) -> None:
+        head = target.lm_head.matrix if isinstance(target.lm_head, FastLMHead) else None
+        base, self._table = target.model.base_model, table
+        self._layers, self._num_layers, self._head = layers, target.num_layers, head
+        self._hooks = _hooks([*base.layers, base.norm, table])
+        self._pass: Pass | None = None
+        self._facts = TextPassFacts()
+
+    @classmethod
+    def of(cls, target: Target) -> "TextPass | None":
+        """None where kernels lack a part of the target."""
+        layers = target.layers
+        last = layers.last(target.num_layers) if isinstance(layers, FastDecoderLayers) else None
+        if last is None or target.embeddings is None or target.embeddings.dtype != torch.bfloat16:
+            return None
+        return cls(target, last, target.model.base_model.embed_tokens)
+
+    def run(
+        self, token_ids: Sequence[int], parents: Sequence[int], slots: Slots, *, choices: int
+    ) -> tuple[Tensor, list[int] | None] | None:
+        """The states after the final norm, (T, E), and the target's greedy choices.
+
+        Args:
+            parents: the index of the token before each one; -1: the text in the cache.
+            slots: of one row; the tokens take neighbouring ones.
+            choices: number of the last tokens after which the target chooses.
+
+        Returns:
+            None instead of choices if kernels lack the head. None if the pass must be made in
+            another way: too many tokens, impossible ids, or modules with hooks.
+        """
+        count, (vocabulary, width) = len(token_ids), self._table.weight.shape
+        if count > MAX_QUERIES or any(self._hooks):
+            return None
+        if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+            return None
+        choices = 0 if self._head is None else choices
+        states_TE = torch.empty((count, width), dtype=torch.bfloat16)
+        ids, before = (c_int64 * count)(*token_ids), (c_int64 * count)(*parents)
+        chosen = (c_int64 * choices)()
+        facts = ctypes.byref(self._described(slots))
+        call(library().moaspec_text, facts, ids, before, count, states_TE, choices, chosen)
+        return states_TE, None if self._head is None else chosen[:]
+
+    def _described(self, slots: Slots) -> TextPassFacts:
+        """The C structure; only what differs from the pass before it is written."""
+        stack, angles = self._layers.stack, self._layers.angles.reaching(slots.visible)
+        if self._pass is None or self._pass.slots.cache is not slots.cache:
+            num, norm = self._num_layers, self._layers.norm
+            self._pass = Pass(stack, 1, angles, slots=slots, num=num, norm=norm)
+            head = None if self._head is None else ctypes.addressof(self._head.described)
+            self._facts = TextPassFacts(
+                stack.address(num), num, self._pass.facts, self._table.weight.data_ptr(), head
+            )
+        self._pass.rows[0], self._pass.starts[0] = slots.rows_B[0], slots.starts_B[0]
+        self._facts.text.cos, self._facts.text.sin = (part.data_ptr() for part in angles)
+        return self._facts

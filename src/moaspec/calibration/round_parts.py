@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.cpu.fused_layers import Slots
+from moaspec.backends.fast_target import TextPass
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache, tree_mask
@@ -149,7 +152,15 @@ class TimedRounds:
 def pass_over(
     target: Target, cache: KVCache, num_tokens: int, context: int, num_rows: int = 1
 ) -> Callable[[], Tensor]:
-    """A pass over new tokens of each row, after `context` others: final states (B, T, E)."""
+    """A pass over new tokens of each row, after `context` others, as a verifier makes it.
+
+    Returns:
+        Final states, (B, T, E).
+    """
+    text_pass = TextPass.of(target) if num_rows == 1 and num_tokens <= MAX_QUERIES else None
+    if text_pass is not None:
+        cache.reserve(1, context + num_tokens)
+        return partial(_text_states, text_pass, cache, num_tokens, context)
     rows, starts = list(range(num_rows)), [context] * num_rows
     sizes = PassSizes.of(rows, starts, num_tokens, recorded=target.layers.records)
     tokens, visible = sizes.tokens, sizes.visible
@@ -166,6 +177,13 @@ def pass_over(
         )
 
     return run
+
+
+def _text_states(text_pass: TextPass, cache: KVCache, num_tokens: int, context: int) -> Tensor:
+    slots = Slots(cache.data, [0], [context], context + num_tokens)
+    done = text_pass.run([0] * num_tokens, range(-1, num_tokens - 1), slots, choices=0)
+    assert done is not None, "the target has hooks"
+    return done[0][None]
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moaspec.backends.cpu.fused_layers import Slots
+from moaspec.backends.fast_target import TextPass
 from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
 from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
@@ -93,6 +95,7 @@ class LocalVerifier(Verifier):
         is_cpu = self._device.type == "cpu"
         self.prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else GPU_PROMPT_TOKENS
         self.cache = KVCache(target)
+        self._text_pass = None if self._rules is not None else TextPass.of(target)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -114,8 +117,8 @@ class LocalVerifier(Verifier):
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_time = _Stopwatch()
         rows = self._prefill(requests)
-        states = self._states(rows)
-        decisions = self._decide(rows, states)
+        states, chosen = self._in_one_call(rows) or (self._states(rows), None)
+        decisions = self._decide(rows, states, chosen)
         if self._hidden is not None:
             for row, states_TE, decision in zip(rows, states, decisions, strict=True):
                 kept = [*range(row.num_new), *(row.num_new + node for node in decision.accepted)]
@@ -154,6 +157,23 @@ class LocalVerifier(Verifier):
             return ragged_states(rows, self._pass, recorded=self.target.layers.records)
         return [self._pass(rows)[0, : len(rows[0].tokens)]]
 
+    def _in_one_call(
+        self, rows: Sequence[PassRow]
+    ) -> tuple[list[Tensor], list[int] | None] | None:
+        """The states of a single row, and greedy choices after its root and drafts, by kernels."""
+        if self._text_pass is None or len(rows) > 1:
+            return None
+        (row,) = rows
+        cache_row, visible = row.request.cache_row, row.start + len(row.tokens)
+        drafts = row.request.tree.parents if row.drafted else ()
+        parents = [*range(-1, row.num_new - 1), *(row.num_new + parent for parent in drafts)]
+        self.cache.reserve(cache_row + 1, visible)
+        slots = Slots(self.cache.data, [cache_row], [row.start], visible)
+        choices = 0 if row.request.sampling.needs_logits else 1 + len(drafts)
+        with self._target_time:
+            found = self._text_pass.run(row.tokens, parents, slots, choices=choices)
+        return None if found is None else ([found[0]], found[1])
+
     def _pass(self, rows: Sequence[PassRow]) -> Tensor:
         """Run the target over the tokens of all rows, right-padded: (B, T, E) final states."""
         cache_rows, starts = [row.request.cache_row for row in rows], [row.start for row in rows]
@@ -183,8 +203,13 @@ class LocalVerifier(Verifier):
         lengths = [rules.rope_length(row.request.prompt_length, row.text_length) for row in rows]
         return torch.tensor(lengths, device=self._device)
 
-    def _decide(self, rows: Sequence[PassRow], states: Sequence[Tensor]) -> list[VerifyResult]:
+    def _decide(
+        self, rows: Sequence[PassRow], states: Sequence[Tensor], chosen: list[int] | None
+    ) -> list[VerifyResult]:
         """Accept the drafts of each tree that the target chooses itself."""
+        if chosen:
+            (request,) = (row.request for row in rows)
+            return accept_greedy([request], [self._text(request)], chosen)
         decisions: list[VerifyResult] = []
         for group in head_groups(rows) if len(rows) > 1 else [rows]:
             own = states[len(decisions) : len(decisions) + len(group)]

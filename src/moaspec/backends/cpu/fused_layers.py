@@ -201,6 +201,9 @@ class FusedStack:
 class Pass:
     """The C structure of a pass over the last `num` layers of a stack.
 
+    Attributes:
+        rows, starts: those of `slots`, as the C structure reads them.
+
     Args:
         cos_sin: float32, contiguous, (..., R) each.
         mask_B1TS: see `FusedStack.run`; None: all slots are visible.
@@ -222,11 +225,11 @@ class Pass:
         assert norm is None or len(norm.weight_E) == last.read.inputs
         layer, half, cache_row, head, slot, _ = cache.stride()
         # Kept alive, because the C structure holds only their addresses.
-        self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
-        rows, starts, *_ = self._held
+        self.rows, self.starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
+        self.slots, self._cos_sin = slots, cos_sin
         mask_row, mask_token = mask_strides(mask_B1TS)
         attention = AttentionFacts(
-            cache_rows=ctypes.addressof(rows),
+            cache_rows=ctypes.addressof(self.rows),
             mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),
             rows=B,
             tokens=tokens,
@@ -251,7 +254,7 @@ class Pass:
             cos.numel() // cos.shape[-1],
             cache[len(cache) - num].data_ptr(),
             *(layer, half, cache_row, head),
-            ctypes.addressof(starts),
+            ctypes.addressof(self.starts),
             attention,
             None if norm is None else norm.weight_E.data_ptr(),
             0.0 if norm is None else norm.eps,

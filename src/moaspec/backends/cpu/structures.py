@@ -56,6 +56,17 @@ class PassFacts(ctypes.Structure):
     )
 
 
+class TextPassFacts(ctypes.Structure):
+    """A pass over the newest tokens of one text, with the target's choices."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("count", c_int64),
+        ("text", PassFacts),
+        *_fields(c_void_p, "embeddings head"),
+    )
+
+
 class EncoderFacts(ctypes.Structure):
     """The encoder: from a token's keys and values in all layers to those of CA."""
 
@@ -118,7 +129,7 @@ class CouplingFacts(ctypes.Structure):
 
 SHARED = (
     *(MatrixFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts, GrowthFacts),
-    *(PassFacts, EncoderFacts, ExitFacts, DrafterFacts),
+    *(PassFacts, TextPassFacts, EncoderFacts, ExitFacts, DrafterFacts),
 )
 """All of them, in the order of `moaspec_layouts`."""
 

@@ -60,6 +60,15 @@ struct Drafter {
   int64_t width;           // E
 };
 
+// A pass over the newest tokens of one text and over drafts after them, with the target's choices.
+struct TextPass {
+  const Layer* layers;
+  int64_t count;           // of layers
+  Pass text;               // its `cos` and `sin` have a row for each position; it has no mask
+  const bf16* embeddings;  // (vocabulary, E)
+  const Matrix* head;      // or null, for a pass without choices
+};
+
 // The encoder: from a token's keys and values in all target layers to the key and value that CA attends to.
 // LSA over the layers, mean, projection, CA's key and value projections.
 struct Encoder {
@@ -250,6 +259,10 @@ const int64_t* moaspec_layouts(int64_t* count) {
                             AT(head), AT(starts), AT(attention), AT(norm), AT(eps)});
     }
     {
+      using S = TextPass;
+      add_layout<S>(found, {AT(layers), AT(count), AT(text), AT(embeddings), AT(head)});
+    }
+    {
       using S = Encoder;
       add_layout<S>(found, {AT(layer), AT(cos), AT(sin), AT(turned), AT(layers), AT(scale), AT(projection),
                             AT(memory), AT(heads), AT(token_stride), AT(layer_stride), AT(head_stride),
@@ -346,6 +359,45 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
   PassScratch shared(layers, count, attention, attention.rows * attention.tokens);
 #pragma omp parallel num_threads(threads)
   team_stack(layers, count, *pass, x, shared);
+}
+
+// Runs the target on tokens of one text, of which parents[i] is the one before token i, -1: the text that the
+// cache holds. Writes the states after the last norm, (tokens, E), and after each of the last `choices` tokens
+// the one that the head finds likeliest.
+void moaspec_text(const TextPass* target, const int64_t* ids, const int64_t* parents, int64_t tokens, bf16* states,
+                  int64_t choices, int64_t* chosen, int32_t threads) {
+  Pass pass = target->text;
+  const int64_t width = target->layers->output.outputs, turned = pass.turned, start = *pass.starts;
+  const int64_t slots = start + tokens;
+  std::vector<int64_t> positions(tokens);
+  std::vector<float> cos(tokens * turned), sin(cos.size());
+  std::vector<uint8_t> masks(tokens * slots, 0);
+  for (int64_t i = 0; i < tokens; i++) {
+    const int64_t parent = parents[i];
+    uint8_t* const mask = masks.data() + i * slots;
+    positions[i] = parent < 0 ? start : positions[parent] + 1;
+    if (parent < 0)
+      std::fill_n(mask, start, 1);
+    else
+      std::copy_n(masks.data() + parent * slots, slots, mask);
+    mask[start + i] = 1;
+    std::copy_n(pass.cos + positions[i] * turned, turned, cos.data() + i * turned);
+    std::copy_n(pass.sin + positions[i] * turned, turned, sin.data() + i * turned);
+    std::copy_n(target->embeddings + ids[i] * width, width, states + i * width);
+  }
+  pass.cos = cos.data();
+  pass.sin = sin.data();
+  pass.period = pass.attention.tokens = tokens;
+  pass.attention.slots = pass.attention.mask_token = slots;
+  pass.attention.mask = masks.data();
+  PassScratch shared(target->layers, target->count, pass.attention, tokens);
+  ArgMax arg_max(choices, threads);
+#pragma omp parallel num_threads(threads)
+  {
+    team_stack(target->layers, target->count, pass, states, shared);
+    if (choices) arg_max.team_find(*target->head, states + (tokens - choices) * width, width);
+  }
+  for (int64_t row = 0; row < choices; row++) chosen[row] = arg_max.best(row);
 }
 
 // Runs the drafter on the unread tokens, the last of which is the root, and drafts a tree below it.
