@@ -43,7 +43,7 @@ class KeepingVerifier(LocalVerifier):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._text_pass = None  # which does not call `_states`
+        self._row_pass = None  # which does not call `_states`
         self._kept: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.backends.fast_target import TextPass
 from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
 from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
@@ -23,6 +21,7 @@ from moaspec.engine.accept_sampled import accept
 from moaspec.engine.hidden_states import HiddenStates
 from moaspec.engine.large_batches import head_groups, ragged_states
 from moaspec.engine.position_rules import PositionRules
+from moaspec.engine.row_pass import RowPass
 from moaspec.target.target import Target, plain_torch
 
 CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
@@ -95,7 +94,7 @@ class LocalVerifier(Verifier):
         is_cpu = self._device.type == "cpu"
         self.prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else GPU_PROMPT_TOKENS
         self.cache = KVCache(target)
-        self._text_pass = None if self._rules is not None else TextPass.of(target)
+        self._row_pass = None if self._rules is not None else RowPass.of(target, self.cache)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -117,7 +116,10 @@ class LocalVerifier(Verifier):
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_time = _Stopwatch()
         rows = self._prefill(requests)
-        states, chosen = self._in_one_call(rows) or (self._states(rows), None)
+        one_call = self._row_pass if len(rows) == 1 else None
+        with self._target_time:
+            found = None if one_call is None else one_call.run(rows[0])
+        states, chosen = found or (self._states(rows), None)
         decisions = self._decide(rows, states, chosen)
         if self._hidden is not None:
             for row, states_TE, decision in zip(rows, states, decisions, strict=True):
@@ -156,23 +158,6 @@ class LocalVerifier(Verifier):
         if len(rows) > 1:
             return ragged_states(rows, self._pass, recorded=self.target.layers.records)
         return [self._pass(rows)[0, : len(rows[0].tokens)]]
-
-    def _in_one_call(
-        self, rows: Sequence[PassRow]
-    ) -> tuple[list[Tensor], list[int] | None] | None:
-        """The states of a single row, and greedy choices after its root and drafts, by kernels."""
-        if self._text_pass is None or len(rows) > 1:
-            return None
-        (row,) = rows
-        cache_row, visible = row.request.cache_row, row.start + len(row.tokens)
-        drafts = row.request.tree.parents if row.drafted else ()
-        parents = [*range(-1, row.num_new - 1), *(row.num_new + parent for parent in drafts)]
-        self.cache.reserve(cache_row + 1, visible)
-        slots = Slots(self.cache.data, [cache_row], [row.start], visible)
-        choices = 0 if row.request.sampling.needs_logits else 1 + len(drafts)
-        with self._target_time:
-            found = self._text_pass.run(row.tokens, parents, slots, choices=choices)
-        return None if found is None else ([found[0]], found[1])
 
     def _pass(self, rows: Sequence[PassRow]) -> Tensor:
         """Run the target over the tokens of all rows, right-padded: (B, T, E) final states."""
