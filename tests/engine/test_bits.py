@@ -20,9 +20,8 @@ import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
-from moaspec.backends.cpu.fused_drafting import draft_tree
+from moaspec.backends.cpu.fused_drafting import FusedDrafter
 from moaspec.backends.fast_target import accelerate
-from moaspec.drafting import fast_moa_proposer
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
@@ -152,12 +151,13 @@ DRAFTED_BY: dict[str, moaspec.SamplingParams] = {
 def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> int:
     """Draft in one call and by levels, which give the same: how often one call was enough."""
     calls: list[int] = []
+    draft_tree = FusedDrafter.draft_tree
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any) -> Any:
         calls.append(1)
-        return draft_tree(*args, **kwargs)
+        return draft_tree(*args)
 
-    monkeypatch.setattr(fast_moa_proposer, "draft_tree", counted)
+    monkeypatch.setattr(FusedDrafter, "draft_tree", counted)
     in_one_call = drafts(*args, **options)
     assert len(calls) in {0, len(in_one_call)}
     monkeypatch.setattr(FastMoAProposer, "grow", MoAProposer.grow)

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from moaspec.model.layers import CosSin
 
+AngleRows = tuple[Tensor, Tensor, int]
+"""Cosines and sines, float32, contiguous, (S, D) each, and the row of the first position asked for;
+those of the next positions follow."""
+
+FindAngles = Callable[[int, int], AngleRows]
+"""Finds those of positions start..stop - 1."""
+
 INITIAL_POSITIONS = 256  # positions of a new table: 128 KiB for heads of 64
 _GROWTH = threading.Lock()
 
@@ -38,8 +45,12 @@ class AngleTable:
 
     def between(self, start: int, stop: int) -> CosSin:
         """Views of those of positions start..stop - 1, (stop - start, D) each."""
-        cos_SD, sin_SD = self.reaching(stop)
+        cos_SD, sin_SD, _ = self.rows(start, stop)
         return cos_SD[start:stop], sin_SD[start:stop]
+
+    def rows(self, start: int, stop: int) -> AngleRows:
+        """The table, with rows for positions below `stop`, and the row of `start`."""
+        return *(self._table if stop <= self._size else self._grown(stop)), start
 
     def _grown(self, size: int) -> CosSin:
         with _GROWTH:  # a target may be shared by threads

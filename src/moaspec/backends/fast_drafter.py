@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.angle_table import AngleTable
+from moaspec.backends.angle_table import AngleTable, FindAngles
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import FusedEncoder, FusedExit
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
@@ -153,7 +153,7 @@ class TabulatedRope(Rope):
 
     def __init__(self, rope: Rope) -> None:
         _adopt(self, rope)
-        self._table = AngleTable(rope.angles)
+        self.table = AngleTable(rope.angles)
 
     @classmethod
     def of(cls, rope: Rope) -> Rope:
@@ -162,10 +162,17 @@ class TabulatedRope(Rope):
         return rope if plain else cls(rope)
 
     def angles(self, position_ids: Tensor) -> CosSin:
-        return self._table(position_ids)
+        return self.table(position_ids)
 
     def along(self, start: int, stop: int) -> CosSin:
-        return self._table.between(start, stop)
+        return self.table.between(start, stop)
+
+
+def angle_rows(rope: Rope) -> FindAngles:
+    """`AngleTable.rows` of rotary embeddings; computed in every call where there is no table."""
+    if isinstance(rope, TabulatedRope):
+        return rope.table.rows
+    return lambda start, stop: (*rope.along(start, stop), 0)
 
 
 class FastAttentionBlock(AttentionBlock):
@@ -290,17 +297,15 @@ class FastTargetEncoder(TargetEncoder):
         _adopt(self, encoder)
         self.fused = _fused_memory(encoder)
         self.in_one_call = _fused_encoder(encoder, self.fused)
+        self._memory_angles = angle_rows(encoder.memory_rope)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
             return super().encode(kv_BTLK, position_ids_BT)
         kv_BTLK = self.fold(kv_BTLK, position_ids_BT) if self.fold else kv_BTLK
-        heads_NXD = self.in_one_call.run(
-            kv_BTLK.flatten(0, 1).contiguous().unflatten(-1, (1, 2, -1)),
-            self.layer_rope.along(0, kv_BTLK.shape[2]),
-            _contiguous(self.memory_rope(position_ids_BT)),
-        )
-        return _halves(heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:]))
+        kv_NL12D = kv_BTLK.flatten(0, 1).contiguous().unflatten(-1, (1, 2, -1))
+        angles = *_contiguous(self.memory_rope(position_ids_BT)), 0
+        return _halves(self.in_one_call.run(kv_NL12D, angles, rows=len(kv_BTLK)))
 
     def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> tuple[Tensor, Tensor] | None:
         """`encode` of consecutive tokens of one text in one call; None if kernels lack a part.
@@ -308,16 +313,14 @@ class FastTargetEncoder(TargetEncoder):
         Args:
             kv_TLJ2D: a view of the target's cache, J its KV heads.
         """
-        rope = self.memory_rope
         if (
             self.in_one_call is None
             or kv_TLJ2D.dtype != torch.bfloat16
-            or not isinstance(rope, TabulatedRope)
             or (self.fold and tokens.stop > self.fold.trained)
         ):
             return None
-        angles = self.layer_rope.along(0, kv_TLJ2D.shape[1]), rope.along(tokens.start, tokens.stop)
-        return _halves(self.in_one_call.run(kv_TLJ2D, *angles)[None])
+        angles = self._memory_angles(tokens.start, tokens.stop)
+        return _halves(self.in_one_call.run(kv_TLJ2D, angles))
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])
@@ -356,7 +359,8 @@ def _fused_encoder(encoder: TargetEncoder, memory: FusedLayer | None) -> FusedEn
         return None
     if memory is None or projection is None:
         return None
-    return FusedEncoder(layer.fused, projection, memory, layer.self_attn.head_dim**-0.5)
+    angles, scale = angle_rows(encoder.layer_rope), layer.self_attn.head_dim**-0.5
+    return FusedEncoder(layer.fused, projection, memory, angles, scale)
 
 
 class FastExitAdapter(ExitAdapter):

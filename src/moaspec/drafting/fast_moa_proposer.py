@@ -6,22 +6,20 @@ Legend: E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
-from moaspec.backends.cpu.fused_drafting import Coupling, FusedExit, TreePart, draft_tree
-from moaspec.backends.cpu.fused_layers import FusedStack, Slots
-from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter, TreePart
 from moaspec.backends.fast_drafter import (
     FastAttentionBlock,
     FastExitAdapter,
     FastTargetEncoder,
+    angle_rows,
     prepared,
 )
-from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
+from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_noise import SHARPNESS
 from moaspec.drafting.draft_tree import Tree
@@ -45,6 +43,7 @@ class FastMoAProposer(MoAProposer):
     ) -> None:
         super().__init__(drafter, target, num_target_layers=num_target_layers)
         self.text_cache.attend = self.memory.attend = fast_attention
+        self._kernels: FusedDrafter | None = None
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         return prepared(drafter, target)
@@ -56,6 +55,7 @@ class FastMoAProposer(MoAProposer):
         """
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
+        self._kernels = None
 
     def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features:
         """`encode` for one request; kernels read the target's cache in place."""
@@ -69,104 +69,79 @@ class FastMoAProposer(MoAProposer):
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""
-        parts = self.kernel_parts()
-        roots = [len(row.token_ids) - 1 for row in rows]
-        starts = [
-            min(self.num_read.get(row.cache_row, 0), root)
-            for row, root in zip(rows, roots, strict=True)
-        ]
-        unread = max(root + 1 - start for root, start in zip(roots, starts, strict=True))
+        kernels, embeddings_VE = self.kernel_parts(), self.target.embeddings
+        starts = [min(self.num_read.get(row.cache_row, 0), len(row.token_ids) - 1) for row in rows]
+        unread = [row.token_ids[start:] for row, start in zip(rows, starts, strict=True)]
         if (
-            parts is None
+            kernels is None
+            or embeddings_VE is None
             or any(self.missing.get(row.cache_row) for row in rows)
             or len(rows) > MAX_KERNEL_ROWS
-            or max(unread, shape.breadth) > MAX_QUERIES
+            or max(shape.breadth, *map(len, unread)) > MAX_QUERIES
         ):
             return super().grow(rows, shape)
-        num_rows = max(row.cache_row for row in rows) + 1
-        num_slots = max(roots) + 1 + (shape.depth - 1) * shape.breadth
-        self.text_cache.reserve(num_rows, num_slots)
-        if parts.last is not None:
-            assert self.target_cache is not None, "share_target_cache() comes before N > 0"
-            self.target_cache.reserve(num_rows, num_slots)
-        return [
-            self._grow_one(row, start, shape, parts)
-            for row, start in zip(rows, starts, strict=True)
-        ]
+        nodes = []
+        for row, tokens in zip(rows, unread, strict=True):
+            finished = self._begin(kernels, row, len(tokens), shape)
+            sizes = shape.depth, shape.breadth, shape.least_log_p
+            drafts = kernels.draft_tree(tokens, finished, sizes, embeddings_VE, coupling(row))
+            self.num_read[row.cache_row] = len(row.token_ids)
+            nodes.append(CandidateNodes(*drafts))
+        return nodes
 
-    def kernel_parts(self) -> KernelParts | None:
-        """The layers for the kernels; None where they lack one."""
-        module, target, num = self.module, self.target, self.num_target_layers
-        sa, ca = module.decoder.self_attention, module.decoder.cross_attention
+    def _begin(self, kernels: FusedDrafter, row: RequestText, num_unread: int, shape: Tree) -> int:
+        """Hand a request's caches to the kernels; the number of tokens that CA processes."""
+        cache_row, length = row.cache_row, len(row.token_ids)
+        num_encoded = self.num_encoded.get(cache_row, 0)
+        hidden = self.first_encoded.get(cache_row, 0)
+        start, first, stop = length - num_unread, length - 1, length - 1 + shape.depth
+        num_slots = length + (shape.depth - 1) * shape.breadth
+        self.text_cache.reserve(cache_row + 1, num_slots)
+        kernels.text.begin(self.text_cache.data, cache_row, start, stop, length)
+        if kernels.last is not None:
+            assert self.target_cache is not None, "share_target_cache() comes before N > 0"
+            self.target_cache.reserve(cache_row + 1, num_slots)
+            first = max(start, min(num_encoded, first))  # also the tokens without features
+            kernels.last.begin(self.target_cache.data, cache_row, first, stop, length)
+        memory = self.memory.data[..., hidden:, :] if hidden else self.memory.data
+        kernels.memory.begin(memory, cache_row, first, stop, num_encoded - hidden)
+        return length - first
+
+    def kernel_parts(self) -> FusedDrafter | None:
+        """The drafter's layers for kernels; None where they lack one."""
+        num, layers = self.num_target_layers, self.target.layers
+        last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
+        if num and last is None:  # asked in every round: layers get hooks and lose them
+            return None
+        if self._kernels is not None:
+            return self._kernels
+        decoder, adapter = self.module.decoder, self.module.adapter(num)
+        sa, ca = decoder.self_attention, decoder.cross_attention
         if not isinstance(sa, FastAttentionBlock) or not isinstance(ca, FastAttentionBlock):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
-        if head is None or target.embeddings is None:
-            return None
-        # Kernels compute probabilities from logits without a soft cap or scale.
-        lm_head = target.lm_head
-        if module.config.without or lm_head.cap is not None or lm_head.scale != 1.0:
-            return None
-        adapter, layers = module.adapter(num), target.layers
-        last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
         exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
-        if (num and last is None) or (adapter is not None and exit_ is None):
+        # Kernels compute probabilities from logits without a soft cap or scale.
+        lm_head = self.target.lm_head
+        scaled = lm_head.cap is not None or lm_head.scale != 1.0
+        if (
+            head is None
+            or scaled
+            or self.module.config.without
+            or (adapter is not None and exit_ is None)
+        ):
             return None
-        return KernelParts(sa.stack, ca.stack, head, target.embeddings, exit_, last)
-
-    def _grow_one(
-        self, row: RequestText, start: int, shape: Tree, parts: KernelParts
-    ) -> CandidateNodes:
-        """The drafts of one request; SA has processed the tokens before `start`."""
-        decoder, root = self.module.decoder, len(row.token_ids) - 1
-        num_encoded = self.num_encoded.get(row.cache_row, 0)
-        hidden = self.first_encoded.get(row.cache_row, 0)
-        # Reused layers also need the tokens without features.
-        first = root if parts.last is None else max(start, min(num_encoded, root))
-        stop = root + shape.depth
-        text = Slots(self.text_cache.data, [row.cache_row], [start], root + 1)
-        memory_data = self.memory.data[..., hidden:, :]
-        memory = Slots(memory_data, [row.cache_row], [0], num_encoded - hidden)
-        drafts = draft_tree(
-            row.token_ids[start:],
-            shape.depth,
-            shape.breadth,
-            shape.least_log_p,
-            text=TreePart(parts.text, *decoder.self_rope.along(start, stop), text),
-            memory=TreePart(parts.memory, *decoder.cross_rope.along(first, stop), memory),
-            exit_=parts.exit_,
-            last=None if parts.last is None else self._last(parts.last, row, first, stop),
-            finished=root + 1 - first,
-            head=parts.head,
-            names_O=self.vocabulary_ids,
-            embeddings_VE=parts.embeddings,
-            coupling=coupling(row),
+        self._kernels = FusedDrafter(
+            TreePart(sa.stack, angle_rows(decoder.self_rope)),
+            TreePart(ca.stack, angle_rows(decoder.cross_rope)),
+            None
+            if last is None
+            else TreePart(last.stack, last.angles.rows, num=num, norm=last.norm),
+            exit_,
+            head=head,
+            names_O=self.vocabulary_ids.contiguous(),
         )
-        self.num_read[row.cache_row] = root + 1
-        return CandidateNodes(*drafts)
-
-    def _last(self, reused: LastLayers, row: RequestText, first: int, stop: int) -> TreePart:
-        """The target's last layers over tokens from `first` to the root, then over drafts."""
-        assert self.target_cache is not None
-        return TreePart(
-            reused.stack,
-            *reused.angles.between(first, stop),
-            Slots(self.target_cache.data, [row.cache_row], [first], len(row.token_ids)),
-            num=self.num_target_layers,
-            norm=reused.norm,
-        )
-
-
-@dataclass(frozen=True)
-class KernelParts:
-    """The drafter's layers for kernels; `exit_` and `last` are None where there are none."""
-
-    text: FusedStack
-    memory: FusedStack
-    head: Matrix
-    embeddings: Tensor
-    exit_: FusedExit | None
-    last: LastLayers | None
+        return self._kernels
 
 
 def coupling(row: RequestText) -> Coupling | None:

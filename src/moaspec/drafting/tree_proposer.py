@@ -72,7 +72,6 @@ class TreeProposer(Proposer):
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> "DraftRound":
         """The passes of one round."""
 
-    @torch.inference_mode()
     def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft one tree per request, all requests level by level together.
 
@@ -82,6 +81,7 @@ class TreeProposer(Proposer):
         with self.target.limited_threads():
             return [best_nodes(nodes, shape) for nodes in self.grow(rows, shape)]
 
+    @torch.inference_mode()
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """All nodes that are drafted for each request.
 

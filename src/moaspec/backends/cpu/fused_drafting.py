@@ -6,14 +6,15 @@ the rotated dims, O outputs of the head, V vocabulary, E hidden size.
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int64
-from dataclasses import dataclass
+from ctypes import c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
-from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Pass, Slots
+from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.cpu.structures import (
@@ -34,52 +35,59 @@ class FusedEncoder:
         layer: LSA, over the layers of one token.
         projection: applied to the mean over layers.
         memory: CA's projection to keys and values.
+        layer_angles: of the layers that LSA attends over.
         scale: of LSA's scores.
     """
 
     def __init__(
-        self, layer: FusedLayer, projection: Matrix, memory: FusedLayer, scale: float
+        self,
+        layer: FusedLayer,
+        projection: Matrix,
+        memory: FusedLayer,
+        layer_angles: FindAngles,
+        scale: float,
     ) -> None:
         # Kept alive, because the C structure holds only their addresses.
-        self._parts, self._scale = (layer, projection, memory), scale
+        self._parts = layer, projection, memory
+        self._layer_angles, self._scale = layer_angles, scale
 
-    def run(
-        self,
-        kv_NLJ2D: Tensor,
-        layer_angles: tuple[Tensor, Tensor],
-        token_angles: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Keys (rotated), then values: (N, 2 J, D).
+    def run(self, kv_NLJ2D: Tensor, token_angles: AngleRows, *, rows: int = 1) -> Tensor:
+        """Keys (rotated), then values: (B, N / B, 2 J, D).
 
         Args:
             kv_NLJ2D: keys and values of N tokens in L layers, bf16. Only D must be contiguous, so a
                 view of a cache needs no copy.
-            layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
-            token_angles: those of the tokens, (..., N, R) each.
+            token_angles: those of the tokens.
+            rows: B.
         """
-        assert kv_NLJ2D.dtype == torch.bfloat16
         layer, projection, memory = (part.described for part in self._parts)
         count, layers, heads, two, dim = kv_NLJ2D.shape
         assert heads * two * dim == layer.read.inputs
-        assert token_angles[0].numel() == count * token_angles[0].shape[-1]
         *strides, last = kv_NLJ2D.stride()
         assert last == 1
-        out = kv_NLJ2D.new_empty((count, 2 * memory.kv_heads, memory.head_dim))
+        out = kv_NLJ2D.new_empty((rows, count // rows, 2 * memory.kv_heads, memory.head_dim))
+        cos, sin, turned = _addresses(self._layer_angles(0, layers))
         facts = EncoderFacts(
             ctypes.addressof(layer),
-            *(part.data_ptr() for part in layer_angles),
-            layer_angles[0].shape[-1],
-            layers,
+            *(cos, sin, turned, layers),
             self._scale,
             ctypes.addressof(projection),
             ctypes.addressof(memory),
             heads,
             *strides,
         )
-        turned = token_angles[0].shape[-1]
-        encode = library().moaspec_encode
-        call(encode, ctypes.byref(facts), kv_NLJ2D, count, *token_angles, turned, out)
+        cos, sin, turned = _addresses(token_angles)
+        angles = c_void_p(cos), c_void_p(sin), turned
+        call(library().moaspec_encode, ctypes.byref(facts), kv_NLJ2D, count, *angles, out)
         return out
+
+
+def _addresses(angles: AngleRows) -> tuple[int, int, int]:
+    """Where cosines and sines begin, and their number in a row."""
+    cos_SR, sin_SR, first = angles
+    turned = cos_SR.shape[-1]
+    skipped = 4 * first * turned
+    return cos_SR.data_ptr() + skipped, sin_SR.data_ptr() + skipped, turned
 
 
 class FusedExit:
@@ -102,29 +110,6 @@ class FusedExit:
         return x
 
 
-@dataclass(frozen=True)
-class TreePart:
-    """The last layers of a stack, and the unread tokens that they process in `draft_tree`."""
-
-    stack: FusedStack  # its last `num` layers run
-    cos_TR: Tensor  # cosines: a row for each token, then for each level; float32, contiguous
-    sin_TR: Tensor  # sines, in the same layout
-    slots: Slots  # for the first of these tokens
-    num: int = 1
-    norm: FusedNorm | None = None  # after the last layer
-
-    def described(self) -> Pass:
-        """The pass over the first token."""
-        return Pass(
-            self.stack,
-            1,
-            (self.cos_TR, self.sin_TR),
-            slots=self.slots,
-            num=self.num,
-            norm=self.norm,
-        )
-
-
 class Coupling:
     """How drafts are ranked for a request that samples; see `moaspec.drafting.path_scores`.
 
@@ -142,78 +127,141 @@ class Coupling:
         )
 
 
-def draft_tree(
-    unread: Sequence[int],
-    depth: int,
-    breadth: int,
-    least: float,
-    *,
-    text: TreePart,
-    memory: TreePart,
-    exit_: FusedExit | None = None,
-    last: TreePart | None = None,
-    finished: int = 1,
-    head: Matrix,
-    names_O: Tensor,
-    embeddings_VE: Tensor,
-    coupling: Coupling | None = None,
-) -> tuple[list[int], list[int], list[float], int, int]:
-    """Draft a tree level by level: the best tokens after a text, then after the best of these.
+class TreePart:
+    """The last `num` layers of a stack, as `FusedDrafter` runs them.
 
     Args:
-        unread: the end of the text, at least one token.
-        depth: levels to draft, at most.
-        breadth: nodes of a level that get children, at most, and children of each; at most O.
-        least: log-probability that a path needs for its last node to get children.
+        angles: `AngleTable.rows` of their rotary embeddings.
+        norm: after the last layer.
+    """
+
+    def __init__(
+        self, stack: FusedStack, angles: FindAngles, *, num: int = 1, norm: FusedNorm | None = None
+    ) -> None:
+        self.num, self.layers = num, stack.address(num)
+        self.facts, self._place, self._find_angles = PassFacts(), (c_int64 * 2)(), angles
+        # Kept alive, because the C structure holds only their addresses.
+        self._held: tuple[object, ...] = stack, norm
+        layer, facts, self._attention = stack.layers[-1].described, self.facts, self.facts.attention
+        facts.period = MAX_QUERIES  # each token of a pass has a row of its own
+        facts.starts, self._attention.cache_rows = (
+            ctypes.addressof(self._place) + ctypes.sizeof(c_int64) * i for i in range(2)
+        )
+        self._attention.heads, self._attention.head_dim = layer.heads, layer.head_dim
+        self._attention.rows, self._attention.scale = 1, stack.scale
+        if norm is not None:
+            assert len(norm.weight_E) == layer.read.inputs
+            facts.norm, facts.eps = norm.weight_E.data_ptr(), norm.eps
+
+    def begin(self, cache: Tensor, row: int, start: int, stop: int, visible: int) -> None:
+        """Set the request's keys and values, and the positions, for the next tree.
+
+        Args:
+            cache: see `Slots`; with its `row`.
+            start: position of the first token, and the slot of its key and value, if it has any.
+            stop: end of the positions of the drafts.
+            visible: number of slots that the first token sees.
+        """
+        facts, attention = self.facts, self._attention
+        self._angles = self._find_angles(start, stop)
+        facts.cos, facts.sin, facts.turned = _addresses(self._angles)
+        layer, half, cache_row, head, slot, _ = cache.stride()
+        facts.cache = cache.data_ptr() + cache.itemsize * layer * (len(cache) - self.num)
+        facts.layer, facts.half, facts.cache_row, facts.head = layer, half, cache_row, head
+        attention.key_row = attention.value_row = cache_row
+        attention.key_head = attention.value_head = head
+        attention.key_slot = attention.value_slot = slot
+        attention.kv_heads, attention.slots = cache.shape[3], visible
+        self._place[0], self._place[1] = start, row
+
+
+class FusedDrafter:
+    """Drafts a tree in one call, level by level: the best tokens after a text, then after these.
+
+    The C structures are kept between calls, so no two threads may use it at once. Before a call,
+    each part must `begin`.
+
+    Args:
         text: SA, over the unread tokens and then the drafts. Each token takes the next slot, and
             sees the text and its ancestors.
         memory: CA, over the last `finished` unread tokens and then the drafts; all tokens see the
             same slots.
-        exit_: norm and linear layer after CA, if any.
         last: the target's last layers, over the same tokens as CA, if any. Slots in the target's
             cache, and what a token sees, are as in SA.
-        finished: unread tokens that CA processes: the last one, and with `last` also the tokens
-            before it that the target's cache lacks.
-        names_O: int64, token ids of the head's outputs.
-        embeddings_VE: of all ids, bf16.
-        coupling: for a request that samples; its filters drop drafts.
-
-    Returns:
-        Three lists over the drafted nodes, parents first: token ids in the target's vocabulary;
-        parents, -1 for the root; log-probabilities of paths (with `coupling`: that the target
-        chooses them). Then the number of levels, and of nodes that got children.
+        exit_: norm and linear layer after CA, if any.
+        names_O: int64, contiguous, token ids of the head's outputs.
     """
-    assert embeddings_VE.dtype == torch.bfloat16
-    assert names_O.dtype == torch.int64
-    assert len(names_O) == head.outputs
-    assert 0 < breadth <= head.outputs
-    assert len(text.cos_TR) == len(unread) + depth - 1
-    assert 1 <= finished <= len(unread)
-    parts = [text, memory] if last is None else [text, memory, last]
-    assert all(len(part.cos_TR) == finished + depth - 1 for part in parts[1:])
-    names_O = names_O.contiguous()
-    passes = [part.described() for part in parts]
-    facts = [one.facts for one in passes]
-    drafter = DrafterFacts(
-        text.stack.address(1),
-        memory.stack.address(1),
-        None if last is None else last.stack.address(last.num),
-        0 if last is None else last.num,
-        None if exit_ is None else ctypes.addressof(exit_.described),
-        *(facts if last is not None else [*facts, PassFacts()]),
-        finished,
-        ctypes.addressof(head.described),
-        names_O.data_ptr(),
-        embeddings_VE.data_ptr(),
-        embeddings_VE.shape[1],
-    )
-    most = breadth + (depth - 1) * breadth**2
-    tokens, parents, scores = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
-    nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
-    coupled = None if coupling is None else ctypes.addressof(coupling.facts)
-    growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes, coupled)
-    text_ids = (c_int64 * len(unread))(*unread)
-    draft = library().moaspec_tree
-    call(draft, ctypes.byref(drafter), text_ids, len(unread), ctypes.byref(growth))
-    count = growth.nodes
-    return tokens[:count], parents[:count], scores[:count], growth.levels, growth.leaves
+
+    def __init__(
+        self,
+        text: TreePart,
+        memory: TreePart,
+        last: TreePart | None,
+        exit_: FusedExit | None,
+        *,
+        head: Matrix,
+        names_O: Tensor,
+    ) -> None:
+        assert names_O.dtype == torch.int64
+        assert len(names_O) == head.outputs
+        self.text, self.memory, self.last = text, memory, last
+        self._head, self._held = head, (exit_, names_O)  # as above
+        self._facts = DrafterFacts(
+            text.layers,
+            memory.layers,
+            None if last is None else last.layers,
+            0 if last is None else last.num,
+            None if exit_ is None else ctypes.addressof(exit_.described),
+            head=ctypes.addressof(head.described),
+            names=names_O.data_ptr(),
+        )
+        self._growth = GrowthFacts()
+        self._nodes = (c_int64 * 0)(), (c_int64 * 0)(), (c_float * 0)()
+
+    def draft_tree(
+        self,
+        unread: Sequence[int],
+        finished: int,
+        shape: tuple[int, int, float],
+        embeddings_VE: Tensor,
+        coupling: Coupling | None,
+    ) -> tuple[list[int], list[int], list[float], int, int]:
+        """Draft a tree after a text.
+
+        Args:
+            unread: the end of the text, 1 to `MAX_QUERIES` tokens.
+            finished: unread tokens that CA processes: the last one, and with `last` also the tokens
+                before it that the target's cache lacks.
+            shape: most levels to draft; most nodes of a level that get children, and most children
+                of each; the log-probability that a path needs for its last node to get children.
+            embeddings_VE: of all ids, bf16.
+            coupling: for a request that samples; its filters drop drafts.
+
+        Returns:
+            Three lists over the drafted nodes, parents first: token ids in the target's vocabulary;
+            parents, -1 for the root; log-probabilities of paths (with `coupling`: that the target
+            chooses them). Then the number of levels, and of nodes that got children.
+        """
+        assert embeddings_VE.dtype == torch.bfloat16
+        assert 1 <= finished <= len(unread)
+        facts, growth, (depth, breadth, least) = self._facts, self._growth, shape
+        assert 0 < breadth <= self._head.outputs
+        facts.text_pass, facts.memory_pass = self.text.facts, self.memory.facts
+        if self.last is not None:
+            facts.last_pass = self.last.facts
+        facts.finished, facts.width = finished, embeddings_VE.shape[1]
+        facts.embeddings = embeddings_VE.data_ptr()
+        growth.depth, growth.breadth, growth.least = depth, breadth, least
+        growth.coupling = None if coupling is None else ctypes.addressof(coupling.facts)
+        most = breadth + (depth - 1) * breadth**2
+        if most > len(self._nodes[0]):
+            self._nodes = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
+            growth.tokens, growth.parents, growth.scores = (
+                ctypes.addressof(array) for array in self._nodes
+            )
+        tokens, parents, scores = self._nodes
+        text_ids = (c_int64 * len(unread))(*unread)
+        draft = library().moaspec_tree
+        call(draft, ctypes.byref(facts), text_ids, len(unread), ctypes.byref(growth))
+        count = growth.nodes
+        return tokens[:count], parents[:count], scores[:count], growth.levels, growth.leaves
