@@ -45,12 +45,12 @@ class AngleTable:
 
     def between(self, start: int, stop: int) -> CosSin:
         """Views of those of positions start..stop - 1, (stop - start, D) each."""
-        cos_SD, sin_SD, _ = self.rows(start, stop)
+        cos_SD, sin_SD = self.reaching(stop)
         return cos_SD[start:stop], sin_SD[start:stop]
 
     def rows(self, start: int, stop: int) -> AngleRows:
-        """The table, with rows for positions below `stop`, and the row of `start`."""
-        return *(self._table if stop <= self._size else self._grown(stop)), start
+        """`reaching(stop)`, and the row of `start` in it."""
+        return *self.reaching(stop), start
 
     def _grown(self, size: int) -> CosSin:
         with _GROWTH:  # a target may be shared by threads

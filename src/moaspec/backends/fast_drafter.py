@@ -303,24 +303,31 @@ class FastTargetEncoder(TargetEncoder):
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
             return super().encode(kv_BTLK, position_ids_BT)
         kv_BTLK = self.fold(kv_BTLK, position_ids_BT) if self.fold else kv_BTLK
-        kv_NL12D = kv_BTLK.flatten(0, 1).contiguous().unflatten(-1, (1, 2, -1))
+        rows, tokens, layers, _ = kv_BTLK.shape
+        # As a cache of one row and one head.
+        kv_NL112D = kv_BTLK.contiguous().view(rows * tokens, layers, 1, 1, 2, -1)
         angles = *_contiguous(self.memory_rope(position_ids_BT)), 0
-        return _halves(self.in_one_call.run(kv_NL12D, angles, rows=len(kv_BTLK)))
+        as_cache, slots = kv_NL112D.permute(1, 4, 2, 3, 0, 5), range(rows * tokens)
+        kv_2CND = self.in_one_call.run(as_cache, 0, slots, angles)
+        key_BCTD, value_BCTD = kv_2CND.unflatten(2, (rows, tokens)).transpose(1, 2)
+        return key_BCTD, value_BCTD
 
-    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> tuple[Tensor, Tensor] | None:
-        """`encode` of consecutive tokens of one text in one call; None if kernels lack a part.
+    def encode_stored(self, cache: Tensor, row: int, tokens: range) -> tuple[Tensor, Tensor] | None:
+        """`encode` of neighbouring tokens of one text in one call; None if kernels lack a part.
 
         Args:
-            kv_TLJ2D: a view of the target's cache, J its KV heads.
+            cache: the target's, see `Slots`.
+            row: the text's.
         """
         if (
             self.in_one_call is None
-            or kv_TLJ2D.dtype != torch.bfloat16
+            or cache.dtype != torch.bfloat16
             or (self.fold and tokens.stop > self.fold.trained)
         ):
             return None
         angles = self._memory_angles(tokens.start, tokens.stop)
-        return _halves(self.in_one_call.run(kv_TLJ2D, angles))
+        key_1CTD, value_1CTD = self.in_one_call.run(cache, row, tokens, angles).split(1)
+        return key_1CTD, value_1CTD
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])
@@ -330,13 +337,9 @@ class FastTargetEncoder(TargetEncoder):
         if self.fused is None:
             return super().project_kv(states_BTE, position_ids_BT)
         cos_sin = _contiguous(self.memory_rope(position_ids_BT))
-        return _halves(self.fused.project(states_BTE, *cos_sin))
-
-
-def _halves(heads_BTXD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, (B, C, T, D) each, of all heads side by side."""
-    key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
-    return key_BCTD, value_BCTD
+        heads_BXTD = self.fused.project(states_BTE, *cos_sin).transpose(1, 2)
+        key_BCTD, value_BCTD = heads_BXTD.chunk(2, dim=1)
+        return key_BCTD, value_BCTD
 
 
 def _fused_memory(encoder: TargetEncoder) -> FusedLayer | None:

@@ -106,8 +106,7 @@ class RoundParts:
     def _features(self, num_tokens: int) -> Any:
         assert self.proposer is not None
         self._cache.reserve(1, num_tokens)
-        tokens = range(num_tokens)
-        return self.proposer.encode_stored(self._cache.stored(0, tokens), tokens)
+        return self.proposer.encode_stored(self._cache, 0, range(num_tokens))
 
 
 class TimedRounds:

@@ -5,10 +5,11 @@ Legend: E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter, TreePart
@@ -19,10 +20,11 @@ from moaspec.backends.fast_drafter import (
     angle_rows,
     prepared,
 )
-from moaspec.backends.fast_target import FastDecoderLayers
+from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
 from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_noise import SHARPNESS
 from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.path_scores import AGREEMENT
 from moaspec.drafting.protocols import Features, RequestText
@@ -43,10 +45,14 @@ class FastMoAProposer(MoAProposer):
     ) -> None:
         super().__init__(drafter, target, num_target_layers=num_target_layers)
         self.text_cache.attend = self.memory.attend = fast_attention
-        self._kernels: FusedDrafter | None = None
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-        return prepared(drafter, target)
+        module, head = prepared(drafter, target)
+        # A module finds its children slowly, and a device's has no encoder.
+        self._encoder = getattr(module, "encoder", None)
+        self._kernels: FusedDrafter | None = None
+        self._hooks: tuple[Mapping[int, Any], ...] = ()  # of the embedding
+        return module, head
 
     def adopt(self, drafter: MoADrafter) -> None:
         """Draft with another version of the drafter from the next round on.
@@ -55,26 +61,25 @@ class FastMoAProposer(MoAProposer):
         """
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
-        self._kernels = None
 
-    def encode_stored(self, kv_TLJ2D: Tensor, tokens: range) -> Features:
+    def encode_stored(self, cache: KVCache, row: int, tokens: range) -> Features:
         """`encode` for one request; kernels read the target's cache in place."""
-        encoder, encoded = self.module.encoder, None
+        encoder, encoded = self._encoder, None
         if isinstance(encoder, FastTargetEncoder):
-            encoded = encoder.encode_stored(kv_TLJ2D, tokens)
+            encoded = encoder.encode_stored(cache.data, row, tokens)
         if encoded is None:
             positions_1T = torch.arange(tokens.start, tokens.stop, device=self.device)[None]
-            return self.encode(kv_TLJ2D.flatten(2)[None], positions_1T, [len(tokens)])[0]
+            kv_1TLK = cache.features(row, tokens.start, tokens.stop)
+            return self.encode(kv_1TLK, positions_1T, [len(tokens)])[0]
         return (*encoded, tokens.start) if self.prompt_window else encoded
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""
-        kernels, embeddings_VE = self.kernel_parts(), self.target.embeddings
+        kernels = self.kernel_parts()
         starts = [min(self.num_read.get(row.cache_row, 0), len(row.token_ids) - 1) for row in rows]
         unread = [row.token_ids[start:] for row, start in zip(rows, starts, strict=True)]
         if (
             kernels is None
-            or embeddings_VE is None
             or any(self.missing.get(row.cache_row) for row in rows)
             or len(rows) > MAX_KERNEL_ROWS
             or max(shape.breadth, *map(len, unread)) > MAX_QUERIES
@@ -84,7 +89,7 @@ class FastMoAProposer(MoAProposer):
         for row, tokens in zip(rows, unread, strict=True):
             finished = self._begin(kernels, row, len(tokens), shape)
             sizes = shape.depth, shape.breadth, shape.least_log_p
-            drafts = kernels.draft_tree(tokens, finished, sizes, embeddings_VE, coupling(row))
+            drafts = kernels.draft_tree(tokens, finished, sizes, coupling(row))
             self.num_read[row.cache_row] = len(row.token_ids)
             nodes.append(CandidateNodes(*drafts))
         return nodes
@@ -108,30 +113,32 @@ class FastMoAProposer(MoAProposer):
         return length - first
 
     def kernel_parts(self) -> FusedDrafter | None:
-        """The drafter's layers for kernels; None where they lack one."""
+        """The drafter's layers for kernels; None where they lack one, or while one has hooks."""
         num, layers = self.num_target_layers, self.target.layers
         last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
-        if num and last is None:  # asked in every round: layers get hooks and lose them
-            return None
-        if self._kernels is not None:
-            return self._kernels
-        decoder, adapter = self.module.decoder, self.module.adapter(num)
+        if self._kernels is None or any(self._hooks) or (num and last is None):
+            self._kernels = self._new_kernels(last)
+        return self._kernels
+
+    def _new_kernels(self, last: LastLayers | None) -> FusedDrafter | None:
+        target, num, decoder = self.target, self.num_target_layers, self.module.decoder
         sa, ca = decoder.self_attention, decoder.cross_attention
         if not isinstance(sa, FastAttentionBlock) or not isinstance(ca, FastAttentionBlock):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
-        exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
-        # Kernels compute probabilities from logits without a soft cap or scale.
-        lm_head = self.target.lm_head
-        scaled = lm_head.cap is not None or lm_head.scale != 1.0
-        if (
-            head is None
-            or scaled
-            or self.module.config.without
-            or (adapter is not None and exit_ is None)
-        ):
+        if head is None or target.embeddings is None:
             return None
-        self._kernels = FusedDrafter(
+        # Kernels compute probabilities from logits without a soft cap or scale.
+        lm_head = target.lm_head
+        if self.module.config.without or lm_head.cap is not None or lm_head.scale != 1.0:
+            return None
+        adapter = self.module.adapter(num)
+        exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
+        if (num and last is None) or (adapter is not None and exit_ is None):
+            return None
+        table = target.model.base_model.embed_tokens
+        self._hooks = table._forward_hooks, table._forward_pre_hooks
+        return FusedDrafter(
             TreePart(sa.stack, angle_rows(decoder.self_rope)),
             TreePart(ca.stack, angle_rows(decoder.cross_rope)),
             None
@@ -140,8 +147,8 @@ class FastMoAProposer(MoAProposer):
             exit_,
             head=head,
             names_O=self.vocabulary_ids.contiguous(),
+            embeddings_VE=target.embeddings,
         )
-        return self._kernels
 
 
 def coupling(row: RequestText) -> Coupling | None:

@@ -120,11 +120,8 @@ class KVCache:
 
     def features(self, row: int, start: int, stop: int) -> Tensor:
         """Slots start..stop - 1 as `LayerFeatures` lays them out, (1, T, L, K), in one copy."""
-        return self.stored(row, range(start, stop)).flatten(2)[None]
-
-    def stored(self, row: int, tokens: range) -> Tensor:
-        """A view of the keys and values of neighbouring tokens, (T, L, H, 2, D)."""
-        return self._data[:, :, row, :, tokens.start : tokens.stop].permute(3, 0, 2, 1, 4)
+        stored_L2HTD = self._data[:, :, row, :, start:stop]
+        return stored_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
 
     def attentions(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,7 @@ READ_CHUNK_TOKENS = 512
 """Most tokens of a text in one pass of the drafter; bounds the memory of mask and activations."""
 
 
-@dataclass(frozen=True)
-class CandidateNodes:
+class CandidateNodes(NamedTuple):
     """All nodes that were drafted for one request, parents first."""
 
     tokens: Sequence[int]  # ids in the target's vocabulary
@@ -148,22 +148,15 @@ def best_nodes(nodes: CandidateNodes, shape: Tree) -> DraftTree:
 
     Stable sorting keeps every parent of a kept node.
     """
-    tokens, parents, scores = nodes.tokens, nodes.parents, nodes.scores
-    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-    count = shape.kept([scores[node] for node in order])
-    if count < len(order):
-        kept = sorted(order[:count])
+    tokens, parents, scores, levels, num_expanded = nodes
+    count = shape.kept(sorted(scores, reverse=True))
+    if count < len(scores):
+        kept = sorted(sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:count])
         places = {-1: -1} | {node: place for place, node in enumerate(kept)}
         tokens = [tokens[node] for node in kept]
         parents = [places[parents[node]] for node in kept]
         scores = [scores[node] for node in kept]
-    return DraftTree(
-        tuple(tokens),
-        tuple(parents),
-        levels=nodes.levels,
-        num_expanded=nodes.num_expanded,
-        log_p=tuple(scores),
-    )
+    return DraftTree(tuple(tokens), tuple(parents), 0, levels, num_expanded, tuple(scores))
 
 
 @dataclass(frozen=True)

@@ -235,8 +235,7 @@ class LocalVerifier(Verifier):
                 self._encoded[request.cache_row] = (first, ranges[i].stop)
         if len(ranges) == 1 and self._encode_stored is not None:
             ((i, tokens),) = ranges.items()
-            stored_TLJ2D = self.cache.stored(requests[i].cache_row, tokens)
-            features[i] = self._encode_stored(stored_TLJ2D, tokens)
+            features[i] = self._encode_stored(self.cache, requests[i].cache_row, tokens)
         elif self._encode is not None and ranges:
             inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
             positions = [position for one in ranges.values() for position in one]

@@ -51,21 +51,19 @@ class FusedEncoder:
         self._parts = layer, projection, memory
         self._layer_angles, self._scale = layer_angles, scale
 
-    def run(self, kv_NLJ2D: Tensor, token_angles: AngleRows, *, rows: int = 1) -> Tensor:
-        """Keys (rotated), then values: (B, N / B, 2 J, D).
+    def run(self, cache: Tensor, row: int, slots: range, token_angles: AngleRows) -> Tensor:
+        """Keys (rotated) and values of N neighbouring tokens, (2, J, N, D).
 
         Args:
-            kv_NLJ2D: keys and values of N tokens in L layers, bf16. Only D must be contiguous, so a
-                view of a cache needs no copy.
+            cache: the target's, see `Slots`.
+            slots: of the tokens, in this row.
             token_angles: those of the tokens.
-            rows: B.
         """
         layer, projection, memory = (part.described for part in self._parts)
-        count, layers, heads, two, dim = kv_NLJ2D.shape
-        assert heads * two * dim == layer.read.inputs
-        *strides, last = kv_NLJ2D.stride()
+        layer_stride, half, cache_row, head, slot, last = cache.stride()
+        layers, _, _, heads, _, dim = cache.shape
+        assert 2 * heads * dim == layer.read.inputs
         assert last == 1
-        out = kv_NLJ2D.new_empty((rows, count // rows, 2 * memory.kv_heads, memory.head_dim))
         cos, sin, turned = _addresses(self._layer_angles(0, layers))
         facts = EncoderFacts(
             ctypes.addressof(layer),
@@ -73,12 +71,13 @@ class FusedEncoder:
             self._scale,
             ctypes.addressof(projection),
             ctypes.addressof(memory),
-            heads,
-            *strides,
+            *(heads, slot, layer_stride, head, half),
         )
+        there = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = _addresses(token_angles)
-        angles = c_void_p(cos), c_void_p(sin), turned
-        call(library().moaspec_encode, ctypes.byref(facts), kv_NLJ2D, count, *angles, out)
+        out = cache.new_empty((2, memory.kv_heads, len(slots), memory.head_dim))
+        tokens = c_void_p(there), len(slots), c_void_p(cos), c_void_p(sin), turned
+        call(library().moaspec_encode, ctypes.byref(facts), *tokens, out)
         return out
 
 
@@ -142,13 +141,13 @@ class TreePart:
         self.facts, self._place, self._find_angles = PassFacts(), (c_int64 * 2)(), angles
         # Kept alive, because the C structure holds only their addresses.
         self._held: tuple[object, ...] = stack, norm
-        layer, facts, self._attention = stack.layers[-1].described, self.facts, self.facts.attention
+        layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
         facts.period = MAX_QUERIES  # each token of a pass has a row of its own
-        facts.starts, self._attention.cache_rows = (
+        facts.starts, attention.cache_rows = (
             ctypes.addressof(self._place) + ctypes.sizeof(c_int64) * i for i in range(2)
         )
-        self._attention.heads, self._attention.head_dim = layer.heads, layer.head_dim
-        self._attention.rows, self._attention.scale = 1, stack.scale
+        attention.heads, attention.head_dim = layer.heads, layer.head_dim
+        attention.rows, attention.scale = 1, stack.scale
         if norm is not None:
             assert len(norm.weight_E) == layer.read.inputs
             facts.norm, facts.eps = norm.weight_E.data_ptr(), norm.eps
@@ -162,7 +161,7 @@ class TreePart:
             stop: end of the positions of the drafts.
             visible: number of slots that the first token sees.
         """
-        facts, attention = self.facts, self._attention
+        facts, attention = self.facts, self.facts.attention
         self._angles = self._find_angles(start, stop)
         facts.cos, facts.sin, facts.turned = _addresses(self._angles)
         layer, half, cache_row, head, slot, _ = cache.stride()
@@ -190,6 +189,7 @@ class FusedDrafter:
             cache, and what a token sees, are as in SA.
         exit_: norm and linear layer after CA, if any.
         names_O: int64, contiguous, token ids of the head's outputs.
+        embeddings_VE: of all ids, bf16.
     """
 
     def __init__(
@@ -201,20 +201,27 @@ class FusedDrafter:
         *,
         head: Matrix,
         names_O: Tensor,
+        embeddings_VE: Tensor,
     ) -> None:
         assert names_O.dtype == torch.int64
+        assert embeddings_VE.dtype == torch.bfloat16
         assert len(names_O) == head.outputs
         self.text, self.memory, self.last = text, memory, last
-        self._head, self._held = head, (exit_, names_O)  # as above
+        self._head, self._embeddings_VE, self._held = head, embeddings_VE, (exit_, names_O)
         self._facts = DrafterFacts(
             text.layers,
             memory.layers,
             None if last is None else last.layers,
             0 if last is None else last.num,
             None if exit_ is None else ctypes.addressof(exit_.described),
+            *(PassFacts() if part is None else part.facts for part in (text, memory, last)),
             head=ctypes.addressof(head.described),
             names=names_O.data_ptr(),
+            width=embeddings_VE.shape[1],
         )
+        text.facts, memory.facts = self._facts.text_pass, self._facts.memory_pass
+        if last is not None:
+            last.facts = self._facts.last_pass
         self._growth = GrowthFacts()
         self._nodes = (c_int64 * 0)(), (c_int64 * 0)(), (c_float * 0)()
 
@@ -223,7 +230,6 @@ class FusedDrafter:
         unread: Sequence[int],
         finished: int,
         shape: tuple[int, int, float],
-        embeddings_VE: Tensor,
         coupling: Coupling | None,
     ) -> tuple[list[int], list[int], list[float], int, int]:
         """Draft a tree after a text.
@@ -234,7 +240,6 @@ class FusedDrafter:
                 before it that the target's cache lacks.
             shape: most levels to draft; most nodes of a level that get children, and most children
                 of each; the log-probability that a path needs for its last node to get children.
-            embeddings_VE: of all ids, bf16.
             coupling: for a request that samples; its filters drop drafts.
 
         Returns:
@@ -242,15 +247,10 @@ class FusedDrafter:
             parents, -1 for the root; log-probabilities of paths (with `coupling`: that the target
             chooses them). Then the number of levels, and of nodes that got children.
         """
-        assert embeddings_VE.dtype == torch.bfloat16
         assert 1 <= finished <= len(unread)
         facts, growth, (depth, breadth, least) = self._facts, self._growth, shape
         assert 0 < breadth <= self._head.outputs
-        facts.text_pass, facts.memory_pass = self.text.facts, self.memory.facts
-        if self.last is not None:
-            facts.last_pass = self.last.facts
-        facts.finished, facts.width = finished, embeddings_VE.shape[1]
-        facts.embeddings = embeddings_VE.data_ptr()
+        facts.finished, facts.embeddings = finished, self._embeddings_VE.data_ptr()
         growth.depth, growth.breadth, growth.least = depth, breadth, least
         growth.coupling = None if coupling is None else ctypes.addressof(coupling.facts)
         most = breadth + (depth - 1) * breadth**2

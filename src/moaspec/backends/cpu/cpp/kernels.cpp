@@ -442,13 +442,13 @@ void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int6
 }
 
 // Encodes keys and values of tokens in all target layers (x, with the strides of `Encoder`) to those that CA
-// attends to: (tokens, 2 J, D).
+// attends to: (2 J, tokens, D).
 void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
                     const float* sin, int64_t turned, bf16* out, int32_t threads) {
   const Layer &layer = *encoder->layer, &memory = *encoder->memory;
   const int64_t layers = encoder->layers, dim = layer.head_dim, width = layer.read.inputs;
   const int64_t heads = layer.heads + 2 * layer.kv_heads;
-  const int64_t states = encoder->projection->outputs, out_heads = 2 * memory.kv_heads;
+  const int64_t states = encoder->projection->outputs;
   const int64_t most = std::min(tokens, kEncodedTokens);
   std::vector<bf16> qkv(most * layers * heads * dim), attended(most * layers * layer.heads * dim);
   std::vector<bf16> means(most * width), projected(most * states), from(most * layers * width);
@@ -495,7 +495,7 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
 #pragma omp barrier
     const Angles angles = {cos + start * turned, sin + start * turned, turned, count};
     team_project(memory, projected.data(), count, angles, shared, [&](int64_t row, int64_t head) {
-      return out + ((start + row) * out_heads + head) * memory.head_dim;
+      return out + (head * tokens + start + row) * memory.head_dim;
     });
 #pragma omp barrier
   }
