@@ -11,7 +11,7 @@ from torch import Tensor
 import moaspec
 from bits import needs_packed_kernels
 from moaspec import Target
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
 from moaspec.backends.cpu.fused_layers import Slots
 from moaspec.backends.fast_target import TextPass, accelerate
 from moaspec.drafting.draft_tree import ancestor_matrix
@@ -99,7 +99,7 @@ def test_a_cache_that_grew_is_read_where_it_is_now() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[1] * (MAX_QUERIES + 1), [64], [-1]],
+    [[1] * (MAX_ATTENDED + 1), [64], [-1]],
     ids=["too many", "beyond the vocabulary", "negative"],
 )
 def test_what_it_cannot_do_is_left_to_the_other_pass(tokens: list[int]) -> None:

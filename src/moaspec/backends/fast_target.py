@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.build import call, library
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, MAX_QUERIES
 from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Pass, Slots
 from moaspec.backends.cpu.structures import TextPassFacts
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
@@ -264,7 +264,7 @@ class TextPass:
             another way: too many tokens, impossible ids, or modules with hooks.
         """
         count, (vocabulary, width) = len(token_ids), self._table.weight.shape
-        if count > MAX_QUERIES or any(self._hooks):
+        if count > MAX_ATTENDED or any(self._hooks):
             return None
         if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             return None

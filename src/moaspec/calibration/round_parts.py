@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
 from moaspec.backends.cpu.fused_layers import Slots
 from moaspec.backends.fast_target import TextPass
 from moaspec.drafting.draft_tree import Tree
@@ -156,7 +156,7 @@ def pass_over(
     Returns:
         Final states, (B, T, E).
     """
-    text_pass = TextPass.of(target) if num_rows == 1 and num_tokens <= MAX_QUERIES else None
+    text_pass = TextPass.of(target) if num_rows == 1 and num_tokens <= MAX_ATTENDED else None
     if text_pass is not None:
         cache.reserve(1, context + num_tokens)
         return partial(_text_states, text_pass, cache, num_tokens, context)

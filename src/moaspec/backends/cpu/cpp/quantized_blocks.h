@@ -25,6 +25,8 @@ constexpr int kUnpackedRows = 32;  // with more rows, whole panels are dequantis
 constexpr int kUnpackedRows = 16;
 #endif
 
+constexpr int kUnpackPrefetch = 32;  // prefetch distance of a panel that is dequantised, in blocks
+
 // Dequantises a whole block, in the layout of a bf16 panel: (16 pairs, 16, 2).
 template <class Block>
 struct BlockUnpacker {
@@ -127,8 +129,10 @@ struct BlockWeights {
 
   // Dequantises a panel to bf16, (I / 2, 16, 2).
   static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
-    for (int64_t b = 0; b < inputs / kBlock; b++)
+    for (int64_t b = 0; b < inputs / kBlock; b++) {
+      prefetch(panel + (b + kUnpackPrefetch) * Block::kBytes, Block::kBytes);  // also of the panel behind
       Block::unpack(panel + b * Block::kBytes, to + b * kBlock * kLanes);
+    }
   }
 
  private:
