@@ -8,6 +8,7 @@ target layers, K one layer's key and value, M tokens of a batch, X heads.
 """
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -298,6 +299,7 @@ class FastTargetEncoder(TargetEncoder):
         self.fused = _fused_memory(encoder)
         self.in_one_call = _fused_encoder(encoder, self.fused)
         self._memory_angles = angle_rows(encoder.memory_rope)
+        self._unfolded = encoder.fold.trained if encoder.fold else sys.maxsize
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
@@ -308,26 +310,23 @@ class FastTargetEncoder(TargetEncoder):
         kv_NL112D = kv_BTLK.contiguous().view(rows * tokens, layers, 1, 1, 2, -1)
         angles = *_contiguous(self.memory_rope(position_ids_BT)), 0
         as_cache, slots = kv_NL112D.permute(1, 4, 2, 3, 0, 5), range(rows * tokens)
-        kv_2CND = self.in_one_call.run(as_cache, 0, slots, angles)
-        key_BCTD, value_BCTD = kv_2CND.unflatten(2, (rows, tokens)).transpose(1, 2)
-        return key_BCTD, value_BCTD
+        key_1CND, value_1CND = self.in_one_call.run(as_cache, 0, slots, angles)
+        size = rows, tokens
+        return key_1CND[0].unflatten(1, size).transpose(0, 1), value_1CND[0].unflatten(
+            1, size
+        ).transpose(0, 1)
 
     def encode_stored(self, cache: Tensor, row: int, tokens: range) -> tuple[Tensor, Tensor] | None:
         """`encode` of neighbouring tokens of one text in one call; None if kernels lack a part.
 
         Args:
-            cache: the target's, see `Slots`.
+            cache: the target's, see `Slots`; of the drafter's dtype.
             row: the text's.
         """
-        if (
-            self.in_one_call is None
-            or cache.dtype != torch.bfloat16
-            or (self.fold and tokens.stop > self.fold.trained)
-        ):
+        if self.in_one_call is None or tokens.stop > self._unfolded:
             return None
         angles = self._memory_angles(tokens.start, tokens.stop)
-        key_1CTD, value_1CTD = self.in_one_call.run(cache, row, tokens, angles).split(1)
-        return key_1CTD, value_1CTD
+        return self.in_one_call.run(cache, row, tokens, angles)
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])

@@ -48,37 +48,42 @@ class FusedEncoder:
         scale: float,
     ) -> None:
         # Kept alive, because the C structure holds only their addresses.
-        self._parts = layer, projection, memory
-        self._layer_angles, self._scale = layer_angles, scale
+        self._held, self._layer_angles = (layer, projection, memory), layer_angles
+        self._facts = EncoderFacts(
+            layer=ctypes.addressof(layer.described),
+            scale=scale,
+            projection=ctypes.addressof(projection.described),
+            memory=ctypes.addressof(memory.described),
+        )
+        self._inputs = layer.described.read.inputs
+        self._sizes = memory.described.kv_heads, memory.described.head_dim
 
-    def run(self, cache: Tensor, row: int, slots: range, token_angles: AngleRows) -> Tensor:
-        """Keys (rotated) and values of N neighbouring tokens, (2, J, N, D).
+    def run(
+        self, cache: Tensor, row: int, slots: range, token_angles: AngleRows
+    ) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values of N neighbouring tokens, (1, J, N, D) each.
 
         Args:
             cache: the target's, see `Slots`.
             slots: of the tokens, in this row.
             token_angles: those of the tokens.
         """
-        layer, projection, memory = (part.described for part in self._parts)
-        layer_stride, half, cache_row, head, slot, last = cache.stride()
+        layer, half, cache_row, head, slot, last = cache.stride()
         layers, _, _, heads, _, dim = cache.shape
-        assert 2 * heads * dim == layer.read.inputs
+        assert 2 * heads * dim == self._inputs
         assert last == 1
-        cos, sin, turned = _addresses(self._layer_angles(0, layers))
-        facts = EncoderFacts(
-            ctypes.addressof(layer),
-            *(cos, sin, turned, layers),
-            self._scale,
-            ctypes.addressof(projection),
-            ctypes.addressof(memory),
-            *(heads, slot, layer_stride, head, half),
-        )
+        facts = EncoderFacts.from_buffer_copy(self._facts)  # another thread may encode, too
+        facts.layers, facts.heads = layers, heads
+        facts.cos, facts.sin, facts.turned = _addresses(self._layer_angles(0, layers))
+        facts.token_stride, facts.layer_stride = slot, layer
+        facts.head_stride, facts.half_stride = head, half
         there = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = _addresses(token_angles)
-        out = cache.new_empty((2, memory.kv_heads, len(slots), memory.head_dim))
+        kv_heads, head_dim = self._sizes
+        key, value = (cache.new_empty((1, kv_heads, len(slots), head_dim)) for _ in range(2))
         tokens = c_void_p(there), len(slots), c_void_p(cos), c_void_p(sin), turned
-        call(library().moaspec_encode, ctypes.byref(facts), *tokens, out)
-        return out
+        call(library().moaspec_encode, ctypes.byref(facts), *tokens, key, value)
+        return key, value
 
 
 def _addresses(angles: AngleRows) -> tuple[int, int, int]:

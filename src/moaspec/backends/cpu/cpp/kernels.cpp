@@ -442,9 +442,9 @@ void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int6
 }
 
 // Encodes keys and values of tokens in all target layers (x, with the strides of `Encoder`) to those that CA
-// attends to: (2 J, tokens, D).
+// attends to: (J, tokens, D) each.
 void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
-                    const float* sin, int64_t turned, bf16* out, int32_t threads) {
+                    const float* sin, int64_t turned, bf16* keys, bf16* values, int32_t threads) {
   const Layer &layer = *encoder->layer, &memory = *encoder->memory;
   const int64_t layers = encoder->layers, dim = layer.head_dim, width = layer.read.inputs;
   const int64_t heads = layer.heads + 2 * layer.kv_heads;
@@ -495,7 +495,8 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
 #pragma omp barrier
     const Angles angles = {cos + start * turned, sin + start * turned, turned, count};
     team_project(memory, projected.data(), count, angles, shared, [&](int64_t row, int64_t head) {
-      return out + (head * tokens + start + row) * memory.head_dim;
+      bf16* const out = head < memory.kv_heads ? keys : values;
+      return out + (head % memory.kv_heads * tokens + start + row) * memory.head_dim;
     });
 #pragma omp barrier
   }
