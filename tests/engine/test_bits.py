@@ -232,6 +232,41 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
         assert on_device.propose(texts, DRAWN[3]) == local.propose(texts, DRAWN[3])
 
 
+@pytest.mark.parametrize("num_target_layers", [0, 2])
+def test_hooks_between_rounds_are_called(num_target_layers: int) -> None:
+    target, drafter = parts("llama", (0, 2))
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
+    drafting.share_target_cache(LocalVerifier(target).cache)
+    _read(drafting, target, 0, PROMPTS[0])
+    texts, calls, base = [RequestText(0, PROMPTS[0])], list[int](), target.model.base_model
+    (before,) = drafting.propose(texts, DRAWN[3])
+    watched = base.layers[-1] if num_target_layers else base.embed_tokens
+    handle = watched.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        (meanwhile,) = drafting.propose(texts, DRAWN[3])
+    finally:
+        handle.remove()
+    assert calls
+    assert paths(meanwhile) == paths(before)
+    calls.clear()
+    assert drafting.propose(texts, DRAWN[3]) == [before]
+    assert not calls
+
+
+def test_another_version_drafts_what_a_new_proposer_does() -> None:
+    target, drafter = parts("llama", (0, 2))
+    drafting = FastMoAProposer(random_drafter(target, seed=5).bfloat16(), target)
+    texts, trees = [RequestText(0, PROMPTS[0])], []
+    for adopted in (False, True):
+        if adopted:
+            drafting.adopt(drafter)
+        for one in (drafting, FastMoAProposer(drafter, target, num_target_layers=0)):
+            _read(one, target, 0, PROMPTS[0])
+            trees.append(one.propose(texts, DRAWN[3]))
+    assert trees[0] != trees[1]
+    assert trees[2] == trees[3]
+
+
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.2}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_a_tree_in_one_call_has_what_filters_leave(

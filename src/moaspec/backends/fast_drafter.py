@@ -310,11 +310,9 @@ class FastTargetEncoder(TargetEncoder):
         kv_NL112D = kv_BTLK.contiguous().view(rows * tokens, layers, 1, 1, 2, -1)
         angles = *_contiguous(self.memory_rope(position_ids_BT)), 0
         as_cache, slots = kv_NL112D.permute(1, 4, 2, 3, 0, 5), range(rows * tokens)
-        key_1CND, value_1CND = self.in_one_call.run(as_cache, 0, slots, angles)
-        size = rows, tokens
-        return key_1CND[0].unflatten(1, size).transpose(0, 1), value_1CND[0].unflatten(
-            1, size
-        ).transpose(0, 1)
+        encoded_1CND = self.in_one_call.run(as_cache, 0, slots, angles)
+        key_CBTD, value_CBTD = (one[0].unflatten(1, (rows, tokens)) for one in encoded_1CND)
+        return key_CBTD.transpose(0, 1), value_CBTD.transpose(0, 1)
 
     def encode_stored(self, cache: Tensor, row: int, tokens: range) -> tuple[Tensor, Tensor] | None:
         """`encode` of neighbouring tokens of one text in one call; None if kernels lack a part.

@@ -138,12 +138,13 @@ class FastMoAProposer(MoAProposer):
             return None
         table = target.model.base_model.embed_tokens
         self._hooks = table._forward_hooks, table._forward_pre_hooks
+        text = TreePart(sa.stack, angle_rows(decoder.self_rope))
+        memory = TreePart(ca.stack, angle_rows(decoder.cross_rope))
+        reused = None
+        if last is not None:
+            reused = TreePart(last.stack, last.angles.rows, num=num, norm=last.norm)
         return FusedDrafter(
-            TreePart(sa.stack, angle_rows(decoder.self_rope)),
-            TreePart(ca.stack, angle_rows(decoder.cross_rope)),
-            None
-            if last is None
-            else TreePart(last.stack, last.angles.rows, num=num, norm=last.norm),
+            *(text, memory, reused),
             exit_,
             head=head,
             names_O=self.vocabulary_ids.contiguous(),

@@ -142,10 +142,10 @@ class TreePart:
     def __init__(
         self, stack: FusedStack, angles: FindAngles, *, num: int = 1, norm: FusedNorm | None = None
     ) -> None:
-        self.num, self.layers = num, stack.address(num)
-        self.facts, self._place, self._find_angles = PassFacts(), (c_int64 * 2)(), angles
+        self.num, self.layers, self._find_angles = num, stack.address(num), angles
         # Kept alive, because the C structure holds only their addresses.
-        self._held: tuple[object, ...] = stack, norm
+        self._place, self._held = (c_int64 * 2)(), (stack, norm)
+        self.facts = PassFacts()
         layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
         facts.period = MAX_QUERIES  # each token of a pass has a row of its own
         facts.starts, attention.cache_rows = (
