@@ -49,14 +49,13 @@ class FusedEncoder:
     ) -> None:
         # Kept alive, because the C structure holds only their addresses.
         self._held, self._layer_angles = (layer, projection, memory), layer_angles
+        self._layer, self._memory = layer.described, memory.described
         self._facts = EncoderFacts(
-            layer=ctypes.addressof(layer.described),
+            layer=ctypes.addressof(self._layer),
             scale=scale,
             projection=ctypes.addressof(projection.described),
-            memory=ctypes.addressof(memory.described),
+            memory=ctypes.addressof(self._memory),
         )
-        self._inputs = layer.described.read.inputs
-        self._sizes = memory.described.kv_heads, memory.described.head_dim
 
     def run(
         self, cache: Tensor, row: int, slots: range, token_angles: AngleRows
@@ -70,8 +69,7 @@ class FusedEncoder:
         """
         layer, half, cache_row, head, slot, last = cache.stride()
         layers, _, _, heads, _, dim = cache.shape
-        assert 2 * heads * dim == self._inputs
-        assert last == 1
+        assert (2 * heads * dim, last) == (self._layer.read.inputs, 1)
         facts = EncoderFacts.from_buffer_copy(self._facts)  # another thread may encode, too
         facts.layers, facts.heads = layers, heads
         facts.cos, facts.sin, facts.turned = _addresses(self._layer_angles(0, layers))
@@ -79,8 +77,8 @@ class FusedEncoder:
         facts.head_stride, facts.half_stride = head, half
         there = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = _addresses(token_angles)
-        kv_heads, head_dim = self._sizes
-        key, value = (cache.new_empty((1, kv_heads, len(slots), head_dim)) for _ in range(2))
+        size = 1, self._memory.kv_heads, len(slots), self._memory.head_dim
+        key, value = cache.new_empty(size), cache.new_empty(size)
         tokens = c_void_p(there), len(slots), c_void_p(cos), c_void_p(sin), turned
         call(library().moaspec_encode, ctypes.byref(facts), *tokens, key, value)
         return key, value
@@ -213,20 +211,17 @@ class FusedDrafter:
         assert len(names_O) == head.outputs
         self.text, self.memory, self.last = text, memory, last
         self._head, self._embeddings_VE, self._held = head, embeddings_VE, (exit_, names_O)
-        self._facts = DrafterFacts(
-            text.layers,
-            memory.layers,
-            None if last is None else last.layers,
-            0 if last is None else last.num,
-            None if exit_ is None else ctypes.addressof(exit_.described),
-            *(PassFacts() if part is None else part.facts for part in (text, memory, last)),
-            head=ctypes.addressof(head.described),
-            names=names_O.data_ptr(),
-            width=embeddings_VE.shape[1],
-        )
-        text.facts, memory.facts = self._facts.text_pass, self._facts.memory_pass
+        self._facts = facts = DrafterFacts(text.layers, memory.layers)
+        facts.head, facts.names = ctypes.addressof(head.described), names_O.data_ptr()
+        facts.width = embeddings_VE.shape[1]
+        # From now on the parts write into this structure.
+        facts.text_pass, facts.memory_pass = text.facts, memory.facts
+        text.facts, memory.facts = facts.text_pass, facts.memory_pass
         if last is not None:
-            last.facts = self._facts.last_pass
+            facts.last, facts.reused, facts.last_pass = last.layers, last.num, last.facts
+            last.facts = facts.last_pass
+        if exit_ is not None:
+            facts.exit = ctypes.addressof(exit_.described)
         self._growth = GrowthFacts()
         self._nodes = (c_int64 * 0)(), (c_int64 * 0)(), (c_float * 0)()
 
@@ -266,7 +261,7 @@ class FusedDrafter:
             )
         tokens, parents, scores = self._nodes
         text_ids = (c_int64 * len(unread))(*unread)
-        draft = library().moaspec_tree
-        call(draft, ctypes.byref(facts), text_ids, len(unread), ctypes.byref(growth))
+        addresses = ctypes.byref(facts), text_ids, len(unread), ctypes.byref(growth)
+        call(library().moaspec_tree, *addresses)
         count = growth.nodes
         return tokens[:count], parents[:count], scores[:count], growth.levels, growth.leaves
