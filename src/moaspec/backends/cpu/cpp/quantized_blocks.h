@@ -22,7 +22,7 @@ namespace {
 #ifdef __AMX_BF16__
 constexpr int kUnpackedRows = 32;  // with more rows, whole panels are dequantised first
 #else
-constexpr int kUnpackedRows = 16;
+constexpr int kUnpackedRows = 8;
 #endif
 
 constexpr int kUnpackPrefetch = 32;  // prefetch distance of a panel that is dequantised, in blocks
