@@ -310,9 +310,11 @@ def test_path_tricks(strict: Served, path: str) -> None:
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     error(http.post("/v1/embeddings", json={}), 404)
-    answer = http.get(CHAT)
-    error(answer, 405)
-    assert answer.headers["allow"] == "POST"
+    paths = {CHAT: "POST", "/v1/responses/resp_1": "DELETE, GET", "/": "GET, HEAD"}
+    for path, methods in paths.items():
+        answer = http.put(path)
+        error(answer, 405)
+        assert answer.headers["allow"] == methods
     error(http.post("/v1/moaspec/link", json={"cut": True}), 404)
 
 

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from moaspec.errors import BusyError, ContextError, InputError, MoaSpecError
 from moaspec.serve.openai.schema import ErrorResponse
@@ -78,10 +79,22 @@ def responses() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse} for status in STATUSES}
 
 
-async def _respond(_: Request, error: Exception) -> JSONResponse:
+async def _respond(request: Request, error: Exception) -> JSONResponse:
     status, content = error_response(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(content, status, getattr(error, "headers", headers))
+    headers = getattr(error, "headers", headers)
+    if status == 405 and (methods := _methods(request)):
+        headers = {"Allow": methods}
+    return JSONResponse(content, status, headers)
+
+
+def _methods(request: Request) -> str:
+    """Methods of the endpoints at a path; the framework names those of the first one only."""
+    asked = [{**request.scope, "method": method} for method in ("DELETE", "GET", "POST")]
+    routes = request.app.routes
+    return ", ".join(
+        one["method"] for one in asked if any(r.matches(one)[0] is Match.FULL for r in routes)
+    )
 
 
 def _readable(error: RequestValidationError) -> RequestError:
