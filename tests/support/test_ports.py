@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.support.ports import bind, held, split_address
+from moaspec.support.ports import bind, held, reuse_address, split_address
 
 
 @pytest.fixture
@@ -24,12 +24,31 @@ def test_a_port_in_use(taken: int) -> None:
         bind("127.0.0.1", taken)
 
 
+def test_a_port_is_taken_while_its_server_still_loads() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(InputError, match="in use"):
+        bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_server_starts_again_at_once() -> None:
+    """A connection that the server closed is in TIME_WAIT, and the next may be bound, alone."""
+    with bind("127.0.0.1", 0) as listener:
+        reuse_address(listener)
+        listener.listen()
+        address = listener.getsockname()
+        with socket.create_connection(address) as client:
+            listener.accept()[0].close()
+            assert not client.recv(1)
+    with bind(*address), pytest.raises(InputError, match="in use"):
+        bind(*address)
+
+
 @pytest.mark.parametrize("system", ["posix", "nt"])
 def test_no_other_program_may_take_the_port(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows it could, with the option that elsewhere lets a server start again at once."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "name", system)
         listener = bind("127.0.0.1", 0)
+        reuse_address(listener)
     with listener:
         shared = listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
     assert bool(shared) == (system == "posix")
@@ -55,7 +74,7 @@ def test_held_ports_differ() -> None:
     with bind("127.0.0.1", 0) as found:
         port = found.getsockname()[1]
     same = {"--port": ("127.0.0.1", port), "--metrics-port": ("127.0.0.1", port)}
-    with pytest.raises(InputError, match="--port and --metrics-port are both"), held(same):
+    with pytest.raises(InputError, match="in use.*--metrics-port"), held(same):
         pass
 
 

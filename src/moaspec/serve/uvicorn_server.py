@@ -18,6 +18,7 @@ from moaspec.serve.app import create_app
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import TextSource
 from moaspec.support import limits
+from moaspec.support.ports import reuse_address
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
@@ -49,6 +50,7 @@ def serve(
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
     server = Server(config(create_app(source, settings)), source, ready=ready)
     freeze_loaded_objects()
+    reuse_address(listener)
     # Uvicorn raises the signal that ended it again.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -23,7 +23,7 @@ def split_address(address: str, *, option: str) -> tuple[str, int]:
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """A socket bound to an address, not listening yet.
+    """A socket bound to an address, not listening yet; meanwhile no other can be bound to it.
 
     Args:
         port: 0 takes a free one.
@@ -39,16 +39,26 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise _refusal(host, port, "host", error) from error
     try:
-        # A server that ended a moment ago leaves connections in TIME_WAIT, which block nobody.
-        # On Windows they never do, and this option would let another program take the port.
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:
+            reuse_address(listener)
+            listener.bind(address)
+            reuse_address(listener, allowed=False)
     except OSError as error:
         listener.close()
         other = "host" if error.errno == errno.EADDRNOTAVAIL else option
         raise _refusal(host, port, other, error) from error
     return listener
+
+
+def reuse_address(listener: socket.socket, *, allowed: bool = True) -> None:
+    """Before it listens: its connections in TIME_WAIT will not keep the port from its successor.
+
+    On Windows they never do, and this option would let another program take the port.
+    """
+    if os.name == "posix":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
 
 
 @contextmanager
@@ -61,16 +71,10 @@ def held(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
     Raises:
         InputError: one cannot be used, or two are the same.
     """
-    options = dict[tuple[str, int | None], str]()
     with ExitStack() as stack:
         for option, (host, port) in addresses.items():
-            if not port:
-                continue
-            # Sockets that do not listen yet may share a port.
-            other = options.setdefault((host, port), option)
-            if other != option:
-                raise InputError(f"{other} and {option} are both {host}:{port}. Choose another.")
-            stack.enter_context(bind(host, port, option=option))
+            if port:
+                stack.enter_context(bind(host, port, option=option))
         yield
 
 

@@ -32,7 +32,7 @@ from moaspec.remote.server.listeners.calls import CALLS
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError, RateLimit
 from moaspec.support import limits
-from moaspec.support.ports import bind
+from moaspec.support.ports import bind, reuse_address
 
 PATHS = {f"/v1/{name.lower()}": call for name, call in CALLS.items()}
 
@@ -117,6 +117,7 @@ class WebSocketListener:
         """Listen; InputError for an address that cannot be listened on."""
         options = self._options
         listener = _Listener(bind(options.host, options.port, option="--websocket"))
+        reuse_address(listener)
         self._server = await serve(
             self._serve,
             sock=listener,
