@@ -74,7 +74,7 @@ def test_held_ports_differ() -> None:
     with bind("127.0.0.1", 0) as found:
         port = found.getsockname()[1]
     same = {"--port": ("127.0.0.1", port), "--metrics-port": ("127.0.0.1", port)}
-    with pytest.raises(InputError, match="in use.*--metrics-port"), held(same):
+    with pytest.raises(InputError, match=r"in use.*--metrics-port"), held(same):
         pass
 
 

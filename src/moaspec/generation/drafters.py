@@ -7,6 +7,7 @@ from moaspec.drafting.other_proposers.baseline_proposers import baseline_draftin
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
+from moaspec.model.baselines import Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
@@ -33,11 +34,7 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
         UnknownModelError: nothing of that name.
         CheckpointError: unreadable, damaged, or made for another target.
     """
-    drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
-    trained = drafter.config.target
-    if (None if trained is None else trained.adapter) != target.adapter:
-        log.warning(_OTHER_ADAPTER, name, target.name)
-    return drafter.to(device=target.device, dtype=target.dtype)
+    return _read_moa(find_drafter(name), target).to(device=target.device, dtype=target.dtype)
 
 
 @plain_torch()
@@ -47,11 +44,29 @@ def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Propos
     Returns:
         The argument `drafter` of `generate`. A baseline holds rows of one engine only.
     """
+    module = read_drafter(name, target=target).to(device=target.device, dtype=target.dtype)
+    return module if isinstance(module, MoADrafter) else baseline_drafting(module, target)
+
+
+@plain_torch()
+def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseline:
+    """A drafter of any kind in its stored dtype, on the CPU; raises the errors of `load_drafter`.
+
+    Args:
+        target: may be without weights.
+    """
     directory = find_drafter(name)
-    if not is_baseline(directory):
-        return load_drafter(directory, target=target)
-    module = load_baseline(directory, target.identity)
-    return baseline_drafting(module.to(device=target.device, dtype=target.dtype), target)
+    if is_baseline(directory):
+        return load_baseline(directory, target.identity)
+    return _read_moa(directory, target)
+
+
+def _read_moa(directory: Path, target: TargetSpec) -> MoADrafter:
+    drafter = load_checkpoint(directory, target.identity, target.config)
+    trained = drafter.config.target
+    if (None if trained is None else trained.adapter) != target.adapter:
+        log.warning(_OTHER_ADAPTER, directory, target.name)
+    return drafter
 
 
 def find_drafter(name: str | Path) -> Path:

@@ -15,14 +15,15 @@ from torch import Tensor
 
 import tiny
 from bundles import save_drafter_and_target
+from moaspec.backends.load import load_target
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import load_models
 from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.target import Target
@@ -63,9 +64,8 @@ def bundle(directory: Path, weights: Weights = "float32", layers: int | None = N
 
 def models(directory: Path) -> tuple[Target, MoADrafter]:
     """The models in float32."""
-    target, drafter = load_models(directory / "target", directory / "drafter", dtype="float32")
-    assert isinstance(drafter, MoADrafter)
-    return target, drafter
+    target = load_target(directory / "target", dtype="float32", packed=False)
+    return target, load_drafter(directory / "drafter", target=target)
 
 
 def contexts(
@@ -371,8 +371,8 @@ SMOLLM2 = "smollm2-135m"
 
 def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
     """SmolLM2 with this drafter, and 200 beginnings of English texts."""
-    target, drafter = load_models(SMOLLM2, name, dtype="float32")
-    assert isinstance(drafter, MoADrafter)
+    target = load_target(SMOLLM2, dtype="float32", packed=False)
+    drafter = load_drafter(name, target=target)
     assert target.tokenizer is not None
     (number,) = drafter.config.num_target_layers
     found = []

@@ -52,12 +52,12 @@ def convert(
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
     require_writable("OUT", out)
     with loading(model):
-        from moaspec.backends.load import load_target
         from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
+        from moaspec.target.registry import read_skeleton
 
-        target = load_target(model, dtype="float32", packed=False)
+        target = read_skeleton(model, dtype="float32")
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if num_target_layers is not None and drafter.config.target is not None:
         raise InputError(f"{source} records its N; leave --num-target-layers out.")

@@ -24,7 +24,7 @@ from moaspec.drafting.other_proposers.baseline_proposers import IndependentPropo
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, RefusedError
 from moaspec.generation.destinations import device_problem
-from moaspec.generation.drafters import find_drafter, load_any_drafter
+from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import ON_DEVICE, device_part, fingerprint
@@ -51,7 +51,7 @@ from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
 from moaspec.target.names import FAMILIES
 from moaspec.target.partial import PartialTarget, fill_module, grouped, quantised_tensors
-from moaspec.target.registry import DTYPES, require_dtype
+from moaspec.target.registry import DTYPES, read_skeleton, require_dtype
 from moaspec.target.target import Target
 
 FORMAT_VERSION = 1
@@ -161,8 +161,9 @@ def export_bundle(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    whole, module = load_models(target, drafter)
-    num_layers = _num_layers(module, num_target_layers, whole.num_reusable_layers)
+    skeleton, module = read_models(target, drafter, dtype="bfloat16")
+    num_layers = _num_layers(module, num_target_layers, skeleton.num_reusable_layers)
+    whole = load_target(target, dtype="bfloat16", packed=False)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
         target=whole.identity,
@@ -183,19 +184,21 @@ def export_bundle(
         write_config(made, {SECTION: section})
 
 
-def load_models(
-    target: str | Path, drafter: str | Path, *, dtype: str = "bfloat16"
+def read_models(
+    target: str | Path, drafter: str | Path, *, dtype: str
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
-    """Load the models of a bundle in this dtype; raises the errors of `export_bundle`."""
+    """The target without its weights, so that refusals do not wait for them, and the drafter.
+
+    Raises the errors of `export_bundle`.
+    """
     source = find_drafter(drafter)
-    whole = load_target(target, dtype=dtype, packed=False)
-    loaded = load_any_drafter(source, target=whole)
-    module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
-    problem = device_problem(module, whole)
+    skeleton = read_skeleton(target, dtype=dtype)
+    module = read_drafter(source, target=skeleton).to(dtype=skeleton.dtype)
+    problem = device_problem(module, skeleton)
     if problem is not None:
         raise InputError(f"{drafter} for {target}: {problem}")
     assert isinstance(module, MoADrafter | IndependentDrafter), "device_problem() has asked"
-    return whole, module
+    return skeleton, module
 
 
 def _num_layers(

@@ -33,7 +33,14 @@ from moaspec.errors import InputError
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.model.rope import LongRope
-from moaspec.remote.device_onnx.onnx_ops import CONTRIB, GraphBuilder, Matrix, Weights, to_numpy
+from moaspec.remote.device_onnx.onnx_ops import (
+    ACTIVATIONS,
+    CONTRIB,
+    GraphBuilder,
+    Matrix,
+    Weights,
+    to_numpy,
+)
 
 OPSET, IR_VERSION = 21, 10
 TOP = 64
@@ -98,11 +105,29 @@ def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> D
         weights: of all matrices.
 
     Raises:
-        InputError: the drafter lacks a part (an ablation), or its target has LongRoPE or an
-            activation that is not known here.
+        InputError: see `check_drafter`.
     """
     graph = _DraftGraph(drafter, target, weights)
     return DraftGraph(graph.build(), graph.learned)
+
+
+def check_drafter(drafter: MoADrafter) -> None:
+    """InputError for an ablation, LongRoPE, or an activation that is not known here."""
+    if drafter.config.without:
+        raise InputError(
+            f"The drafter was trained without {', '.join(drafter.config.without)} (an "
+            "ablation); an ONNX bundle needs a whole one."
+        )
+    if isinstance(drafter.decoder.self_rope, LongRope):
+        raise InputError(
+            "The target has LongRoPE, whose frequencies change with the text's length; an ONNX "
+            "bundle cannot hold them. Make a bundle for PyTorch."
+        )
+    if drafter.config.hidden_act not in ("silu", *ACTIVATIONS):
+        raise InputError(
+            "An ONNX bundle cannot be made of a drafter with activation "
+            f"{drafter.config.hidden_act!r}; known: silu, {', '.join(ACTIVATIONS)}."
+        )
 
 
 def learned_weights(drafter: MoADrafter, weights: Weights, num_target_layers: int) -> bytes:
@@ -121,16 +146,7 @@ class _DraftGraph(GraphBuilder):
 
     def __init__(self, drafter: MoADrafter, target: TargetParts, weights: Weights) -> None:
         super().__init__(weights)
-        if drafter.config.without:
-            raise InputError(
-                f"The drafter was trained without {', '.join(drafter.config.without)} (an "
-                "ablation); an ONNX bundle needs a whole one."
-            )
-        if isinstance(drafter.decoder.self_rope, LongRope):
-            raise InputError(
-                "The target has LongRoPE, whose frequencies change with the text's length; an ONNX "
-                "bundle cannot hold them. Make a bundle for PyTorch."
-            )
+        check_drafter(drafter)
         self.drafter, self.target = drafter, target
         self.last = self.constant([-1])
         """Index of the last token."""

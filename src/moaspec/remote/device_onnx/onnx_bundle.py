@@ -6,13 +6,14 @@ from typing import get_args
 
 import onnx
 
+from moaspec.backends.load import load_target
 from moaspec.drafting.proposer_checks import check_num_target_layers
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import load_models
+from moaspec.remote.device.bundle import read_models
 from moaspec.remote.device.bundle_place import replacing, require_free
 from moaspec.remote.device_onnx.draft_graph import (
     OPSET,
@@ -20,6 +21,7 @@ from moaspec.remote.device_onnx.draft_graph import (
     DraftGraph,
     ReusedLayers,
     TargetParts,
+    check_drafter,
     draft_graph,
     learned_weights,
 )
@@ -60,7 +62,8 @@ def export_onnx(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    whole, module = load_models(target, drafter, dtype=_dtype(target))
+    dtype = _dtype(target)
+    skeleton, module = read_models(target, drafter, dtype=dtype)
     if not isinstance(module, MoADrafter):
         raise InputError(
             f"The drafter {drafter} cannot go into an ONNX bundle: these hold "
@@ -70,7 +73,11 @@ def export_onnx(
     number = num_target_layers
     if number is None:
         number = 0 if 0 in trained else trained[0]
-    check_num_target_layers(number, module, whole)
+    check_num_target_layers(number, module, skeleton)
+    check_drafter(module)
+    if number:
+        _reused_layers(skeleton, module, number)
+    whole = load_target(target, dtype=dtype, packed=False)
     graph = _graph(whole, module, weights, number)
     with replacing(directory) as made:
         _write(made, whole, module, graph, weights=weights, num_target_layers=number)
@@ -136,7 +143,7 @@ def _write(
     weights: Weights,
     num_target_layers: int,
 ) -> None:
-    assert target.tokenizer is not None, "load_models() has asked"
+    assert target.tokenizer is not None, "read_models() has asked"
     directory.mkdir()
     data = graph.model.SerializeToString()
     (directory / GRAPH_FILE).write_bytes(data)
