@@ -884,6 +884,7 @@ def test_train_tells_its_phases_and_what_comes_of_it(cli: Cli, tmp_path: Path) -
     )
     places = [told.index(phase) for phase in phases]
     assert places == sorted(places)
+    assert told.index("Reading examples") < told.rindex("Loading ")  # the target, which takes long
 
 
 def test_train_names_the_best_step(

@@ -215,18 +215,26 @@ def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None
     assert told.returncode == 2
     assert "--bundle must name an ONNX bundle" in told.stderr
     (tmp_path / "manifest.json").write_text('{"format"')
-    told = run("remote", "Hi", "--bundle", str(tmp_path))
-    assert told.returncode == 2
-    assert "its manifest.json is damaged" in " ".join(told.stderr.split())
+    for command in (("remote", "Hi", "--bundle"), ("info",)):
+        told = run(*command, str(tmp_path))
+        assert told.returncode == 2
+        assert "its manifest.json is damaged" in " ".join(told.stderr.split())
     told = run("edge")
     assert "pip install 'moaspec-device[serve]'" in told.stderr
+
+
+def test_info_shows_a_bundle(directory: Path) -> None:
+    shown = run("info", str(directory / "bundle"), "--json", absent=(*ABSENT, *WINDOWS_LACKS))
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["format"] == "ONNX device bundle"
 
 
 def test_help_shows_what_a_device_can_do() -> None:
     shown = run("--help")
     assert shown.returncode == 0, shown.stderr
-    assert {"edge", "remote"} <= set(shown.stdout.split())
-    assert not {"generate", "train", "eval", "checkpoint"} & set(shown.stdout.split())
+    first = {words[0] for line in shown.stdout.splitlines() if (words := line.split())}
+    assert {"edge", "info", "remote"} <= first
+    assert not {"generate", "train", "eval", "checkpoint"} & first
 
 
 def test_its_dependencies_are_ranges_of_ours() -> None:

@@ -36,7 +36,10 @@ def load_pair(
 ) -> tuple[Target, MoADrafter | Proposer | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
+    from moaspec.generation.drafters import find_drafter
 
+    if speculation and asked.drafter is not None:
+        find_drafter(asked.drafter)  # an unknown one is refused before the target is loaded
     target = load_target(
         asked.model,
         dtype=asked.dtype,

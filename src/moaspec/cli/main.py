@@ -39,7 +39,7 @@ from moaspec.support.extras import has_torch
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
 
-ON_DEVICES = ("edge", "remote")  # commands that work without PyTorch
+ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
 app = typer.Typer(
     name="moaspec",
@@ -98,7 +98,7 @@ app.add_typer(checkpoint)
 if not has_torch():
     entries: list[Any] = [*app.registered_commands, *app.registered_groups]
     for entry in entries:
-        entry.hidden = entry.callback not in (edge, remote)
+        entry.hidden = entry.callback not in (edge, info, remote)
 
 
 def run() -> None:

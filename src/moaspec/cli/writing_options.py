@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -62,11 +62,15 @@ class WritingOptions:
         Args:
             **sampling: the other fields of `WriterOptions`.
         """
+        from moaspec.train.dataset.journal import resumed
         from moaspec.train.dataset.response_writer import WriterOptions
 
         require_writable_file("--out", self.out)
         seconds = None if self.for_ is None else parse_duration(self.for_)
         options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
+        asked = {name: value for name, value in asdict(options).items() if value is not None}
+        known = {"target": self.model, "drafter": self.drafter, **asked}
+        resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
 
     def systems(self) -> list[str]:
@@ -81,7 +85,9 @@ class WritingOptions:
     def load(self) -> tuple[Target, Any]:
         with loading(self.model, self.threads):
             from moaspec.backends.load import load_target
+            from moaspec.generation.drafters import find_drafter, load_any_drafter
 
+            drafter = self.drafter and find_drafter(self.drafter)
             target = load_target(
                 self.model,
                 dtype=self.dtype,
@@ -89,9 +95,7 @@ class WritingOptions:
                 adapter=self.adapter,
                 generation_config=self.auto,
             )
-        from moaspec.generation.drafters import load_any_drafter
-
-        return target, self.drafter and load_any_drafter(self.drafter, target=target)
+        return target, drafter and load_any_drafter(drafter, target=target)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +261,28 @@ def test_without_a_chat_template(cli: Cli, tmp_path: Path) -> None:
         code, _, err = cli("data", *arguments, *other, *name)
         assert code == 2
         assert "no chat template" in err
+
+
+def test_what_options_and_files_decide_is_refused_without_weights(
+    cli: Cli, model: str, tmp_path: Path
+) -> None:
+    """Loading a large target takes minutes."""
+    bare = str(shutil.copytree(model, tmp_path / "bare"))
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
+    out.write_text("mine")
+    (tmp_path / "begun").write_text("")
+    settings = {"settings": {"target": bare, "seed": 0}}
+    (tmp_path / "begun.progress").write_text(json.dumps(settings))
+    long = jsonl(tmp_path / "long.jsonl", [{"prompt": "w20 " * 300}])
+    for refused, named in (
+        (("--out", str(out)), "not written by this command"),
+        (("--out", str(tmp_path / "begun"), "--seed", "1"), "seed=0, now it is 1"),
+        (("--out", str(tmp_path / "x"), "--drafter", "no/where"), "No drafter 'no/where'"),
+        ((long, "--out", str(tmp_path / "x")), "long.jsonl:1"),
+    ):
+        code, _, err = cli("data", "regenerate", prompts, "--model", bare, *refused)
+        assert (code, named in err) == (2, True), err
 
 
 def test_a_full_disk(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

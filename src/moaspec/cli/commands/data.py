@@ -22,7 +22,6 @@ from moaspec.errors import DataError, InputError
 from moaspec.train.dataset.journal import Journal
 
 if TYPE_CHECKING:
-    from moaspec.target.spec import TargetSpec
     from moaspec.train.dataset.response_writer import Writer
 
 app = typer.Typer(name="data", help="Write and inspect training data.", no_args_is_help=True)
@@ -127,19 +126,7 @@ def regenerate_command(
     rows = read_conversations(sources, malformed, report)
     found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
-    target: TargetSpec
-    make: Callable[..., Writer]
-    if endpoint is None:
-        target, module = options.load()
-        from moaspec.train.dataset.response_writer import ResponseWriter
-
-        make = partial(ResponseWriter, target, module, writing)
-    else:
-        target = load_spec(options.model, options.auto)
-        from moaspec.train.dataset.endpoint_writer import EndpointWriter
-
-        make = partial(EndpointWriter, target, endpoint, writing, tell=console.warn)
-
+    spec = load_spec(options.model, options.auto)
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,
@@ -150,16 +137,25 @@ def regenerate_command(
 
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with status("Checking prompts"):
-        conversations = check_prompts(target, found, malformed)
+        conversations = check_prompts(spec, found, malformed)
     if not conversations:
         raise DataError(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
+    make: Callable[..., Writer]
+    if endpoint is None:
+        from moaspec.train.dataset.response_writer import ResponseWriter
+
+        make = partial(ResponseWriter, *options.load(), writing)
+    else:
+        from moaspec.train.dataset.endpoint_writer import EndpointWriter
+
+        make = partial(EndpointWriter, spec, endpoint, writing, tell=console.warn)
     with (
         WritingProgress("conversations", len(conversations), seconds) as bar,
         make(advance=bar.add) as writer,
     ):
-        writer.connect(short_prompt(target, conversations))
+        writer.connect(short_prompt(spec, conversations))
         settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
         with (
             Journal(options.out, settings) as journal,

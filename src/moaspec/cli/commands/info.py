@@ -12,9 +12,11 @@ from rich.text import Text
 from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
-from moaspec.errors import UnknownModelError
+from moaspec.errors import InputError, UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
+from moaspec.remote.device_onnx.manifest import is_onnx_bundle, read_manifest
+from moaspec.support.extras import has_torch
 
 
 def info(
@@ -33,7 +35,13 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    with loading(checkpoint):
+    needs_torch = not is_onnx_bundle(directory)
+    if needs_torch and not has_torch():
+        raise InputError(
+            f"{directory} holds no ONNX bundle, or its manifest.json is damaged; without PyTorch "
+            "`moaspec info` shows nothing else: pip install moaspec."
+        )
+    with loading(checkpoint, torch=needs_torch):
         facts = _describe_any(directory)
     if as_json:
         console.out.print(json.dumps(facts))
@@ -85,8 +93,6 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def _describe_any(directory: Path) -> dict[str, Any]:
-    from moaspec.remote.device_onnx.manifest import is_onnx_bundle, read_manifest
-
     if is_onnx_bundle(directory):
         facts = asdict(read_manifest(directory))
         size = sum(one["bytes"] for one in facts.pop("files").values())

@@ -71,6 +71,7 @@ def train(
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
+        from moaspec.generation.drafters import find_drafter
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
@@ -87,9 +88,14 @@ def train(
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
         prepare_config(skeleton.model.config, skeleton.name)
         make_plan(skeleton, settings, processes=accelerator.num_processes)
+        if settings.initial:
+            find_drafter(settings.initial)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
     saved = partial(_saved_sentence, Path(settings.output))
+    unused = ReadReport()
+    with _explained_sigterm(saved), status("Reading examples"):
+        examples = _read_examples(settings, skeleton, unused)
     with _explained_sigterm(saved), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
@@ -98,9 +104,6 @@ def train(
             packed=False,
             adapter=settings.adapter or None,
         )
-    unused = ReadReport()
-    with _explained_sigterm(saved), status("Reading examples"):
-        examples = _read_examples(settings, target, unused)
     with _explained_sigterm(saved), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
     for line in (*unused.lines(), *trainer.notes()):

@@ -33,6 +33,52 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     kept: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
 
 
+def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -> _Progress:
+    """The progress of an earlier run with these settings, or none yet.
+
+    Args:
+        complete: False compares only those settings that are given and recorded.
+
+    Raises:
+        InputError, DataError: see `Journal`.
+    """
+    settings, progress_path = json.loads(json.dumps(settings)), _progress_path(path)
+    if not progress_path.exists():
+        if path.exists() and path.stat().st_size:
+            raise InputError(
+                f"{path} exists, and {progress_path.name} is not beside it, so it "
+                "was not written by this command. Choose another output file."
+            )
+        return _Progress(settings=dict(settings))
+    try:
+        text = progress_path.read_text(encoding="utf-8")
+        progress = _Progress.model_validate_json(text)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"Cannot read {progress_path}, or it is damaged. Delete it and "
+            f"{path.name} to begin again."
+        ) from error
+    size = path.stat().st_size if path.exists() else 0  # read last, it grows first
+    if size < progress.num_bytes:
+        raise DataError(
+            f"{path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
+            f"delete it and {progress_path.name} to begin again."
+        )
+    before = progress.settings
+    for key in {**before, **settings} if complete else sorted(before.keys() & settings):
+        was, now = before.get(key), settings.get(key)
+        if was != now:
+            raise InputError(
+                f"{path} was begun with {key}={was!r}, now it is {now!r}: the rows would "
+                "not fit together. Use the same settings or another output file."
+            )
+    return progress
+
+
+def _progress_path(path: Path) -> Path:
+    return path.with_name(path.name + ".progress")
+
+
 class Journal:
     """Appends groups of JSON lines to a file, each group atomically.
 
@@ -49,7 +95,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self._progress_path = path.with_name(path.name + ".progress")
+        self._progress_path = _progress_path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = claimed(path, f"{path} is being written by another process.")
@@ -58,7 +104,7 @@ class Journal:
                 f"Cannot write {path}: {error.strerror}. Name another file."
             ) from error
         try:
-            self._progress = self._resumed(json.loads(json.dumps(settings)))
+            self._progress = resumed(path, settings)
             with self._explained():
                 self._record(self._progress)
                 os.ftruncate(self._file, self._progress.num_bytes)
@@ -137,38 +183,6 @@ class Journal:
             scratch.replace(self._progress_path)
         finally:
             scratch.unlink(missing_ok=True)
-
-    def _resumed(self, settings: dict[str, Any]) -> _Progress:
-        """The progress of an earlier run with these settings, or none yet."""
-        size = os.fstat(self._file).st_size
-        if not self._progress_path.exists():
-            if size:
-                raise InputError(
-                    f"{self.path} exists, and {self._progress_path.name} is not beside it, so it "
-                    "was not written by this command. Choose another output file."
-                )
-            return _Progress(settings=settings)
-        try:
-            text = self._progress_path.read_text(encoding="utf-8")
-            progress = _Progress.model_validate_json(text)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"Cannot read {self._progress_path}, or it is damaged. Delete it and "
-                f"{self.path.name} to begin again."
-            ) from error
-        if size < progress.num_bytes:
-            raise DataError(
-                f"{self.path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
-                f"delete it and {self._progress_path.name} to begin again."
-            )
-        for key in {**progress.settings, **settings}:
-            was, now = progress.settings.get(key), settings.get(key)
-            if was != now:
-                raise InputError(
-                    f"{self.path} was begun with {key}={was!r}, now it is {now!r}: the rows would "
-                    "not fit together. Use the same settings or another output file."
-                )
-        return progress
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -241,14 +241,15 @@ def _page(
 
 def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.backends.load import load_target
-    from moaspec.generation.drafters import load_drafter
+    from moaspec.generation.drafters import find_drafter, load_drafter
     from moaspec.generation.shaping import shaping_for
     from moaspec.remote.server.service import TargetService
 
+    drafter = None if asked.drafter is None else find_drafter(asked.drafter)
     target = load_target(
         asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
     )
-    module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
+    module = None if drafter is None else load_drafter(drafter, target=target)
     if module is None:
         return TargetService(target, None, limits)
     # Alone the server drafts with N = 0 or not at all. N does not change the cost of a pass.
