@@ -71,7 +71,6 @@ def train(
     with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
-        from moaspec.generation.drafters import find_drafter
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
@@ -88,8 +87,6 @@ def train(
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
         prepare_config(skeleton.model.config, skeleton.name)
         make_plan(skeleton, settings, processes=accelerator.num_processes)
-        if settings.initial:
-            find_drafter(settings.initial)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
     saved = partial(_saved_sentence, Path(settings.output))
