@@ -101,7 +101,8 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     directory = tmp_path / "bundled"
     shutil.copytree(bundle.parent / "drafter", directory)
     target = load_target(bundle.parent / "target", dtype="bfloat16", packed=False)
-    monkeypatch.setattr("moaspec.remote.device.bundle.load_target", lambda *_, **__: target)
+    for load in ("load_target", "read_skeleton"):
+        monkeypatch.setattr(f"moaspec.remote.device.bundle.{load}", lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.device_options.bundled_drafters", lambda: {"tiny": directory})
     return directory
 
