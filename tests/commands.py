@@ -58,6 +58,7 @@ def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -
         "moaspec.backends.load",
     ):
         monkeypatch.setattr(f"{place}.load_target", load)
+    monkeypatch.setattr("moaspec.remote.device.bundle.read_skeleton", load)
 
 
 def interrupt_after(calls: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
