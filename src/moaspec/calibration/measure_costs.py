@@ -33,8 +33,8 @@ from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
 
 FORMAT_VERSION = 10
-TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
-"""Tokens of the measured passes. All small sizes, because their costs rise in steps."""
+TOKENS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 32, 64)
+"""Tokens of the measured passes. Small sizes, because their costs rise in steps, as behind 8."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
