@@ -20,7 +20,7 @@ from moaspec.evaluate.method_names import (
 )
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.drafters import load_any_drafter
+from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
@@ -45,15 +45,20 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
     Raises:
         InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
             or an N that the drafter was not trained for.
+        UnknownModelError: no target or drafter of a name.
     """
     require_methods(names, {"moa", *sources.checkpoints})
-    _require_used(sources.checkpoints, needed_checkpoints(names))
+    kinds = needed_checkpoints(names)
+    _require_used(sources.checkpoints, kinds)
+    for kind, name in {"moa": sources.drafter, **sources.checkpoints}.items():
+        if name is not None and kind in kinds - {"hf-assisted"}:
+            find_drafter(name)  # an unknown one is refused before the target is loaded
     target = _target(sources)
     methods = parse_methods(
         names,
         MethodResources(
             target=target,
-            checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
+            checkpoints=_load_checkpoints(kinds, sources, target),
             stock=lambda: _target(sources, packed=False),
         ),
     )

@@ -45,6 +45,8 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain,plain"), "named twice"),
         (("--methods", "plain,eagle"), "--checkpoint eagle=DIR"),
         (("--methods", "plain", "--checkpoint", "eagle=there"), "is not used"),
+        (("--drafter", "nosuch"), "No drafter 'nosuch'"),
+        (("--methods", "eagle", "--checkpoint", "eagle=nosuch"), "No drafter 'nosuch'"),
     ],
 )
 def test_wrong_methods_are_refused_before_a_target_is_loaded(
