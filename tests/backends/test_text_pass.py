@@ -22,8 +22,13 @@ pytestmark = [pytest.mark.kernels, needs_packed_kernels]
 
 TEXT = tuple((7 * i + 3) % 64 for i in range(300))  # longer than the first table of angles
 START = 290
-TOKENS = (5, 9, 9, 2, 61)
-TREES = {"plain": (-1,), "chain": (-1, 0, 1, 2, 3), "tree": (-1, 0, 0, 2, 1)}
+TOKENS = (5, 9, 9, 2, 61, *TEXT[:195])
+TREES = {
+    "plain": (-1,),
+    "chain": (-1, 0, 1, 2, 3),
+    "tree": (-1, 0, 0, 2, 1),
+    "prompt": tuple(range(-1, 199)),
+}
 
 
 def accelerated(family: str = "llama") -> Target:
