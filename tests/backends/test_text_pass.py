@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import moaspec
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
 from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.backends.fast_target import TextPass, accelerate
+from moaspec.backends.fast_target import FastDecoderLayers, TextPass, accelerate
 from moaspec.drafting.draft_tree import ancestor_matrix
 from moaspec.drafting.kv_cache import KVCache, tree_mask
 from tiny import PROMPTS, kernel_target
@@ -100,6 +101,36 @@ def test_a_cache_that_grew_is_read_where_it_is_now() -> None:
     assert after is not None
     assert torch.equal(before[0], after[0])
     assert before[1] == after[1]
+
+
+def test_angles_in_use_are_not_freed_where_another_engine_needs_more() -> None:
+    target, parents = accelerated(), TREES["plain"]
+    text_pass, cache = TextPass.of(target), filled_cache(target)
+    assert text_pass is not None
+    assert isinstance(target.layers, FastDecoderLayers)
+    last = target.layers.last(target.num_layers)
+    assert last is not None
+    with torch.inference_mode():
+        by_one_call(text_pass, cache, parents, 1)
+        in_use = weakref.ref(last.angles.reaching(1000)[0])
+        by_one_call(text_pass, cache, parents, 1)
+        last.angles.reaching(4000)
+    assert in_use() is not None
+
+
+def test_a_new_embedding_is_read() -> None:
+    target, parents = accelerated(), TREES["tree"]
+    text_pass, first, second = TextPass.of(target), filled_cache(target), filled_cache(target)
+    assert text_pass is not None
+    table = target.model.base_model.embed_tokens
+    with torch.inference_mode():
+        by_one_call(text_pass, second, parents, 5)
+        table.weight = nn.Parameter(table.weight.detach().flip(0), requires_grad=False)
+        states_TE, chosen = by_several_calls(target, first, parents)
+        found = by_one_call(text_pass, second, parents, 5)
+    assert found is not None
+    assert torch.equal(found[0], states_TE)
+    assert found[1] == chosen
 
 
 @pytest.mark.parametrize(

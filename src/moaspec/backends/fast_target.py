@@ -283,9 +283,9 @@ class TextPass:
             num, norm = self._num_layers, self._layers.norm
             self._pass = Pass(stack, 1, angles, slots=slots, num=num, norm=norm)
             head = None if self._head is None else ctypes.addressof(self._head.described)
-            self._facts = TextPassFacts(
-                stack.address(num), num, self._pass.facts, self._table.weight.data_ptr(), head
-            )
+            self._facts = TextPassFacts(stack.address(num), num, self._pass.facts, head=head)
+        self._facts.embeddings = self._table.weight.data_ptr()
         self._pass.rows[0], self._pass.starts[0] = slots.rows_B[0], slots.starts_B[0]
+        self._angles = angles  # kept alive: another thread may grow the table
         self._facts.text.cos, self._facts.text.sin = (part.data_ptr() for part in angles)
         return self._facts

@@ -72,7 +72,8 @@ class FusedEncoder:
         assert (2 * heads * dim, last) == (self._layer.read.inputs, 1)
         facts = EncoderFacts.from_buffer_copy(self._facts)  # another thread may encode, too
         facts.layers, facts.heads = layers, heads
-        facts.cos, facts.sin, facts.turned = _addresses(self._layer_angles(0, layers))
+        layer_angles = self._layer_angles(0, layers)  # kept alive until the call returns
+        facts.cos, facts.sin, facts.turned = _addresses(layer_angles)
         facts.token_stride, facts.layer_stride = slot, layer
         facts.head_stride, facts.half_stride = head, half
         there = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
