@@ -34,7 +34,7 @@ from moaspec.target.target import Target, plain_torch
 
 FORMAT_VERSION = 10
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 32, 64)
-"""Tokens of the measured passes. Small sizes, because their costs rise in steps, as behind 8."""
+"""Tokens of the measured passes. Costs of small ones rise in steps, such as from 8 to 9."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3

@@ -34,7 +34,7 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
         UnknownModelError: nothing of that name.
         CheckpointError: unreadable, damaged, or made for another target.
     """
-    return _read_moa(find_drafter(name), target).to(device=target.device, dtype=target.dtype)
+    return _read_moa(name, find_drafter(name), target).to(device=target.device, dtype=target.dtype)
 
 
 @plain_torch()
@@ -58,14 +58,14 @@ def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseli
     directory = find_drafter(name)
     if is_baseline(directory):
         return load_baseline(directory, target.identity)
-    return _read_moa(directory, target)
+    return _read_moa(name, directory, target)
 
 
-def _read_moa(directory: Path, target: TargetSpec) -> MoADrafter:
+def _read_moa(name: str | Path, directory: Path, target: TargetSpec) -> MoADrafter:
     drafter = load_checkpoint(directory, target.identity, target.config)
     trained = drafter.config.target
     if (None if trained is None else trained.adapter) != target.adapter:
-        log.warning(_OTHER_ADAPTER, directory, target.name)
+        log.warning(_OTHER_ADAPTER, name, target.name)
     return drafter
 
 

@@ -76,11 +76,11 @@ class FusedEncoder:
         facts.cos, facts.sin, facts.turned = _addresses(layer_angles)
         facts.token_stride, facts.layer_stride = slot, layer
         facts.head_stride, facts.half_stride = head, half
-        there = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
+        address = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = _addresses(token_angles)
         size = 1, self._memory.kv_heads, len(slots), self._memory.head_dim
         key, value = cache.new_empty(size), cache.new_empty(size)
-        tokens = c_void_p(there), len(slots), c_void_p(cos), c_void_p(sin), turned
+        tokens = c_void_p(address), len(slots), c_void_p(cos), c_void_p(sin), turned
         call(library().moaspec_encode, ctypes.byref(facts), *tokens, key, value)
         return key, value
 
@@ -147,9 +147,8 @@ class TreePart:
         self.facts = PassFacts()
         layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
         facts.period = MAX_QUERIES  # each token of a pass has a row of its own
-        facts.starts, attention.cache_rows = (
-            ctypes.addressof(self._place) + ctypes.sizeof(c_int64) * i for i in range(2)
-        )
+        facts.starts = ctypes.addressof(self._place)
+        attention.cache_rows = facts.starts + ctypes.sizeof(c_int64)
         attention.heads, attention.head_dim = layer.heads, layer.head_dim
         attention.rows, attention.scale = 1, stack.scale
         if norm is not None:

@@ -130,7 +130,7 @@ struct BlockWeights {
   // Dequantises a panel to bf16, (I / 2, 16, 2).
   static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
     for (int64_t b = 0; b < inputs / kBlock; b++) {
-      prefetch(panel + (b + kUnpackPrefetch) * Block::kBytes, Block::kBytes);  // also of the panel behind
+      prefetch(panel + (b + kUnpackPrefetch) * Block::kBytes, Block::kBytes);  // reaches into the next panel
       Block::unpack(panel + b * Block::kBytes, to + b * kBlock * kLanes);
     }
   }
