@@ -96,7 +96,7 @@ def _engine(target: Any, drafting: FastMoAProposer, watch: Stopwatch) -> Engine:
     timed = _TimedTarget(target, watch)
     verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
     verifier._encode = watch.wrap("encoder", drafting.encode)
-    verifier._encode_stored = watch.wrap("encoder", drafting.encode_stored)
+    verifier._encode_and_append = watch.wrap("encoder", drafting.encode_and_append)
     if verifier._row_pass is not None:
         verifier._row_pass.run = watch.wrap("target", verifier._row_pass.run)  # type: ignore[method-assign]
     drafting.share_target_cache(verifier.cache)

@@ -115,7 +115,6 @@ def draft_chain(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(prompt))]))
-    drafting.append_features(0, verdict.features)
     text = [*prompt, verdict.next_token]
     (tree,) = drafting.propose([RequestText(0, text)], moaspec.Chain(6))
     return [verdict.next_token, *tree.tokens]

@@ -276,7 +276,8 @@ def draft(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, prompt)]))
-    drafting.append_features(0, verdict.features)
+    if verdict.features is not None:
+        drafting.append_features(0, verdict.features)
     text = [*prompt, verdict.next_token]
     (tree,) = drafting.propose([RequestText(0, text, sampling)], shape)
     return text, tree

@@ -352,7 +352,8 @@ def test_encoding_from_the_cache_is_that_of_a_copy(start: int, stop: int, traine
     cache.reserve(3, 150)
     cache.data.copy_(torch.randn(cache.data.shape))
     with torch.inference_mode():
-        got = proposer.encode_stored(cache, 1, tokens)
+        proposer.encode_and_append(cache, 1, tokens)
+        got = proposer.memory.data[0, :, 1, None, :, start:stop]
         copied = cache.features(1, start, stop)
         expected = proposer.module.encode(copied, torch.arange(start, stop)[None])
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))

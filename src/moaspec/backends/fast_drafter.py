@@ -310,21 +310,24 @@ class FastTargetEncoder(TargetEncoder):
         kv_NL112D = kv_BTLK.contiguous().view(rows * tokens, layers, 1, 1, 2, -1)
         angles = *_contiguous(self.memory_rope(position_ids_BT)), 0
         as_cache, slots = kv_NL112D.permute(1, 4, 2, 3, 0, 5), range(rows * tokens)
-        encoded_1CND = self.in_one_call.run(as_cache, 0, slots, angles)
-        key_CBTD, value_CBTD = (one[0].unflatten(1, (rows, tokens)) for one in encoded_1CND)
+        memory_121CND = self.in_one_call.new_memory(len(slots))
+        self.in_one_call.run(as_cache, 0, slots, angles, memory_121CND)
+        key_CBTD, value_CBTD = memory_121CND[0, :, 0].unflatten(2, (rows, tokens))
         return key_CBTD.transpose(0, 1), value_CBTD.transpose(0, 1)
 
-    def encode_stored(self, cache: Tensor, row: int, tokens: range) -> tuple[Tensor, Tensor] | None:
-        """`encode` of neighbouring tokens of one text in one call; None if kernels lack a part.
+    def encode_stored(self, cache: Tensor, row: int, tokens: range, memory: Tensor) -> bool:
+        """`encode` of neighbouring tokens of one text in one call; False if kernels lack a part.
 
         Args:
             cache: the target's, see `Slots`; of the drafter's dtype.
-            row: the text's.
+            row: the text's, in both caches.
+            memory: CA's cache, which gets the result.
         """
         if self.in_one_call is None or tokens.stop > self._unfolded:
-            return None
+            return False
         angles = self._memory_angles(tokens.start, tokens.stop)
-        return self.in_one_call.run(cache, row, tokens, angles)
+        self.in_one_call.run(cache, row, tokens, angles, memory)
+        return True
 
     def layer_mean(self, x_MLK: Tensor) -> Tensor:
         cos_sin = self.layer_rope.between(0, x_MLK.shape[1])

@@ -78,7 +78,8 @@ class RoundParts:
         """Drafting of one tree for each of `num_rows` rows."""
         assert self.proposer is not None
         proposer, length = self.proposer, self.text_length
-        features = self._features(length - 1)
+        for row in range(num_rows):
+            self._encode(length - 1, row)
         rows = [RequestText(row, [0] * length) for row in range(num_rows)]
 
         def behind_a_pass() -> None:
@@ -87,13 +88,13 @@ class RoundParts:
             proposer.share_target_cache(self._cache)
             for row in range(num_rows):
                 proposer.close(row)
-                proposer.append_features(row, features)
+                proposer.count_features(row, range(length - 1))
                 proposer.num_read[row] = length - 1
 
         return TimedPart(lambda: proposer.propose(rows, shape), self.target.device, behind_a_pass)
 
     def encode(self, num_tokens: int) -> TimedPart:
-        return TimedPart(partial(self._features, num_tokens), self.target.device, self._small_pass)
+        return TimedPart(partial(self._encode, num_tokens), self.target.device, self._small_pass)
 
     @property
     def text_length(self) -> int:
@@ -103,10 +104,10 @@ class RoundParts:
     def _small_pass(self) -> None:
         self.target_pass(1, 1).run()
 
-    def _features(self, num_tokens: int) -> Any:
+    def _encode(self, num_tokens: int, row: int = 0) -> None:
         assert self.proposer is not None
-        self._cache.reserve(1, num_tokens)
-        return self.proposer.encode_stored(self._cache, 0, range(num_tokens))
+        self._cache.reserve(row + 1, num_tokens)
+        self.proposer.encode_and_append(self._cache, row, range(num_tokens))
 
 
 class TimedRounds:

@@ -160,9 +160,10 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
         Accepted nodes, root's child first. The tokens of the round are theirs and the target's
         choice at the last of them (the bonus token).
     """
-    known = children(tree)
     path: list[int] = []
-    node = -1
-    while (node := known.get((node, chosen[node + 1]), -2)) >= 0:
-        path.append(node)
+    last = -1
+    for node, edge in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+        if edge == (last, chosen[last + 1]):
+            path.append(node)
+            last = node
     return path

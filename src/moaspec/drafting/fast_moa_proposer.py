@@ -27,7 +27,7 @@ from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.path_scores import AGREEMENT
-from moaspec.drafting.protocols import Features, RequestText
+from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import sampler_params
@@ -62,16 +62,18 @@ class FastMoAProposer(MoAProposer):
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
 
-    def encode_stored(self, cache: KVCache, row: int, tokens: range) -> Features:
-        """`encode` for one request; kernels read the target's cache in place."""
-        encoder, encoded = self._encoder, None
+    def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> None:
+        """`encode`, then `append_features`; kernels read and write the caches in place."""
+        self.memory.reserve(row + 1, tokens.stop)
+        encoder, in_place = self._encoder, False
         if isinstance(encoder, FastTargetEncoder):
-            encoded = encoder.encode_stored(cache.data, row, tokens)
-        if encoded is None:
+            in_place = encoder.encode_stored(cache.data, row, tokens, self.memory.data)
+        if not in_place:
             positions_1T = torch.arange(tokens.start, tokens.stop, device=self.device)[None]
             kv_1TLK = cache.features(row, tokens.start, tokens.stop)
-            return self.encode(kv_1TLK, positions_1T, [len(tokens)])[0]
-        return (*encoded, tokens.start) if self.prompt_window else encoded
+            ((key_1CTD, value_1CTD, *_),) = self.encode(kv_1TLK, positions_1T, [len(tokens)])
+            self.memory.append(row, tokens.start, key_1CTD, value_1CTD)
+        self.count_features(row, tokens)
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""

@@ -106,10 +106,10 @@ class KVCache:
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Move `slots` (ascending) of a row to start, start + 1, ...: keep accepted drafts."""
-        if list(slots) == list(range(start, start + len(slots))):
-            return
-        kept = self._data[:, :, row, :, list(slots)]
-        self._data[:, :, row, :, start : start + len(slots)] = kept
+        data_L2HSD = self._data[:, :, row]
+        for to, slot in enumerate(slots, start):
+            if slot != to:
+                data_L2HSD[:, :, :, to] = data_L2HSD[:, :, :, slot]
 
     def append(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
         """Store keys and values of all layers, or of the last N, from slot `start` on."""

@@ -89,10 +89,14 @@ class MoAProposer(TreeProposer):
     def append_features(self, row: int, features: Features) -> None:
         key_1CTD, value_1CTD, *first = features
         (start,) = first or (self.num_encoded.get(row, 0),)
-        if start != self.num_encoded.get(row, 0):
-            self.first_encoded[row] = start
         self.memory.append(row, start, key_1CTD, value_1CTD)
-        self.num_encoded[row] = start + key_1CTD.shape[2]
+        self.count_features(row, range(start, start + key_1CTD.shape[2]))
+
+    def count_features(self, row: int, tokens: range) -> None:
+        """Note that `memory` now holds the features of these tokens."""
+        if tokens.start != self.num_encoded.get(row, 0):
+            self.first_encoded[row] = tokens.start
+        self.num_encoded[row] = tokens.stop
 
     def rollback(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row; later slots are overwritten."""

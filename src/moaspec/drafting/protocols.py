@@ -57,9 +57,9 @@ class VerifyRequest:
     window: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerifyResult:
-    """The target's decision for one request.
+    """The target's decision for one request; acceptance makes it, and the verifier adds the rest.
 
     Attributes:
         accepted: nodes of the request's tree that are the target's own choices, in order.

@@ -6,7 +6,7 @@ tree nodes of all requests, K one layer's key and value.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class LocalVerifier(Verifier):
         self.target = target
         self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
         self._encode = proposer.encode if proposer is not None and self._needs else None
-        self._encode_stored = getattr(proposer, "encode_stored", None)
+        self._encode_and_append = getattr(proposer, "encode_and_append", None)
         self._texts: dict[int, list[int]] = {}
         self.prompt_window: int = getattr(proposer, "prompt_window", 0)
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end of returned features
@@ -134,10 +134,9 @@ class LocalVerifier(Verifier):
         features = self._features(requests, accepted)
         encode_s = time.perf_counter() - started
         pass_s = self._target_time.seconds if self._device.type == "cpu" else None
-        return [
-            replace(decision, features=feature, encode_s=encode_s, pass_s=pass_s)
-            for decision, feature in zip(decisions, features, strict=True)
-        ]
+        for decision, feature in zip(decisions, features, strict=True):
+            decision.features, decision.encode_s, decision.pass_s = feature, encode_s, pass_s
+        return decisions
 
     def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
         """Process all but the last chunk of long prompts; return a row for the rest of each."""
@@ -224,7 +223,10 @@ class LocalVerifier(Verifier):
     def _features(
         self, requests: Sequence[VerifyRequest], num_accepted: Sequence[int]
     ) -> list[object]:
-        """The drafter's encoding of all verified tokens that it has not encoded yet."""
+        """The drafter's encoding of all verified tokens that it has not encoded yet.
+
+        Where the proposer can append them itself, it is asked to, and they are None.
+        """
         features: list[object] = [None] * len(requests)
         ranges: dict[int, range] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
@@ -233,9 +235,9 @@ class LocalVerifier(Verifier):
             if self._encode is not None and request.encode:
                 first, ranges[i] = self.encoded_range(request, accepted)
                 self._encoded[request.cache_row] = (first, ranges[i].stop)
-        if len(ranges) == 1 and self._encode_stored is not None:
+        if len(ranges) == 1 and self._encode_and_append is not None:
             ((i, tokens),) = ranges.items()
-            features[i] = self._encode_stored(self.cache, requests[i].cache_row, tokens)
+            self._encode_and_append(self.cache, requests[i].cache_row, tokens)
         elif self._encode is not None and ranges:
             inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
             positions = [position for one in ranges.values() for position in one]

@@ -132,8 +132,9 @@ class RecurrentVerifier(LocalVerifier):
         """See `LocalVerifier`; also counts what was processed again."""
         self._num_read_again.clear()
         results = super()._verify(requests)
-        again = [self._num_read_again.get(request.cache_row, 0) for request in requests]
-        return [replace(one, num_read_again=n) for one, n in zip(results, again, strict=True)]
+        for request, result in zip(requests, results, strict=True):
+            result.num_read_again = self._num_read_again.get(request.cache_row, 0)
+        return results
 
     def _prefill(self, requests: Sequence[VerifyRequest]) -> list[PassRow]:
         """As `LocalVerifier` does, but without chunks if a prompt must be read in one pass."""

@@ -54,10 +54,11 @@ def beside_target(
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, PROMPT)]))
-    drafting.append_features(0, verdict.features)
-    text = [*PROMPT, verdict.next_token]
+    text, size = [*PROMPT, verdict.next_token], len(PROMPT)
     (tree,) = drafting.propose([RequestText(0, text, sampling)], SHAPE)
-    return text, verdict.features, tree, verifier
+    kv_1TLK = verifier.cache.features(0, 0, size)
+    (features,) = drafting.encode(kv_1TLK, torch.arange(size)[None], [size])
+    return text, features, tree, verifier
 
 
 def on_device(

@@ -58,14 +58,15 @@ class FusedEncoder:
         )
 
     def run(
-        self, cache: Tensor, row: int, slots: range, token_angles: AngleRows
-    ) -> tuple[Tensor, Tensor]:
-        """Keys (rotated) and values of N neighbouring tokens, (1, J, N, D) each.
+        self, cache: Tensor, row: int, slots: range, token_angles: AngleRows, memory: Tensor
+    ) -> None:
+        """Write CA's keys (rotated) and values of neighbouring tokens into these slots of `memory`.
 
         Args:
             cache: the target's, see `Slots`.
-            slots: of the tokens, in this row.
+            slots: of the tokens, in this row of both caches.
             token_angles: those of the tokens.
+            memory: CA's cache, of one layer.
         """
         layer, half, cache_row, head, slot, last = cache.stride()
         layers, _, _, heads, _, dim = cache.shape
@@ -78,11 +79,18 @@ class FusedEncoder:
         facts.head_stride, facts.half_stride = head, half
         address = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = _addresses(token_angles)
-        size = 1, self._memory.kv_heads, len(slots), self._memory.head_dim
-        key, value = cache.new_empty(size), cache.new_empty(size)
         tokens = c_void_p(address), len(slots), c_void_p(cos), c_void_p(sin), turned
-        call(library().moaspec_encode, ctypes.byref(facts), *tokens, key, value)
-        return key, value
+        _, half, cache_row, head, slot, _ = memory.stride()
+        keys = memory.data_ptr() + memory.itemsize * (row * cache_row + slots.start * slot)
+        values = keys + memory.itemsize * half
+        to = c_void_p(keys), c_void_p(values), head
+        call(library().moaspec_encode, ctypes.byref(facts), *tokens, *to)
+
+
+    def new_memory(self, num_tokens: int) -> Tensor:
+        """A `memory` for `run`, of one row."""
+        size = 1, 2, 1, self._memory.kv_heads, num_tokens, self._memory.head_dim
+        return torch.empty(size, dtype=torch.bfloat16)
 
 
 def _addresses(angles: AngleRows) -> tuple[int, int, int]:

@@ -442,9 +442,10 @@ void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int6
 }
 
 // Encodes keys and values of tokens in all target layers (x, with the strides of `Encoder`) to those that CA
-// attends to: (J, tokens, D) each.
+// attends to: (J, tokens, D) each, heads `head_stride` numbers apart.
 void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
-                    const float* sin, int64_t turned, bf16* keys, bf16* values, int32_t threads) {
+                    const float* sin, int64_t turned, bf16* keys, bf16* values, int64_t head_stride,
+                    int32_t threads) {
   const Layer &layer = *encoder->layer, &memory = *encoder->memory;
   const int64_t layers = encoder->layers, dim = layer.head_dim, width = layer.read.inputs;
   const int64_t heads = layer.heads + 2 * layer.kv_heads;
@@ -496,7 +497,7 @@ void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const
     const Angles angles = {cos + start * turned, sin + start * turned, turned, count};
     team_project(memory, projected.data(), count, angles, shared, [&](int64_t row, int64_t head) {
       bf16* const out = head < memory.kv_heads ? keys : values;
-      return out + (head % memory.kv_heads * tokens + start + row) * memory.head_dim;
+      return out + head % memory.kv_heads * head_stride + (start + row) * memory.head_dim;
     });
 #pragma omp barrier
   }
