@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, MAX_QUERIES
-from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Pass, Slots
+from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots, TextStack
 from moaspec.backends.cpu.structures import TextPassFacts
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
@@ -235,10 +235,13 @@ class TextPass:
     def __init__(self, target: Target, layers: LastLayers, table: nn.Embedding) -> None:
         head = target.lm_head.matrix if isinstance(target.lm_head, FastLMHead) else None
         base, self._table = target.model.base_model, table
-        self._layers, self._num_layers, self._head = layers, target.num_layers, head
-        self._hooks = _hooks([*base.layers, base.norm, table])
-        self._pass: Pass | None = None
-        self._facts = TextPassFacts()
+        num, self._has_head = target.num_layers, head is not None
+        self._text = TextStack(layers.stack, layers.angles.rows, num=num, norm=layers.norm)
+        self._facts = TextPassFacts(self._text.layers, num, self._text.facts)
+        self._text.facts = self._facts.text  # from now on it writes into this structure
+        self._held, self._hooks = head, _hooks([*base.layers, base.norm, table])
+        if head is not None:
+            self._facts.head = ctypes.addressof(head.described)
 
     @classmethod
     def of(cls, target: Target) -> "TextPass | None":
@@ -268,24 +271,13 @@ class TextPass:
             return None
         if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             return None
-        choices = 0 if self._head is None else choices
+        choices = choices if self._has_head else 0
         states_TE = torch.empty((count, width), dtype=torch.bfloat16)
         ids, before = (c_int64 * count)(*token_ids), (c_int64 * count)(*parents)
         chosen = (c_int64 * choices)()
-        facts = ctypes.byref(self._described(slots))
-        call(library().moaspec_text, facts, ids, before, count, states_TE, choices, chosen)
-        return states_TE, None if self._head is None else chosen[:]
-
-    def _described(self, slots: Slots) -> TextPassFacts:
-        """The C structure; only what differs from the pass before it is written."""
-        stack, angles = self._layers.stack, self._layers.angles.reaching(slots.visible)
-        if self._pass is None or self._pass.slots.cache is not slots.cache:
-            num, norm = self._num_layers, self._layers.norm
-            self._pass = Pass(stack, 1, angles, slots=slots, num=num, norm=norm)
-            head = None if self._head is None else ctypes.addressof(self._head.described)
-            self._facts = TextPassFacts(stack.address(num), num, self._pass.facts, head=head)
+        ((row,), (start,)), stop = (slots.rows_B, slots.starts_B), slots.visible
+        self._text.begin(slots.cache, row, start, stop, stop)
         self._facts.embeddings = self._table.weight.data_ptr()
-        self._pass.rows[0], self._pass.starts[0] = slots.rows_B[0], slots.starts_B[0]
-        self._angles = angles  # kept alive: another thread may grow the table
-        self._facts.text.cos, self._facts.text.sin = (part.data_ptr() for part in angles)
-        return self._facts
+        facts = ctypes.byref(self._facts)
+        call(library().moaspec_text, facts, ids, before, count, states_TE, choices, chosen)
+        return states_TE, chosen[:] if self._has_head else None

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
-from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter, TreePart
+from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter
+from moaspec.backends.cpu.fused_layers import TextStack
 from moaspec.backends.fast_drafter import (
     FastAttentionBlock,
     FastExitAdapter,
@@ -140,11 +141,11 @@ class FastMoAProposer(MoAProposer):
             return None
         table = target.model.base_model.embed_tokens
         self._hooks = table._forward_hooks, table._forward_pre_hooks
-        text = TreePart(sa.stack, angle_rows(decoder.self_rope))
-        memory = TreePart(ca.stack, angle_rows(decoder.cross_rope))
+        text = TextStack(sa.stack, angle_rows(decoder.self_rope))
+        memory = TextStack(ca.stack, angle_rows(decoder.cross_rope))
         reused = None
         if last is not None:
-            reused = TreePart(last.stack, last.angles.rows, num=num, norm=last.norm)
+            reused = TextStack(last.stack, last.angles.rows, num=num, norm=last.norm)
         return FusedDrafter(
             *(text, memory, reused),
             exit_,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
-from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, TextStack, angle_addresses
 from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.cpu.structures import (
@@ -23,7 +22,6 @@ from moaspec.backends.cpu.structures import (
     EncoderFacts,
     ExitFacts,
     GrowthFacts,
-    PassFacts,
     SamplerFacts,
 )
 
@@ -74,11 +72,11 @@ class FusedEncoder:
         facts = EncoderFacts.from_buffer_copy(self._facts)  # another thread may encode, too
         facts.layers, facts.heads = layers, heads
         layer_angles = self._layer_angles(0, layers)  # kept alive until the call returns
-        facts.cos, facts.sin, facts.turned = _addresses(layer_angles)
+        facts.cos, facts.sin, facts.turned = angle_addresses(layer_angles)
         facts.token_stride, facts.layer_stride = slot, layer
         facts.head_stride, facts.half_stride = head, half
         address = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
-        cos, sin, turned = _addresses(token_angles)
+        cos, sin, turned = angle_addresses(token_angles)
         tokens = c_void_p(address), len(slots), c_void_p(cos), c_void_p(sin), turned
         _, half, cache_row, head, slot, _ = memory.stride()
         keys = memory.data_ptr() + memory.itemsize * (row * cache_row + slots.start * slot)
@@ -86,19 +84,10 @@ class FusedEncoder:
         to = c_void_p(keys), c_void_p(values), head
         call(library().moaspec_encode, ctypes.byref(facts), *tokens, *to)
 
-
     def new_memory(self, num_tokens: int) -> Tensor:
         """A `memory` for `run`, of one row."""
         size = 1, 2, 1, self._memory.kv_heads, num_tokens, self._memory.head_dim
         return torch.empty(size, dtype=torch.bfloat16)
-
-
-def _addresses(angles: AngleRows) -> tuple[int, int, int]:
-    """Where cosines and sines begin, and their number in a row."""
-    cos_SR, sin_SR, first = angles
-    turned = cos_SR.shape[-1]
-    skipped = 4 * first * turned
-    return cos_SR.data_ptr() + skipped, sin_SR.data_ptr() + skipped, turned
 
 
 class FusedExit:
@@ -138,53 +127,6 @@ class Coupling:
         )
 
 
-class TreePart:
-    """The last `num` layers of a stack, as `FusedDrafter` runs them.
-
-    Args:
-        angles: `AngleTable.rows` of their rotary embeddings.
-        norm: after the last layer.
-    """
-
-    def __init__(
-        self, stack: FusedStack, angles: FindAngles, *, num: int = 1, norm: FusedNorm | None = None
-    ) -> None:
-        self.num, self.layers, self._find_angles = num, stack.address(num), angles
-        # Kept alive, because the C structure holds only their addresses.
-        self._place, self._held = (c_int64 * 2)(), (stack, norm)
-        self.facts = PassFacts()
-        layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
-        facts.period = MAX_QUERIES  # each token of a pass has a row of its own
-        facts.starts = ctypes.addressof(self._place)
-        attention.cache_rows = facts.starts + ctypes.sizeof(c_int64)
-        attention.heads, attention.head_dim = layer.heads, layer.head_dim
-        attention.rows, attention.scale = 1, stack.scale
-        if norm is not None:
-            assert len(norm.weight_E) == layer.read.inputs
-            facts.norm, facts.eps = norm.weight_E.data_ptr(), norm.eps
-
-    def begin(self, cache: Tensor, row: int, start: int, stop: int, visible: int) -> None:
-        """Set the request's keys and values, and the positions, for the next tree.
-
-        Args:
-            cache: see `Slots`; with its `row`.
-            start: position of the first token, and the slot of its key and value, if it has any.
-            stop: end of the positions of the drafts.
-            visible: number of slots that the first token sees.
-        """
-        facts, attention = self.facts, self.facts.attention
-        self._angles = self._find_angles(start, stop)
-        facts.cos, facts.sin, facts.turned = _addresses(self._angles)
-        layer, half, cache_row, head, slot, _ = cache.stride()
-        facts.cache = cache.data_ptr() + cache.itemsize * layer * (len(cache) - self.num)
-        facts.layer, facts.half, facts.cache_row, facts.head = layer, half, cache_row, head
-        attention.key_row = attention.value_row = cache_row
-        attention.key_head = attention.value_head = head
-        attention.key_slot = attention.value_slot = slot
-        attention.kv_heads, attention.slots = cache.shape[3], visible
-        self._place[0], self._place[1] = start, row
-
-
 class FusedDrafter:
     """Drafts a tree in one call, level by level: the best tokens after a text, then after these.
 
@@ -205,9 +147,9 @@ class FusedDrafter:
 
     def __init__(
         self,
-        text: TreePart,
-        memory: TreePart,
-        last: TreePart | None,
+        text: TextStack,
+        memory: TextStack,
+        last: TextStack | None,
         exit_: FusedExit | None,
         *,
         head: Matrix,

@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
-from moaspec.backends.cpu.cpu_attention import MAX_HEAD_DIM, PAIR_LANES, mask_strides
+from moaspec.backends.cpu.cpu_attention import (
+    MAX_HEAD_DIM,
+    MAX_QUERIES,
+    PAIR_LANES,
+    mask_strides,
+)
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
@@ -184,55 +190,17 @@ class FusedStack:
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
-        angles = (cos_BTR, sin_BTR)
-        described = Pass(
-            self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num, norm=norm
-        )
-        layers = c_void_p(self.address(num))
-        call(self._call, layers, num, ctypes.byref(described.facts), x_BTE)
-        return x_BTE
-
-    def address(self, num: int) -> int:
-        """Address of the C structures of the last `num` layers."""
-        first = len(self.layers) - num  # a device has the last layers only
-        return ctypes.addressof(self._described[first])
-
-
-class Pass:
-    """The C structure of a pass over the last `num` layers of a stack.
-
-    Attributes:
-        rows, starts: those of `slots`, as the C structure reads them.
-
-    Args:
-        cos_sin: float32, contiguous, (..., R) each.
-        mask_B1TS: see `FusedStack.run`; None: all slots are visible.
-    """
-
-    def __init__(
-        self,
-        stack: FusedStack,
-        tokens: int,
-        cos_sin: tuple[Tensor, Tensor],
-        *,
-        mask_B1TS: Tensor | None = None,
-        slots: Slots,
-        num: int,
-        norm: FusedNorm | None = None,
-    ) -> None:
-        B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
-        last = stack.layers[-1].described
+        last, cache = self.layers[-1].described, slots.cache
         assert norm is None or len(norm.weight_E) == last.read.inputs
         layer, half, cache_row, head, slot, _ = cache.stride()
-        # Kept alive, because the C structure holds only their addresses.
-        self.rows, self.starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
-        self.slots, self._cos_sin = slots, cos_sin
+        B, turned = len(slots.rows_B), cos_BTR.shape[-1]
+        rows, starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
         mask_row, mask_token = mask_strides(mask_B1TS)
         attention = AttentionFacts(
-            cache_rows=ctypes.addressof(self.rows),
-            mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),
+            cache_rows=ctypes.addressof(rows),
+            mask=mask_B1TS.data_ptr(),
             rows=B,
-            tokens=tokens,
+            tokens=x_BTE.shape[1],
             heads=last.heads,
             kv_heads=cache.shape[3],
             head_dim=last.head_dim,
@@ -245,17 +213,81 @@ class Pass:
             value_slot=slot,
             mask_row=mask_row,
             mask_token=mask_token,
-            scale=stack.scale,
+            scale=self.scale,
         )
-        self.facts = PassFacts(
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[-1],
-            cos.numel() // cos.shape[-1],
+        facts = PassFacts(
+            cos_BTR.data_ptr(),
+            sin_BTR.data_ptr(),
+            turned,
+            cos_BTR.numel() // turned,
             cache[len(cache) - num].data_ptr(),
             *(layer, half, cache_row, head),
-            ctypes.addressof(self.starts),
+            ctypes.addressof(starts),
             attention,
             None if norm is None else norm.weight_E.data_ptr(),
             0.0 if norm is None else norm.eps,
         )
+        call(self._call, c_void_p(self.address(num)), num, ctypes.byref(facts), x_BTE)
+        return x_BTE
+
+    def address(self, num: int) -> int:
+        """Address of the C structures of the last `num` layers."""
+        first = len(self.layers) - num  # a device has the last layers only
+        return ctypes.addressof(self._described[first])
+
+
+class TextStack:
+    """The last `num` layers of a stack, for passes over tokens of one text.
+
+    The C structure is kept between passes, so no two threads may use it at once.
+
+    Args:
+        angles: `AngleTable.rows` of their rotary embeddings.
+        norm: after the last layer.
+    """
+
+    def __init__(
+        self, stack: FusedStack, angles: FindAngles, *, num: int = 1, norm: FusedNorm | None = None
+    ) -> None:
+        self.num, self.layers, self._find_angles = num, stack.address(num), angles
+        # Kept alive, because the C structure holds only their addresses.
+        self._place, self._held = (c_int64 * 2)(), (stack, norm)
+        self.facts = PassFacts()
+        layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
+        facts.period = MAX_QUERIES  # each token of a pass has a row of its own
+        facts.starts = ctypes.addressof(self._place)
+        attention.cache_rows = facts.starts + ctypes.sizeof(c_int64)
+        attention.heads, attention.head_dim = layer.heads, layer.head_dim
+        attention.rows, attention.scale = 1, stack.scale
+        if norm is not None:
+            assert len(norm.weight_E) == layer.read.inputs
+            facts.norm, facts.eps = norm.weight_E.data_ptr(), norm.eps
+
+    def begin(self, cache: Tensor, row: int, start: int, stop: int, visible: int) -> None:
+        """Set the text's keys and values, and the positions, for the next pass.
+
+        Args:
+            cache: see `Slots`; with its `row`.
+            start: position of the first token, and the slot of its key and value, if it has any.
+            stop: end of the positions of the tokens.
+            visible: number of slots that the first token sees.
+        """
+        facts, attention = self.facts, self.facts.attention
+        self._angles = self._find_angles(start, stop)  # kept alive: another thread may grow them
+        facts.cos, facts.sin, facts.turned = angle_addresses(self._angles)
+        layer, half, cache_row, head, slot, _ = cache.stride()
+        facts.cache = cache.data_ptr() + cache.itemsize * layer * (len(cache) - self.num)
+        facts.layer, facts.half, facts.cache_row, facts.head = layer, half, cache_row, head
+        attention.key_row = attention.value_row = cache_row
+        attention.key_head = attention.value_head = head
+        attention.key_slot = attention.value_slot = slot
+        attention.kv_heads, attention.slots = cache.shape[3], visible
+        self._place[0], self._place[1] = start, row
+
+
+def angle_addresses(angles: AngleRows) -> tuple[int, int, int]:
+    """Where cosines and sines begin, and their number in a row."""
+    cos_SR, sin_SR, first = angles
+    turned = cos_SR.shape[-1]
+    skipped = 4 * first * turned
+    return cos_SR.data_ptr() + skipped, sin_SR.data_ptr() + skipped, turned

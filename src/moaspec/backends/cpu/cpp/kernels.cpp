@@ -64,7 +64,7 @@ struct Drafter {
 struct TextPass {
   const Layer* layers;
   int64_t count;           // of layers
-  Pass text;               // its `cos` and `sin` have a row for each position; it has no mask
+  Pass text;               // its `cos` and `sin` have a row for each position from `starts` on; it has no mask
   const bf16* embeddings;  // (vocabulary, E)
   const Matrix* head;      // or null, for a pass without choices
 };
@@ -369,20 +369,20 @@ void moaspec_text(const TextPass* target, const int64_t* ids, const int64_t* par
   Pass pass = target->text;
   const int64_t width = target->layers->output.outputs, turned = pass.turned, start = *pass.starts;
   const int64_t slots = start + tokens;
-  std::vector<int64_t> positions(tokens);
+  std::vector<int64_t> distances(tokens);  // from the first new position
   std::vector<float> cos(tokens * turned), sin(cos.size());
   std::vector<uint8_t> masks(tokens * slots, 0);
   for (int64_t i = 0; i < tokens; i++) {
     const int64_t parent = parents[i];
     uint8_t* const mask = masks.data() + i * slots;
-    positions[i] = parent < 0 ? start : positions[parent] + 1;
+    distances[i] = parent < 0 ? 0 : distances[parent] + 1;
     if (parent < 0)
       std::fill_n(mask, start, 1);
     else
       std::copy_n(masks.data() + parent * slots, slots, mask);
     mask[start + i] = 1;
-    std::copy_n(pass.cos + positions[i] * turned, turned, cos.data() + i * turned);
-    std::copy_n(pass.sin + positions[i] * turned, turned, sin.data() + i * turned);
+    std::copy_n(pass.cos + distances[i] * turned, turned, cos.data() + i * turned);
+    std::copy_n(pass.sin + distances[i] * turned, turned, sin.data() + i * turned);
     std::copy_n(target->embeddings + ids[i] * width, width, states + i * width);
   }
   pass.cos = cos.data();
