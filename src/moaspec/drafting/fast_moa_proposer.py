@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
+from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, fast_attention
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter
 from moaspec.backends.cpu.fused_layers import TextStack
 from moaspec.backends.fast_drafter import (
@@ -85,7 +85,7 @@ class FastMoAProposer(MoAProposer):
             kernels is None
             or any(self.missing.get(row.cache_row) for row in rows)
             or len(rows) > MAX_KERNEL_ROWS
-            or max(shape.breadth, *map(len, unread)) > MAX_QUERIES
+            or max(shape.breadth, *map(len, unread)) > MAX_ATTENDED
         ):
             return super().grow(rows, shape)
         nodes = []

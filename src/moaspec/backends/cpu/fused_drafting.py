@@ -185,7 +185,7 @@ class FusedDrafter:
         """Draft a tree after a text.
 
         Args:
-            unread: the end of the text, 1 to `MAX_QUERIES` tokens.
+            unread: the end of the text, 1 to `MAX_ATTENDED` tokens.
             finished: unread tokens that CA processes: the last one, and with `last` also the tokens
                 before it that the target's cache lacks.
             shape: most levels to draft; most nodes of a level that get children, and most children

@@ -18,8 +18,8 @@ from torch import Tensor
 from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import (
+    MAX_ATTENDED,
     MAX_HEAD_DIM,
-    MAX_QUERIES,
     PAIR_LANES,
     mask_strides,
 )
@@ -254,7 +254,7 @@ class TextStack:
         self._place, self._held = (c_int64 * 2)(), (stack, norm)
         self.facts = PassFacts()
         layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
-        facts.period = MAX_QUERIES  # each token of a pass has a row of its own
+        facts.period = MAX_ATTENDED  # each token of a pass has a row of its own
         facts.starts = ctypes.addressof(self._place)
         attention.cache_rows = facts.starts + ctypes.sizeof(c_int64)
         attention.heads, attention.head_dim = layer.heads, layer.head_dim

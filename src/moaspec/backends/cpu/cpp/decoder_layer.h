@@ -77,6 +77,17 @@ struct Angles {
   int64_t turned, period;
 };
 
+// The layer as far as it projects to keys and values.
+inline Layer without_queries(const Layer& layer) {
+  const int64_t queries = layer.heads * layer.head_dim;
+  Layer rest = layer;
+  rest.heads = 0;
+  rest.read.outputs -= queries;
+  rest.read.panels = static_cast<const uint8_t*>(layer.read.panels) + queries / kLanes * panel_bytes(layer.read);
+  if (layer.read.bias) rest.read.bias += queries;
+  return rest;
+}
+
 // Buffers that the threads of a team share within a layer.
 struct LayerScratch {
   float* qkv;       // outputs of `read`, (rows, outputs)
@@ -145,7 +156,7 @@ inline void team_gate(const Matrix& inner, const bf16* x, int64_t rows, int64_t 
   const int64_t fitting = kGateNumbers / (2 * rows * kLanes) / kMaxPanels * kMaxPanels;
   const int64_t chunk_panels = std::max<int64_t>(kMinGatePanels, fitting);
   const Floats row_weight = broadcast(1.0f / static_cast<float>(group));
-  with_format(inner, x, rows, inner.inputs, [&](auto format, auto* inputs, int64_t stride) {
+  with_inputs(inner, x, rows, inner.inputs, [&](auto format, auto* inputs, int64_t stride) {
     const Range mine = share_of(half);
     float* const buffer = thread_buffer<Layer, float>(2 * rows * chunk_panels * kLanes);
     for (int64_t start = mine.start; start < mine.stop; start += chunk_panels) {

@@ -214,23 +214,41 @@ inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows,
 }
 #endif
 
-// Calls use(format, inputs, stride): the format of a matrix, and rows converted to its inputs.
+// Calls use(format) with the format of a matrix.
 template <class Use>
-void with_format(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Use& use) {
-  if (matrix.rounded)
-    return use(W4A8Weights(), converted<W4A8Weights>(matrix, x, rows, stride),
-               matrix.inputs / W4A8Weights::kInputs);
+auto with_format(const Matrix& matrix, const Use& use) {
+  if (matrix.rounded) return use(W4A8Weights());
 #ifdef __AMX_BF16__
-  if (matrix.bits == 4) return use(WeightsByOutput(), paired(matrix, x, rows, stride), 0);
+  if (matrix.bits == 4) return use(WeightsByOutput());
 #elif defined(__AVX512BF16__)
-  if (matrix.bits == 4) return use(BlockWeights<FourBits>(), x, stride);
+  if (matrix.bits == 4) return use(BlockWeights<FourBits>());
 #endif
 #ifdef __AVX512BF16__
-  if (matrix.bits == 8) return use(BlockWeights<EightBits>(), x, stride);
-  use(Bf16Weights(), x, stride);
-#else
-  use(Bf16Weights(), converted<Bf16Weights>(matrix, x, rows, stride), matrix.inputs);
+  if (matrix.bits == 8) return use(BlockWeights<EightBits>());
 #endif
+  return use(Bf16Weights());
+}
+
+// Calls use(format, inputs, stride): the format of a matrix, and rows converted to its inputs.
+template <class Use>
+void with_inputs(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Use& use) {
+  with_format(matrix, [&](auto format) {
+    using Format = decltype(format);
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<Format, WeightsByOutput>)
+      return use(format, paired(matrix, x, rows, stride), 0);
+    else
+#endif
+    if constexpr (std::is_same_v<typename Format::Input, bf16>)
+      return use(format, x, stride);
+    else
+      return use(format, converted<Format>(matrix, x, rows, stride), matrix.inputs / Format::kInputs);
+  });
+}
+
+// Bytes of each 16 outputs of a matrix.
+inline int64_t panel_bytes(const Matrix& matrix) {
+  return with_format(matrix, [&](auto format) { return decltype(format)::panel_bytes(matrix.inputs); });
 }
 
 // Computes the calling thread's share of x times the transposed weight, plus the bias, and calls
@@ -240,7 +258,7 @@ void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
   const Range mine = share_of((matrix.outputs + kLanes - 1) / kLanes);
   for (int64_t start = 0; start < rows; start += kChunkRows) {
     const int64_t count = std::min(kChunkRows, rows - start);
-    with_format(matrix, x + start * stride, count, stride, [&](auto format, auto* inputs, int64_t width) {
+    with_inputs(matrix, x + start * stride, count, stride, [&](auto format, auto* inputs, int64_t width) {
       const auto emit_outputs = [&](int64_t row, int64_t panel, Floats sums) {
         emit(start + row, panel * kLanes, sums);
       };

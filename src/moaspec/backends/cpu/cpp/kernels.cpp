@@ -138,7 +138,7 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 #pragma omp barrier
 }
 
-// Applies an exit to x, (rows, E), of at most kChunkRows rows, in place. Has a barrier at its end.
+// Applies an exit to x, (rows, E), in place. Has a barrier at its end.
 void team_exit(const Exit& exit, bf16* x, int64_t rows) {
   const int64_t width = exit.linear->outputs;
   const bf16* normed = rms_normed(x, exit.norm, exit.eps, rows, width);
@@ -170,17 +170,30 @@ struct TreePasses {
     for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
   }
 
-  // The next tokens share a position. Its angles are `text_rows` rows (SA) or `other_rows` rows further on.
-  void advance_angles(int64_t text_rows, int64_t other_rows) {
+  // Stores SA's keys and values of the first `count` unread tokens, x, (count, E).
+  void store_text(const Layer& storing, const bf16* x, int64_t count, const LayerScratch& shared) {
+    if (count == 0) return;
+    text.attention.tokens = count;
+    team_project(storing, x, count, {text.cos, text.sin, text.turned, text.period}, shared,
+                 [&](int64_t row, int64_t head) { return cache_address(text, 0, storing.kv_heads, row, head); });
+#pragma omp barrier
+    advance(text, count);
+  }
+
+  // The next tokens share a position. Its angles are `rows` rows further on.
+  void advance_angles(int64_t rows) {
     for (Pass* pass : {&text, &memory, &last}) {
-      const int64_t skipped = (pass == &text ? text_rows : other_rows) * pass->turned;
-      pass->cos += skipped;
-      pass->sin += skipped;
+      advance(*pass, rows);
       pass->period = 1;
     }
   }
 
  private:
+  static void advance(Pass& pass, int64_t rows) {
+    pass.cos += rows * pass.turned;
+    pass.sin += rows * pass.turned;
+  }
+
   int64_t slots_, start_ = 0;
 };
 
@@ -189,16 +202,21 @@ template <class Finder>
 void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Growth& growth, Finder&& finder,
                int32_t threads) {
   const int64_t width = drafter.width, start = *drafter.text_pass.starts, visible = start + tokens;
-  const int64_t rows = std::max(tokens, growth.breadth), finished = drafter.finished;
+  const int64_t finished = drafter.finished, rows = std::max(finished, growth.breadth);
+  const int64_t stored = tokens - finished;  // only their keys and values in SA are needed
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
-  std::vector<bf16> x(rows * width);
+  std::vector<bf16> x((stored + rows) * width);
+  bf16* const state = x.data() + stored * width;
+  for (int64_t i = 0; i < tokens; i++)
+    std::copy_n(drafter.embeddings + unread[i] * width, width, x.data() + i * width);
   const auto embed = [&](int64_t token, int64_t row) {
-    std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
+    std::copy_n(drafter.embeddings + token * width, width, state + row * width);
   };
-  for (int64_t i = 0; i < tokens; i++) embed(unread[i], i);
   // An unread token sees the text up to itself.
   std::vector<uint8_t> mask(rows * slots, 0);
-  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
+  for (int64_t i = 0; i < finished; i++) std::fill_n(mask.data() + i * slots, start + stored + i + 1, 1);
+  const Layer storing = without_queries(*drafter.text);
+  scratch_for(storing, stored);
   PassScratch text_scratch(drafter.text, 1, drafter.text_pass.attention, rows);
   PassScratch memory_scratch(drafter.memory, 1, drafter.memory_pass.attention, rows);
   PassScratch last_scratch(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
@@ -208,24 +226,21 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
 #pragma omp parallel num_threads(threads)
   {
     TreePasses passes(drafter, slots);
-    passes.set_tokens(start, tokens, visible, mask.data());
-    team_stack(drafter.text, 1, passes.text, x.data(), text_scratch);
-    passes.set_tokens(visible - finished, finished, visible, mask.data() + (tokens - finished) * slots);
-    bf16* state = x.data() + (tokens - finished) * width;
+    passes.store_text(storing, x.data(), stored, text_scratch.layer);
+    passes.set_tokens(start + stored, finished, visible, mask.data());
     for (int64_t level = 0; leaves.count() > 0; level++) {
       if (level > 0) {
         const int64_t first = leaves.first_slot(), count = leaves.count();
         passes.set_tokens(first, count, first + count, leaves.masks());
-        passes.advance_angles(level == 1 ? tokens : 1, level == 1 ? finished : 1);
-        state = x.data();
-        team_stack(drafter.text, 1, passes.text, state, text_scratch);
+        passes.advance_angles(level == 1 ? finished : 1);
       }
       const int64_t count = passes.text.attention.tokens;
+      team_stack(drafter.text, 1, passes.text, state, text_scratch);
       team_stack(drafter.memory, 1, passes.memory, state, memory_scratch);
       if (drafter.exit) team_exit(*drafter.exit, state, count);
       if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, state, last_scratch);
-      if (level == 0) state += (finished - 1) * width;  // of these tokens only the root gets drafts
-      finder.team_find(*drafter.head, state, leaves.count(), width, level);
+      // Of the unread tokens only the root, the last, gets drafts.
+      finder.team_find(*drafter.head, state + (count - leaves.count()) * width, leaves.count(), width, level);
 #pragma omp barrier
 #pragma omp single
       leaves.grow(finder, drafter.names, embed);
