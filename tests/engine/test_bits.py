@@ -196,6 +196,20 @@ def test_so_it_is_through_exits_and_reused_layers(
     assert both_ways(monkeypatch, family, shape, law, **options)
 
 
+@pytest.mark.parametrize(("num_target_layers", "behind"), [(0, 0), (0, 3), (2, 0), (2, 200)])
+def test_so_it_is_after_a_long_text(
+    num_target_layers: int, behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = [5 * i % 64 for i in range(230)]
+    assert both_ways(
+        monkeypatch,
+        *("llama", DRAWN[3]),
+        num_target_layers=num_target_layers,
+        behind=behind,
+        prompts=[text],
+    )
+
+
 @pytest.mark.parametrize("family", ["phi3", "qwen3"])
 def test_layers_that_go_by_a_window_or_the_texts_length_are_reused_level_by_level(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +407,7 @@ def drafts(
     exits: tuple[int, ...] = (0,),
     num_target_layers: int = 0,
     behind: int = 0,
+    prompts: Sequence[Sequence[int]] = ALL_PROMPTS,
 ) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family, exits)
@@ -400,7 +415,7 @@ def drafts(
     if num_target_layers:
         drafting.share_target_cache(LocalVerifier(target).cache)
     drafted = []
-    for row, prompt in enumerate(ALL_PROMPTS):
+    for row, prompt in enumerate(prompts):
         for length in range(max(2, len(prompt) - 3), len(prompt) + 1):
             _read(drafting, target, row, prompt[:length], behind)
             ends = [switch for switch in target.rope_switches if switch >= length]

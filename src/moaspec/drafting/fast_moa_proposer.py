@@ -80,40 +80,55 @@ class FastMoAProposer(MoAProposer):
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""
         kernels = self.kernel_parts()
         starts = [min(self.num_read.get(row.cache_row, 0), len(row.token_ids) - 1) for row in rows]
-        unread = [row.token_ids[start:] for row, start in zip(rows, starts, strict=True)]
+        finished = list(map(self._num_finished, rows, starts))
         if (
             kernels is None
             or any(self.missing.get(row.cache_row) for row in rows)
             or len(rows) > MAX_KERNEL_ROWS
-            or max(shape.breadth, *map(len, unread)) > MAX_ATTENDED
+            or max(shape.breadth, *finished) > MAX_ATTENDED
         ):
             return super().grow(rows, shape)
         nodes = []
-        for row, tokens in zip(rows, unread, strict=True):
-            finished = self._begin(kernels, row, len(tokens), shape)
+        for row, start, count in zip(rows, starts, finished, strict=True):
+            self._begin(kernels, row, start, count, shape)
             sizes = shape.depth, shape.breadth, shape.least_log_p
-            drafts = kernels.draft_tree(tokens, finished, sizes, coupling(row))
+            drafts = kernels.draft_tree(row.token_ids[start:], count, sizes, coupling(row))
             self.num_read[row.cache_row] = len(row.token_ids)
             nodes.append(CandidateNodes(*drafts))
         return nodes
 
-    def _begin(self, kernels: FusedDrafter, row: RequestText, num_unread: int, shape: Tree) -> int:
-        """Hand a request's caches to the kernels; the number of tokens that CA processes."""
+    def _num_finished(self, row: RequestText, start: int) -> int:
+        """How many tokens from `start` on CA processes.
+
+        The root; with N > 0 also tokens before it that have no features.
+        """
+        length = len(row.token_ids)
+        if not self.num_target_layers:
+            return 1
+        return min(length - start, max(1, length - self.num_encoded.get(row.cache_row, 0)))
+
+    def _begin(
+        self, kernels: FusedDrafter, row: RequestText, start: int, finished: int, shape: Tree
+    ) -> None:
+        """Hand a request's caches to the kernels.
+
+        Args:
+            start: first unread token.
+            finished: how many tokens CA processes.
+        """
         cache_row, length = row.cache_row, len(row.token_ids)
         num_encoded = self.num_encoded.get(cache_row, 0)
         hidden = self.first_encoded.get(cache_row, 0)
-        start, first, stop = length - num_unread, length - 1, length - 1 + shape.depth
+        first, stop = length - finished, length - 1 + shape.depth
         num_slots = length + (shape.depth - 1) * shape.breadth
         self.text_cache.reserve(cache_row + 1, num_slots)
         kernels.text.begin(self.text_cache.data, cache_row, start, stop, length)
         if kernels.last is not None:
             assert self.target_cache is not None, "share_target_cache() comes before N > 0"
             self.target_cache.reserve(cache_row + 1, num_slots)
-            first = max(start, min(num_encoded, first))  # also the tokens without features
             kernels.last.begin(self.target_cache.data, cache_row, first, stop, length)
         memory = self.memory.data[..., hidden:, :] if hidden else self.memory.data
         kernels.memory.begin(memory, cache_row, first, stop, num_encoded - hidden)
-        return length - first
 
     def kernel_parts(self) -> FusedDrafter | None:
         """The drafter's layers for kernels; None where they lack one, or while one has hooks."""

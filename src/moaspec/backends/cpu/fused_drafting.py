@@ -185,9 +185,9 @@ class FusedDrafter:
         """Draft a tree after a text.
 
         Args:
-            unread: the end of the text, 1 to `MAX_ATTENDED` tokens.
-            finished: unread tokens that CA processes: the last one, and with `last` also the tokens
-                before it that the target's cache lacks.
+            unread: the end of the text, at least one token.
+            finished: unread tokens that CA processes, at most `MAX_ATTENDED`: the last one, and
+                with `last` also the tokens before it that the target's cache lacks.
             shape: most levels to draft; most nodes of a level that get children, and most children
                 of each; the log-probability that a path needs for its last node to get children.
             coupling: for a request that samples; its filters drop drafts.

@@ -170,10 +170,9 @@ struct TreePasses {
     for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
   }
 
-  // Stores SA's keys and values of the first `count` unread tokens, x, (count, E).
-  void store_text(const Layer& storing, const bf16* x, int64_t count, const LayerScratch& shared) {
-    if (count == 0) return;
-    text.attention.tokens = count;
+  // Stores SA's keys and values of the next `count` unread tokens, x, (count, E), from slot `start` on.
+  void store_text(const Layer& storing, const bf16* x, int64_t start, int64_t count, const LayerScratch& shared) {
+    set_tokens(start, count, 0, nullptr);
     team_project(storing, x, count, {text.cos, text.sin, text.turned, text.period}, shared,
                  [&](int64_t row, int64_t head) { return cache_address(text, 0, storing.kv_heads, row, head); });
 #pragma omp barrier
@@ -205,12 +204,9 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   const int64_t finished = drafter.finished, rows = std::max(finished, growth.breadth);
   const int64_t stored = tokens - finished;  // only their keys and values in SA are needed
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
-  std::vector<bf16> x((stored + rows) * width);
-  bf16* const state = x.data() + stored * width;
-  for (int64_t i = 0; i < tokens; i++)
-    std::copy_n(drafter.embeddings + unread[i] * width, width, x.data() + i * width);
+  std::vector<bf16> x(std::max(rows, std::min(stored, kChunkRows)) * width);
   const auto embed = [&](int64_t token, int64_t row) {
-    std::copy_n(drafter.embeddings + token * width, width, state + row * width);
+    std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
   };
   // An unread token sees the text up to itself.
   std::vector<uint8_t> mask(rows * slots, 0);
@@ -226,7 +222,14 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
 #pragma omp parallel num_threads(threads)
   {
     TreePasses passes(drafter, slots);
-    passes.store_text(storing, x.data(), stored, text_scratch.layer);
+    for (int64_t first = 0; first < stored; first += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, stored - first);
+#pragma omp for
+      for (int64_t i = 0; i < count; i++) embed(unread[first + i], i);
+      passes.store_text(storing, x.data(), start + first, count, text_scratch.layer);
+    }
+#pragma omp for
+    for (int64_t i = 0; i < finished; i++) embed(unread[stored + i], i);
     passes.set_tokens(start + stored, finished, visible, mask.data());
     for (int64_t level = 0; leaves.count() > 0; level++) {
       if (level > 0) {
@@ -235,12 +238,13 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
         passes.advance_angles(level == 1 ? finished : 1);
       }
       const int64_t count = passes.text.attention.tokens;
-      team_stack(drafter.text, 1, passes.text, state, text_scratch);
-      team_stack(drafter.memory, 1, passes.memory, state, memory_scratch);
-      if (drafter.exit) team_exit(*drafter.exit, state, count);
-      if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, state, last_scratch);
+      team_stack(drafter.text, 1, passes.text, x.data(), text_scratch);
+      team_stack(drafter.memory, 1, passes.memory, x.data(), memory_scratch);
+      if (drafter.exit) team_exit(*drafter.exit, x.data(), count);
+      if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, x.data(), last_scratch);
       // Of the unread tokens only the root, the last, gets drafts.
-      finder.team_find(*drafter.head, state + (count - leaves.count()) * width, leaves.count(), width, level);
+      const bf16* state = x.data() + (count - leaves.count()) * width;
+      finder.team_find(*drafter.head, state, leaves.count(), width, level);
 #pragma omp barrier
 #pragma omp single
       leaves.grow(finder, drafter.names, embed);
