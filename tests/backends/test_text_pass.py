@@ -66,11 +66,31 @@ def by_several_calls(
 
 
 def by_one_call(
-    text_pass: TextPass, cache: KVCache, parents: Sequence[int], choices: int
+    text_pass: TextPass,
+    cache: KVCache,
+    parents: Sequence[int],
+    choices: int,
+    finished: int | None = None,
 ) -> tuple[Tensor, list[int] | None] | None:
     count = len(parents)
     slots = Slots(cache.data, [1], [START], START + count)
-    return text_pass.run(TOKENS[:count], parents, slots, choices=choices)
+    finished = count if finished is None else finished
+    return text_pass.run(TOKENS[:count], parents, slots, finished=finished, choices=choices)
+
+
+@pytest.mark.parametrize("finished", [1, 2, 5])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_states_that_nobody_needs_are_left_unfinished(family: str, finished: int) -> None:
+    target, parents = accelerated(family), TREES["tree"]
+    text_pass, first, second = TextPass.of(target), filled_cache(target), filled_cache(target)
+    assert text_pass is not None
+    with torch.inference_mode():
+        states_TE, chosen = by_several_calls(target, first, parents)
+        found = by_one_call(text_pass, second, parents, 1, finished)
+    assert found is not None
+    assert torch.equal(found[0], states_TE[len(parents) - finished :])
+    assert found[1] == chosen[-1:]
+    assert torch.equal(first.data, second.data)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -144,7 +164,7 @@ def test_what_it_cannot_do_is_left_to_the_other_pass(tokens: list[int]) -> None:
     assert text_pass is not None
     cache.reserve(1, 100)
     slots = Slots(cache.data, [0], [0], len(tokens))
-    assert text_pass.run(tokens, range(-1, len(tokens) - 1), slots, choices=1) is None
+    assert text_pass.run(tokens, range(-1, len(tokens) - 1), slots, finished=1, choices=1) is None
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "layer", "norm"])

@@ -253,18 +253,26 @@ class TextPass:
         return cls(target, last, target.model.base_model.embed_tokens)
 
     def run(
-        self, token_ids: Sequence[int], parents: Sequence[int], slots: Slots, *, choices: int
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        slots: Slots,
+        *,
+        finished: int,
+        choices: int,
     ) -> tuple[Tensor, list[int] | None] | None:
-        """The states after the final norm, (T, E), and the target's greedy choices.
+        """States of the last tokens after the final norm, and the target's greedy choices.
 
         Args:
             parents: the index of the token before each one; -1: the text in the cache.
             slots: of one row; the tokens take neighbouring ones.
-            choices: number of the last tokens after which the target chooses.
+            finished: number of the last tokens whose states are needed.
+            choices: number of the last tokens after which the target chooses, at most `finished`.
 
         Returns:
-            None instead of choices if kernels lack the head. None if the pass must be made in
-            another way: too many tokens, impossible ids, or modules with hooks.
+            States, (`finished`, E). None instead of choices if kernels lack the head. None if the
+            pass must be made in another way: too many tokens, impossible ids, or modules with
+            hooks.
         """
         count, (vocabulary, width) = len(token_ids), self._table.weight.shape
         if count > MAX_ATTENDED or any(self._hooks):
@@ -279,5 +287,6 @@ class TextPass:
         self._text.begin(slots.cache, row, start, stop, stop)
         self._facts.embeddings = self._table.weight.data_ptr()
         facts = ctypes.byref(self._facts)
-        call(library().moaspec_text, facts, ids, before, count, states_TE, choices, chosen)
-        return states_TE, chosen[:] if self._has_head else None
+        numbers = states_TE, finished, choices, chosen
+        call(library().moaspec_text, facts, ids, before, count, *numbers)
+        return states_TE[count - finished :], chosen[:] if self._has_head else None

@@ -181,7 +181,9 @@ def pass_over(
 
 def _text_states(text_pass: TextPass, cache: KVCache, num_tokens: int, context: int) -> Tensor:
     slots = Slots(cache.data, [0], [context], context + num_tokens)
-    done = text_pass.run([0] * num_tokens, range(-1, num_tokens - 1), slots, choices=0)
+    done = text_pass.run(
+        [0] * num_tokens, range(-1, num_tokens - 1), slots, finished=num_tokens, choices=0
+    )
     assert done is not None, "the target has hooks"
     return done[0][None]
 

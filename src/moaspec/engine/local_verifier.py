@@ -118,7 +118,8 @@ class LocalVerifier(Verifier):
         rows = self._prefill(requests)
         one_call = self._row_pass if len(rows) == 1 else None
         with self._target_time:
-            found = None if one_call is None else one_call.run(rows[0])
+            whole = self._hidden is not None
+            found = None if one_call is None else one_call.run(rows[0], whole=whole)
         states, chosen = found or (self._states(rows), None)
         decisions = self._decide(rows, states, chosen)
         if self._hidden is not None:
@@ -197,7 +198,10 @@ class LocalVerifier(Verifier):
         decisions: list[VerifyResult] = []
         for group in head_groups(rows) if len(rows) > 1 else [rows]:
             own = states[len(decisions) : len(decisions) + len(group)]
-            needed = [x_TE[row.num_new - 1 :] for row, x_TE in zip(group, own, strict=True)]
+            needed = [
+                x_TE[row.num_new - 1 - len(row.tokens) :]
+                for row, x_TE in zip(group, own, strict=True)
+            ]
             requests = [row.request for row in group]
             states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
             if any(one.sampling.needs_logits for one in requests):

@@ -30,8 +30,11 @@ class RowPass:
         text_pass = TextPass.of(target)
         return None if text_pass is None else cls(text_pass, cache)
 
-    def run(self, row: PassRow) -> tuple[list[Tensor], list[int] | None] | None:
-        """The states (T, E) of the row, and greedy choices after its root and each draft.
+    def run(self, row: PassRow, *, whole: bool) -> tuple[list[Tensor], list[int] | None] | None:
+        """States of the row, and greedy choices after its root and each draft.
+
+        Args:
+            whole: whether all states are needed, (T, E); else those of the root and the drafts.
 
         Returns:
             No choices if logits are needed. None if the pass must be made in another way.
@@ -41,6 +44,8 @@ class RowPass:
         parents = [*range(-1, row.num_new - 1), *(row.num_new + parent for parent in drafts)]
         self._cache.reserve(cache_row + 1, visible)
         slots = Slots(self._cache.data, [cache_row], [row.start], visible)
-        choices = 0 if row.request.sampling.needs_logits else 1 + len(drafts)
-        found = self._text_pass.run(row.tokens, parents, slots, choices=choices)
+        ends = 1 + len(drafts)
+        choices = 0 if row.request.sampling.needs_logits else ends
+        finished = len(row.tokens) if whole else ends
+        found = self._text_pass.run(row.tokens, parents, slots, finished=finished, choices=choices)
         return None if found is None else ([found[0]], found[1])

@@ -138,6 +138,19 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 #pragma omp barrier
 }
 
+// Stores keys and values of the first `count` tokens of a pass through one layer over one text, x, (count, E).
+// `storing` is the layer `without_queries`. The pass goes on behind these tokens; `start` is its first slot. Has
+// a barrier at its end.
+void team_store(const Layer& storing, const bf16* x, int64_t count, const LayerScratch& shared, Pass& pass,
+                int64_t& start) {
+  team_project(storing, x, count, {pass.cos, pass.sin, pass.turned, pass.period}, shared,
+               [&](int64_t row, int64_t head) { return cache_address(pass, 0, storing.kv_heads, row, head); });
+#pragma omp barrier
+  pass.cos += count * pass.turned;
+  pass.sin += count * pass.turned;
+  start += count;
+}
+
 // Applies an exit to x, (rows, E), in place. Has a barrier at its end.
 void team_exit(const Exit& exit, bf16* x, int64_t rows) {
   const int64_t width = exit.linear->outputs;
@@ -173,26 +186,19 @@ struct TreePasses {
   // Stores SA's keys and values of the next `count` unread tokens, x, (count, E), from slot `start` on.
   void store_text(const Layer& storing, const bf16* x, int64_t start, int64_t count, const LayerScratch& shared) {
     set_tokens(start, count, 0, nullptr);
-    team_project(storing, x, count, {text.cos, text.sin, text.turned, text.period}, shared,
-                 [&](int64_t row, int64_t head) { return cache_address(text, 0, storing.kv_heads, row, head); });
-#pragma omp barrier
-    advance(text, count);
+    team_store(storing, x, count, shared, text, start_);
   }
 
   // The next tokens share a position. Its angles are `rows` rows further on.
   void advance_angles(int64_t rows) {
     for (Pass* pass : {&text, &memory, &last}) {
-      advance(*pass, rows);
+      pass->cos += rows * pass->turned;
+      pass->sin += rows * pass->turned;
       pass->period = 1;
     }
   }
 
  private:
-  static void advance(Pass& pass, int64_t rows) {
-    pass.cos += rows * pass.turned;
-    pass.sin += rows * pass.turned;
-  }
-
   int64_t slots_, start_ = 0;
 };
 
@@ -381,10 +387,10 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
 }
 
 // Runs the target on tokens of one text, of which parents[i] is the one before token i, -1: the text that the
-// cache holds. Writes the states after the last norm, (tokens, E), and after each of the last `choices` tokens
-// the one that the head finds likeliest.
+// cache holds. `states`, (tokens, E), gets the states of the last `finished` tokens after the last norm; others
+// are left unfinished. After each of the last `choices` tokens `chosen` gets the one that the head finds likeliest.
 void moaspec_text(const TextPass* target, const int64_t* ids, const int64_t* parents, int64_t tokens, bf16* states,
-                  int64_t choices, int64_t* chosen, int32_t threads) {
+                  int64_t finished, int64_t choices, int64_t* chosen, int32_t threads) {
   Pass pass = target->text;
   const int64_t width = target->layers->output.outputs, turned = pass.turned, start = *pass.starts;
   const int64_t slots = start + tokens;
@@ -409,11 +415,24 @@ void moaspec_text(const TextPass* target, const int64_t* ids, const int64_t* par
   pass.period = pass.attention.tokens = tokens;
   pass.attention.slots = pass.attention.mask_token = slots;
   pass.attention.mask = masks.data();
+  // In the last layer only keys and values of the first tokens are needed.
+  const int64_t before = target->count - 1, stored = tokens - finished;
+  const Layer storing = without_queries(target->layers[before]);
   PassScratch shared(target->layers, target->count, pass.attention, tokens);
   ArgMax arg_max(choices, threads);
 #pragma omp parallel num_threads(threads)
   {
-    team_stack(target->layers, target->count, pass, states, shared);
+    Pass mine = pass;
+    mine.norm = nullptr;
+    team_stack(target->layers, before, mine, states, shared);
+    int64_t first = start;
+    mine.starts = &first;
+    mine.cache += before * mine.layer;
+    if (stored) team_store(storing, states, stored, shared.layer, mine, first);
+    mine.norm = pass.norm;
+    mine.attention.tokens = finished;
+    mine.attention.mask += stored * slots;
+    team_stack(target->layers + before, 1, mine, states + stored * width, shared);
     if (choices) arg_max.team_find(*target->head, states + (tokens - choices) * width, width);
   }
   for (int64_t row = 0; row < choices; row++) chosen[row] = arg_max.best(row);
