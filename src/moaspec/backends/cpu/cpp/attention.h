@@ -1,6 +1,8 @@
 // Attention of a few queries: up to kQueries queries of a KV head share one read of its keys and values.
 #pragma once
 
+#include <cstring>
+
 #include "gemm.h"
 
 extern "C" {
@@ -199,11 +201,9 @@ float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float s
 inline int64_t visible_slots(const QueryGroup& group, int64_t slots) {
   if (!group.mask[0]) return slots;
   int64_t end = 0;
-  for (int q = 0; q < group.count; q++) {
-    int64_t last = slots;
-    while (last > end && !group.mask[q][last - 1]) last--;
-    end = last;
-  }
+  for (int q = 0; q < group.count; q++)
+    if (const void* last = memrchr(group.mask[q] + end, 1, slots - end))
+      end = static_cast<const uint8_t*>(last) - group.mask[q] + 1;
   return end;
 }
 
