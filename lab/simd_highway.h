@@ -157,6 +157,11 @@ inline bool any_equal(Floats a, Floats b) {
   unrolled<kPieces>([&](auto i) { any |= !hn::AllFalse(D(), hn::Eq(a.part[i], b.part[i])); });
   return any;
 }
+inline bool all(Mask lanes) {
+  bool all = true;
+  unrolled<kPieces>([&](auto i) { all &= hn::AllTrue(D(), lanes.part[i]); });
+  return all;
+}
 inline Floats blend(Mask mask, Floats yes, Floats no) {
   return each([&](auto i) { return hn::IfThenElse(mask.part[i], yes.part[i], no.part[i]); });
 }

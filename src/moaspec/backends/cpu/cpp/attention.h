@@ -171,7 +171,7 @@ class KeyScorer {
 #endif
 
 // Replaces the scores of a query by e^(scale * (score - largest)), 0 where masked. Returns 1 / their sum, 0
-// if all are masked. `visible_weights` is scratch memory for the weights of visible slots.
+// if all are masked. `visible_weights` is scratch memory for the weights of visible slots behind others.
 float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float scale,
                       float* visible_weights) {
   const Floats minus_infinity = broadcast(-INFINITY);
@@ -182,19 +182,26 @@ float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float s
   for (int64_t s = 0; s < slots; s += kLanes)
     maxima = maximum(maxima, blend(visible_lanes(s), load(scores + s), minus_infinity));
   const Floats largest = broadcast(reduce_max(maxima)), factor = broadcast(scale);
+  // Visible weights are summed without gaps, so that the sum does not depend on the slots of keys. Those before
+  // the first gap are added at once.
+  Floats sums = broadcast(0.0f);
+  bool gap = false;
   int64_t count = 0;
   for (int64_t s = 0; s < slots; s += kLanes) {
     const Mask lanes = visible_lanes(s);
     const Floats weights =
         blend(lanes, exponential((load(scores + s) - largest) * factor), broadcast(0.0f));
     store(scores + s, weights);
-    count += compress(visible_weights + count, lanes, weights);
+    gap = gap || !all(lanes);
+    if (gap)
+      count += compress(visible_weights + count, lanes, weights);
+    else
+      sums = sums + weights;
   }
-  // Visible weights are summed without gaps, so that the sum does not depend on the slots of keys.
-  Floats sums = broadcast(0.0f);
   for (int64_t s = 0; s < count; s += kLanes)
     sums = sums + blend(first_lanes(count - s), load(visible_weights + s), broadcast(0.0f));
-  return count ? 1.0f / reduce_sum(sums) : 0.0f;
+  const float sum = reduce_sum(sums);
+  return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
 // Number of slots up to the last that a group sees. The weights of later slots are 0.

@@ -134,6 +134,9 @@ inline bool any_equal(Floats a, Floats b) {
   const __m256 low = _mm256_cmp_ps(a.part[0], b.part[0], _CMP_EQ_OQ);
   return _mm256_movemask_ps(_mm256_or_ps(low, _mm256_cmp_ps(a.part[1], b.part[1], _CMP_EQ_OQ))) != 0;
 }
+inline bool all(Mask lanes) {
+  return (_mm256_movemask_ps(lanes.part[0]) & _mm256_movemask_ps(lanes.part[1])) == 0xff;
+}
 inline Floats blend(Mask mask, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.part[0], yes.part[0], mask.part[0]),
           _mm256_blendv_ps(no.part[1], yes.part[1], mask.part[1])};
@@ -156,10 +159,6 @@ inline Mask nonzero(const uint8_t* from, int64_t count) {
 // Stores the lanes of the mask without gaps and returns their number. May overwrite 16 numbers of `to`.
 inline int compress(float* to, Mask mask, Floats x) {
   const unsigned kept = _mm256_movemask_ps(mask.part[0]) | _mm256_movemask_ps(mask.part[1]) << 8;
-  if (kept == 0xffff) {
-    store(to, x);
-    return kLanes;
-  }
   float numbers[kLanes];
   store(numbers, x);
   int count = 0;

@@ -58,6 +58,7 @@ inline float reduce_max(Floats x) { return _mm512_reduce_max_ps(x); }
 
 inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline bool any_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) != 0; }
+inline bool all(Mask lanes) { return lanes == 0xffff; }
 inline Floats blend(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
 inline void masked_store(int32_t* to, Mask mask, int32_t number) {
   _mm512_mask_storeu_epi32(to, mask, _mm512_set1_epi32(number));
