@@ -116,10 +116,7 @@ class LocalVerifier(Verifier):
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_time = _Stopwatch()
         rows = self._prefill(requests)
-        one_call = self._row_pass if len(rows) == 1 else None
-        with self._target_time:
-            whole = self._hidden is not None
-            found = None if one_call is None else one_call.run(rows[0], whole=whole)
+        found = self._in_one_call(rows[0]) if len(rows) == 1 else None
         states, chosen = found or (self._states(rows), None)
         decisions = self._decide(rows, states, chosen)
         if self._hidden is not None:
@@ -146,12 +143,20 @@ class LocalVerifier(Verifier):
             start, tokens = request.num_verified, request.new_tokens
             while len(tokens) > PREFILL_CHUNK_TOKENS:
                 chunk, tokens = tokens[:PREFILL_CHUNK_TOKENS], tokens[PREFILL_CHUNK_TOKENS:]
-                states_1TE = self._pass([PassRow(request, start, chunk, len(chunk))])
+                row = PassRow(request, start, chunk, len(chunk))
+                states, _ = self._in_one_call(row) or (self._states([row]), None)
                 if self._hidden is not None:
-                    self._hidden.add(request.cache_row, start, states_1TE[0])
+                    self._hidden.add(request.cache_row, start, states[0])
                 start += len(chunk)
             rows.append(PassRow(request, start, tokens + request.tree.tokens, len(tokens)))
         return rows
+
+    def _in_one_call(self, row: PassRow) -> tuple[list[Tensor], list[int] | None] | None:
+        """The pass over one row by kernels; see `RowPass.run`."""
+        if self._row_pass is None:
+            return None
+        with self._target_time:
+            return self._row_pass.run(row, whole=self._hidden is not None)
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
         """One pass over all rows: the final states of each one's tokens, (n, E)."""
@@ -227,10 +232,7 @@ class LocalVerifier(Verifier):
     def _features(
         self, requests: Sequence[VerifyRequest], num_accepted: Sequence[int]
     ) -> list[object]:
-        """The drafter's encoding of all verified tokens that it has not encoded yet.
-
-        Where the proposer can append them itself, it is asked to, and they are None.
-        """
+        """The encoding of all verified tokens that lack it; None where the proposer stored it."""
         features: list[object] = [None] * len(requests)
         ranges: dict[int, range] = {}
         for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):

@@ -84,6 +84,8 @@ inline void by_register_groups(int count, const Call& call) {
 // as stored.
 class KeyScorer {
  public:
+  static int64_t num_keys() { return kLanes; }
+
   KeyScorer(const QueryGroup& group, int64_t dim) : group_(group), dim_(dim), tiles_(kAmxTileRows) {
     for (int64_t i = 0; i < dim; i += kBlock) {
       Words pairs[kLanes];
@@ -132,41 +134,41 @@ class KeyScorer {
   alignas(64) float tile_scores_[kLanes * kLanes];
 };
 #else
-// Scores of Q queries, `dim` apart, with 16 keys that are laid out as a panel: keys are its outputs.
-template <int Q>
-inline void score_keys(const Input* queries, const Words* keys, int64_t dim, float* scores,
-                       int64_t stride) {
-  const uint8_t* panel = reinterpret_cast<const uint8_t*>(keys);
-  Tile tile;
-  Bf16Weights::tile<Q, 1>(queries, dim, panel, 0, panel, dim, tile);
-  for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
-}
-
-// Computes scores of a group's queries with 16 keys at a time, which it transposes into a panel.
+// Computes scores of a group's queries with a few panels of keys at a time, which it transposes: keys are a
+// panel's outputs.
 class KeyScorer {
  public:
-  KeyScorer(const QueryGroup& group, int64_t dim) : count_(group.count), dim_(dim) {
+  KeyScorer(const QueryGroup& group, int64_t dim) : count_(group.count), dim_(dim), panel_(dim / 2) {
     for (int q = 0; q < count_; q++) as_inputs(group.query[q], dim, queries_ + q * dim);
   }
 
-  // Scores of `count` keys, at most 16, `key_slot` numbers apart. Writes 16 for each query, 0 after the last
-  // key, in rows that are `stride` apart.
+  int64_t num_keys() const { return Bf16Weights::panels_at_once(count_) * kLanes; }
+
+  // Scores of `count` keys, at most `num_keys`, `key_slot` numbers apart. Writes a multiple of 16 for each query,
+  // 0 after the last key, in rows that are `stride` apart.
   void compute(const bf16* key, int64_t key_slot, int64_t count, float* scores, int64_t stride) {
-    for (int64_t part = 0; part < dim_ / 2; part += kLanes) {
-      for (int i = 0; i < kLanes; i++)
-        keys_[part + i] = i < count ? words(key + i * key_slot + 2 * part) : zero_words();
-      transpose(keys_ + part);
-    }
-    by_register_groups(count_, [&](int start, auto q) {
-      score_keys<q>(queries_ + start * dim_, keys_, dim_, scores + start * stride, stride);
-    });
+    int panels = 0;
+    for (; panels * kLanes < count; panels++)
+      for (int64_t part = 0; part < panel_; part += kLanes) {
+        Words* const to = keys_ + panels * panel_ + part;
+        for (int i = 0; i < kLanes; i++) {
+          const int64_t slot = panels * kLanes + i;
+          to[i] = slot < count ? words(key + slot * key_slot + 2 * part) : zero_words();
+        }
+        transpose(to);
+      }
+    const uint8_t* const first = reinterpret_cast<const uint8_t*>(keys_);
+    multiply_panels<Bf16Weights>(queries_, count_, dim_, first, panels, panel_ * sizeof(Words), first, dim_,
+                                 [&](int64_t query, int panel, Floats sums) {
+                                   store(scores + query * stride + panel * kLanes, sums);
+                                 });
   }
 
  private:
   const int count_;
-  const int64_t dim_;
+  const int64_t dim_, panel_;
   alignas(64) Input queries_[kQueries * kMaxHeadDim];
-  alignas(64) Words keys_[kMaxHeadDim / 2];
+  alignas(64) Words keys_[kMaxPanels * kMaxHeadDim / 2];
 };
 #endif
 
@@ -221,10 +223,10 @@ void attend(const QueryGroup& group, const bf16* key, const bf16* value, const A
   float* scores = thread_buffer<QueryGroup, float>((kQueries + 1) * stride + kLanes);
   {
     KeyScorer scorer(group, dim);
-    for (int64_t s = 0; s < slots; s += kLanes) {
-      prefetch_slots(key, call.key_slot, s + 2 * kLanes, std::min(slots, s + 3 * kLanes), dim);
-      scorer.compute(key + s * call.key_slot, call.key_slot, std::min<int64_t>(kLanes, slots - s), scores + s,
-                     stride);
+    const int64_t step = scorer.num_keys();
+    for (int64_t s = 0; s < slots; s += step) {
+      prefetch_slots(key, call.key_slot, s + 2 * step, std::min(slots, s + 3 * step), dim);
+      scorer.compute(key + s * call.key_slot, call.key_slot, std::min(step, slots - s), scores + s, stride);
     }
   }
   float factors[kQueries];
