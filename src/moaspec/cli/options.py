@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
 """The Python values of --free-branches."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+"""Fields of `DecodingOptions`, named so in `generate` and in requests too; None is not given."""
 MODEL = "smollm2-135m"
 MAX_GIB = 1_000_000  # more memory than any machine has
 
@@ -122,26 +124,29 @@ class DecodingOptions:
     @property
     def only_samples(self) -> bool:
         """Whether nothing but sampling differs from the defaults."""
-        return self == DecodingOptions(**_sampling(vars(self)))
+        none: dict[str, Any] = dict.fromkeys(SAMPLING)
+        return replace(self, **none) == DecodingOptions()
 
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
         """The options of `moaspec.generate`; ShapeError or InputError for a bad value."""
         from moaspec.drafting.tree_shapes import parse_shape
+        from moaspec.generation.options import sampling_params
         from moaspec.sampling.stop_strings import stop_strings
         from moaspec.sampling.token_ids import as_integer
 
         as_integer("--max-new-tokens", max_new_tokens)
         parse_shape(self.tree)
-        settings = {
-            **_sampling(vars(self)),
+        given = {
+            **{name: getattr(self, name) for name in SAMPLING},
             "max_new_tokens": max_new_tokens,
             "tree": self.tree,
             "free_branches": FREE_BRANCHES[self.free_branches],
             "generation_config": generation_defaults(self.generation_config),
             "stop": stop_strings(stop),
         }
-        check_sampling(settings)
-        return cast("GenerateOptions", settings)
+        settings = cast("GenerateOptions", given)
+        sampling_params(settings)  # refuses a bad value
+        return settings
 
 
 def with_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -225,17 +230,3 @@ def read_lines(option: str, path: Path) -> list[str]:
     if not lines:
         raise InputError(f"{option} {path} is empty.")
     return lines
-
-
-def check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raise InputError for an invalid sampling value."""
-    from moaspec.sampling.params import SamplingParams
-
-    SamplingParams(**_sampling(settings))
-
-
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    from moaspec.sampling.params import SamplingParams
-
-    names = {field.name for field in fields(SamplingParams)}
-    return {name: value for name, value in given.items() if name in names and value is not None}

@@ -23,6 +23,7 @@ from moaspec.cli.options import (
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable_file
+from moaspec.train.dataset.journal import resumed
 from moaspec.train.stopping import parse_duration
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ class WritingOptions:
         Args:
             **sampling: the other fields of `WriterOptions`.
         """
-        from moaspec.train.dataset.journal import resumed
         from moaspec.train.dataset.response_writer import WriterOptions
 
         require_writable_file("--out", self.out)

@@ -9,7 +9,7 @@ Legend: B rows, T tokens of the padded prompts, V vocabulary.
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -38,7 +38,6 @@ from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError
 from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
@@ -340,8 +339,8 @@ class _Rows:
     def _tokens(self, step: int, unfinished: Sequence[bool]) -> list[int]:
         """Every row's token of a step."""
         if self._pads_finished:
-            self._abort(row for row, goes_on in enumerate(unfinished) if not goes_on)
-        while any(self._waits(result, step) for result in self._results):
+            self._abort_finished(unfinished)
+        while any(one.stop_reason is None and len(one.token_ids) <= step for one in self._results):
             self._engine.step()
         own = [goes_on or not self._pads_finished for goes_on in unfinished]
         return [
@@ -349,14 +348,10 @@ class _Rows:
             for result, takes in zip(self._results, own, strict=True)
         ]
 
-    def _abort(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            if self._results[row].stop_reason is None:
-                self._engine.abort(self._handles[row])
-
-    @staticmethod
-    def _waits(result: GenerationResult, step: int) -> bool:
-        return result.stop_reason is None and len(result.token_ids) <= step
+    def _abort_finished(self, unfinished: Sequence[bool]) -> None:
+        for handle, result, goes_on in zip(self._handles, self._results, unfinished, strict=True):
+            if not goes_on and result.stop_reason is None:
+                self._engine.abort(handle)
 
     def _at_end(self, step: int) -> list[bool]:
         """Rows that the context's end leaves no further token."""

@@ -31,9 +31,8 @@ class LetterSequence:
     edges: list[bool]  # whether a word may begin at each; one more for the end
 
 
-def letters(folded: FoldedText | str) -> LetterSequence:
-    """Extract the letters, digits and symbols of a text."""
-    text = folded if isinstance(folded, str) else folded.text
+def letters(text: str) -> LetterSequence:
+    """Extract the letters, digits and symbols of a folded text."""
     places = [place for place, char in enumerate(text) if _is_significant(char)]
     breaks, edges, last = list[int](), list[bool](), -2
     for place in places:
@@ -77,7 +76,7 @@ class PrivateTextFinder:
     def __init__(self, kinds: Mapping[str, str]) -> None:
         self._root = _Node()
         for value, kind in kinds.items():
-            self._add_text(letters(fold(value)), kind)
+            self._add_text(letters(fold(value).text), kind)
         self._link()
 
     def find(self, folded: FoldedText) -> Iterator[Span]:
@@ -86,7 +85,7 @@ class PrivateTextFinder:
         Raises:
             InputError: too many private texts are parts of one another.
         """
-        read, node, work = letters(folded), self._root, 0
+        read, node, work = letters(folded.text), self._root, 0
         for end, char in enumerate(read.text, start=1):
             node = self._step(node, char)
             ending: _Node | None = node if node.ends else node.next_end

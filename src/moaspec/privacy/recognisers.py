@@ -4,6 +4,7 @@ They find text by its form; cards and IBANs also need correct check digits. They
 names, streets or diagnoses: users mark these.
 """
 
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -192,7 +193,5 @@ def default(phone_regions: Sequence[str] = ("US",)) -> tuple[Recogniser, ...]:
 
 def _library(name: str) -> Any:
     """Import a library of the extra `private`."""
-    import importlib
-
     require("Recognising private spans (not needed with --no-recognise)", "private")
     return importlib.import_module(name)

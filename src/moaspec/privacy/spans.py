@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moaspec.errors import InputError
 from moaspec.privacy.folding import FoldedText, folded_copies
+from moaspec.sampling.token_ids import common_length
 
 MARKED = "PRIVATE"
 _OPEN, _CLOSE = "<private>", "</private>"
@@ -60,31 +61,24 @@ def marked(text: str) -> tuple[str, list[Span]]:
             then, because the intended span is unknown.
     """
     kept, spans, length, place, start = list[str](), list[Span](), 0, 0, -1
-    for tag in _tags(text):
-        if tag.opens == (start >= 0):
+    for first, end, opens in _tags(text):
+        if opens == (start >= 0):
             raise InputError(
-                f"{text[tag.start : tag.stop]!r} at character {tag.start} has no partner: write "
+                f"{text[first:end]!r} at character {first} has no partner: write "
                 f"{_OPEN}...{_CLOSE}, one never inside another."
             )
-        kept.append(text[place : tag.start])
-        length, place = length + tag.start - place, tag.stop
-        if not tag.opens and start < length:
+        kept.append(text[place:first])
+        length, place = length + first - place, end
+        if not opens and start < length:
             spans.append(Span(start, length))
-        start = length if tag.opens else -1
+        start = length if opens else -1
     if start >= 0:
         raise InputError(f"{_OPEN} is never closed; write {_CLOSE} where the private text ends.")
     return "".join([*kept, text[place:]]), spans
 
 
-@dataclass(frozen=True)
-class _Tag:
-    start: int
-    stop: int
-    opens: bool
-
-
-def _tags(text: str) -> Iterator[_Tag]:
-    """Find the marks of a text in any spelling; see `marked`."""
+def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield start and end of each mark of a text in any spelling, and whether it opens a span."""
     *_, plain = folded_copies(text)  # the last copy has no escapes
     spelled = plain.text.translate(_LOOK_ALIKE)
     for found in _NO_TAG.finditer(spelled):
@@ -94,7 +88,7 @@ def _tags(text: str) -> Iterator[_Tag]:
         slash, name = found["before"].replace(" ", ""), found["name"].replace(" ", "")
         if found["end"] is None or slash not in {"", "/"} or name != "private":
             raise _refusal(plain, *found.span())
-        yield _Tag(*plain.span(*found.span()), opens=not slash)
+        yield (*plain.span(*found.span()), not slash)
 
 
 def _refusal(plain: FoldedText, first: int, end: int) -> InputError:
@@ -110,9 +104,7 @@ def _is_misspelt(word: str) -> bool:
     right = "private"
     if word == right:
         return False
-    head = next((i for i, (a, b) in enumerate(zip(word, right, strict=False)) if a != b), None)
-    if head is None:
-        return abs(len(word) - len(right)) == 1
+    head = common_length(word, right)
     rest, other = word[head:], right[head:]
     swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
     return other in (rest[1:], swapped) or rest == other[1:] or rest[1:] == other[1:]

@@ -37,7 +37,7 @@ def as_token_ids(name: str, values: Iterable[Any]) -> frozenset[int]:
     return frozenset(as_integer(f"Every one of {name}", value) for value in values)
 
 
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest common prefix of two texts, in tokens."""
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """The length of the longest common prefix of two texts, in tokens or characters."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

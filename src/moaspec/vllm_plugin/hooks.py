@@ -81,13 +81,10 @@ def require(owner: Any, path: str, *, owner_name: str | None = None) -> Any:
     found = owner
     for name in path.split("."):
         if not hasattr(found, name):
-            raise _missing(f"{owner_name or type(owner).__name__}.{path}")
+            raise ServingError(
+                f"vLLM {installed_version()} has no {owner_name or type(owner).__name__}.{path}, "
+                f"which drafting relies on. Install vLLM {TESTED_VERSION}, on which this plugin is "
+                "tested."
+            )
         found = getattr(found, name)
     return found
-
-
-def _missing(what: str) -> ServingError:
-    return ServingError(
-        f"vLLM {installed_version()} has no {what}, which drafting relies on. Install vLLM "
-        f"{TESTED_VERSION}, on which this plugin is tested."
-    )

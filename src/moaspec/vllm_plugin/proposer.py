@@ -146,10 +146,7 @@ class VLLMMoAProposer(CustomProposer):
 
     def _share(self, numbers: list[float]) -> list[float]:
         """Numbers of the first rank, see `Share`."""
-        group = get_tp_group()
-        if group.world_size == 1:
-            return numbers
-        shared: list[float] = group.broadcast_object(numbers, src=0)
+        shared: list[float] = get_tp_group().broadcast_object(numbers, src=0)
         return shared
 
     def begin_step(self) -> None:

@@ -14,6 +14,7 @@ from moaspec.cli.options import Device, Json, LoadOptions, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import measuring
+from moaspec.cli.terminal.tables.report_tables import in_ms
 from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.errors import InputError
 
@@ -125,7 +126,7 @@ def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
             if one.costs is not None
         ),
     ]
-    rows = [(name, *_milliseconds(line)) for name, line in lines]
+    rows = [(name, *map(in_ms, line)) for name, line in lines]
     return Table(("tokens in a pass", *map(str, costs.tokens)), rows, "milliseconds")
 
 
@@ -135,7 +136,7 @@ def _drafting_table(exits: Sequence[Exit]) -> Table:
     rows = [
         (
             f"{_exit_prefix(one, exits)}drafting",
-            *_milliseconds((one.costs.root_s, *map(one.costs.step_s_of, widths))),
+            *map(in_ms, (one.costs.root_s, *map(one.costs.step_s_of, widths))),
         )
         for one in exits
         if one.costs
@@ -175,7 +176,3 @@ def _promise(one: Exit) -> str:
     if not one.recorded:
         rates = "the checkpoint records no rates; by those of other drafts"
     return f"{rates} {Chain(length)} alone would bring {speedup:.2f}x"
-
-
-def _milliseconds(seconds: tuple[float, ...]) -> list[str]:
-    return [f"{1000 * s:.1f}" for s in seconds]

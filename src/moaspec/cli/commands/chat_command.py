@@ -93,10 +93,10 @@ class LocalChat(ChatLoop):
         events = self.session.stream(self.prompt_ids(question), **self.settings)
         with deferred_interrupts() as interrupts:
             show_events(events, printer, interrupts)
-        result, tokenizer = self.session.result, self.session.target.tokenizer
+        result = self.session.result
+        tokenizer: Any = self.session.target.tokenizer
         if result.token_ids:
-            decode: Any = getattr(tokenizer, "decode", None)
-            self.add_turn(question, decode(result.token_ids, skip_special_tokens=True))
+            self.add_turn(question, tokenizer.decode(result.token_ids, skip_special_tokens=True))
             self.results.append(result)
 
     def stats(self) -> str:

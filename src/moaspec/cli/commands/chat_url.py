@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from moaspec.cli.options import sent_api_key
+from moaspec.cli.options import SAMPLING, sent_api_key
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.chat_loop import ChatLoop
 from moaspec.errors import InputError
@@ -109,8 +109,5 @@ def _style(piece: dict[str, Any]) -> str:
 def _fields(settings: GenerateOptions) -> dict[str, Any]:
     return {
         "max_completion_tokens": settings["max_new_tokens"],
-        **{
-            name: settings.get(name)
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        },
+        **{name: settings.get(name) for name in SAMPLING},
     }

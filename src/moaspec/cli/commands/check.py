@@ -18,6 +18,7 @@ from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, status
 from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.errors import InputError
+from moaspec.evaluate.prompt_suites import read_prompts
 
 if TYPE_CHECKING:
     from moaspec.evaluate.correctness.check_target import Check, CheckedText
@@ -53,8 +54,6 @@ def check(
             "--limit, --max-new-tokens and --seeds must be at least 1, and --alone at least 0; got "
             f"{limit}, {max_new_tokens}, {seeds} and {alone}."
         )
-    from moaspec.evaluate.prompt_suites import read_prompts
-
     prompts, model = read_prompts(suite, limit=limit), asked.model
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target

@@ -12,6 +12,7 @@ from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE
 from moaspec.support.extras import require
 from moaspec.support.hub import PROBE_S
 from moaspec.support.paths import require_writable
@@ -136,7 +137,6 @@ def export_device(
 def _wasm_bytes(bundle: Path, weights: Weights) -> int:
     import onnx
 
-    from moaspec.remote.device_onnx.manifest import GRAPH_FILE
     from moaspec.remote.device_onnx.onnx_ops import wasm_bytes
 
     return wasm_bytes(onnx.load(bundle / GRAPH_FILE), weights)

@@ -23,12 +23,13 @@ from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.race_verdict import show_verdict
 from moaspec.cli.terminal.status import quiet_libraries, require_threads, set_threads
+from moaspec.cli.terminal.tables.report_tables import show
 from moaspec.cli.terminal.timed_steps import TimedSteps
 from moaspec.errors import InputError
+from moaspec.evaluate.prompt_suites import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from moaspec.evaluate.methods import Method
-    from moaspec.evaluate.prompt_suites import Prompt
     from moaspec.evaluate.race import Race, Races
     from moaspec.evaluate.report.report import Report
     from moaspec.model.moa import MoADrafter
@@ -70,7 +71,7 @@ def demo(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
     require_threads(threads)
-    screen = console.quiet_console() if as_json else new_screen()
+    screen = Screen(quiet=True) if as_json else new_screen()
     screen.print(INTRODUCTION)
     steps = TimedSteps(console.err)
     with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
@@ -94,8 +95,6 @@ def demo(
         facts["report"] = report and report.as_json()
         console.out.print(json.dumps(facts))
     elif report is not None:
-        from moaspec.cli.terminal.tables.report_tables import show
-
         show(report)
     if interrupts:
         raise typer.Exit(130)
@@ -140,7 +139,6 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
-    from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import find_weights, must_dequantise
 

@@ -21,6 +21,7 @@ from moaspec.cli.options import (
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.tables.report_tables import show, show_comparison
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.report import REPORT
@@ -105,7 +106,6 @@ def evaluate(
             load_reference_target,
             read_checkpoints,
         )
-        from moaspec.cli.terminal.tables.report_tables import show
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.method_names import require_known_noise
         from moaspec.evaluate.report.report import surroundings
@@ -221,7 +221,6 @@ def compare(
 
     Example: moaspec eval compare results/before results/after
     """
-    from moaspec.cli.terminal.tables.report_tables import show_comparison
     from moaspec.evaluate.report.comparison import compare_reports, read_report
 
     found = compare_reports(read_report(before), read_report(after))

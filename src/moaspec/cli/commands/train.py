@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,19 @@ import typer
 
 from moaspec.cli.options import with_options
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.console import Screen
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, set_threads, show_log_records, status
 from moaspec.cli.terminal.tables.plan_table import plan_table
 from moaspec.cli.terminal.tables.table import show_table
 from moaspec.data.conversations import ReadReport
+from moaspec.data.row_sources import require_sources
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
-    from moaspec.cli.terminal.console import Screen
     from moaspec.target.spec import TargetSpec
     from moaspec.train.dataset.examples import Example
     from moaspec.train.reports.run_log import StepMetrics as StepProgress
@@ -70,7 +71,6 @@ def train(
     seconds = None if for_ is None else parse_duration(for_)
     with loading(str(config)):
         from moaspec.backends.load import load_target
-        from moaspec.data.row_sources import require_sources
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
@@ -80,7 +80,8 @@ def train(
 
         settings = read_train_config(config, overrides or [])
         require_sources(settings.data)
-        require_writable("output", Path(settings.output))
+        output = Path(settings.output)
+        require_writable("output", output)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         # Refuses what cannot be trained before minutes are spent on loading it.
@@ -88,12 +89,11 @@ def train(
         prepare_config(skeleton.model.config, skeleton.name)
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
-    out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
-    saved = partial(_saved_sentence, Path(settings.output))
+    out, told = (console.out, console.err) if main else (Screen(quiet=True),) * 2
     unused = ReadReport()
-    with _explained_sigterm(saved), status("Reading examples"):
+    with _explained_sigterm(output), status("Reading examples"):
         examples = _read_examples(settings, skeleton, unused)
-    with _explained_sigterm(saved), status(f"Loading {settings.target}"):
+    with _explained_sigterm(output), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,
@@ -101,7 +101,7 @@ def train(
             packed=False,
             adapter=settings.adapter or None,
         )
-    with _explained_sigterm(saved), status(f"Preparing a drafter from {len(examples)} examples"):
+    with _explained_sigterm(output), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
     for line in (*unused.lines(), *trainer.notes()):
         told.print(line)
@@ -111,7 +111,7 @@ def train(
         f"from step {trainer.step}"
     )
     with (
-        _explained_sigterm(saved),
+        _explained_sigterm(output),
         ProgressBar("step", settings.steps, screen=told, transient=False) as bar,
         show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
     ):
@@ -145,7 +145,6 @@ def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) ->
 
 def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
-        from moaspec.data.row_sources import require_sources
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.reports.plan import GPUs, make_plan
@@ -184,20 +183,17 @@ def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport
 
 
 @contextmanager
-def _explained_sigterm(saved: Callable[[], str]) -> Iterator[None]:
+def _explained_sigterm(output: Path) -> Iterator[None]:
     """On SIGTERM, say what is saved and leave; `Trainer.run` saves the last step first."""
+    from moaspec.train.training_state import StateFiles
+
     try:
         with raise_on_sigterm():
             yield
     except TerminatedError as reason:
-        console.warn(f"Stopped by SIGTERM. {saved()} Run the same command again to continue.")
+        saved = StateFiles(output / "state").sentence()
+        console.warn(f"Stopped by SIGTERM. {saved} Run the same command again to continue.")
         raise typer.Exit(TERMINATED) from reason
-
-
-def _saved_sentence(output: Path) -> str:
-    from moaspec.train.training_state import StateFiles
-
-    return StateFiles(output / "state").sentence()
 
 
 def _write_recipe(name: Path | None) -> None:

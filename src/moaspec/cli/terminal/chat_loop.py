@@ -6,7 +6,6 @@ import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from moaspec.cli import options
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError, ServerError
 
@@ -90,11 +89,13 @@ class ChatLoop(ABC):
             self.answer(line)
 
     def _seed(self, argument: str) -> None:
+        from moaspec.generation.options import sampling_params
+
         try:
             seed = int(argument) if argument else None
         except ValueError:
             raise InputError(f"/seed takes an integer, got {argument!r}.") from None
-        options.check_sampling({**self.settings, "seed": seed})
+        sampling_params({**self.settings, "seed": seed})  # refuses a bad seed
         self.settings["seed"] = seed
         console.out.print("a seed is drawn for each answer" if seed is None else f"seed {seed}")
 

@@ -48,11 +48,6 @@ err = Screen(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=F
 err.soft_wrap = not err.is_terminal
 
 
-def quiet_console() -> Screen:
-    """A console that prints nothing, for all processes but the first."""
-    return Screen(quiet=True)
-
-
 def is_live(screen: Console) -> bool:
     """Whether this console can move the cursor of a terminal; FORCE_COLOR makes no pipe one."""
     return screen.is_interactive and screen.file.isatty()

@@ -3,8 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 PATIENCE_S = 2.0  # a second Ctrl-C raises if it comes this long after the first: something hangs
 
@@ -17,20 +17,25 @@ class TerminatedError(BaseException):
 
 
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Raise a `TerminatedError` on SIGTERM inside this block; only the main thread can."""
+def _handled(number: int, handle: Callable[..., None]) -> Iterator[None]:
+    """Handle a signal so inside this block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def raise_on_sigterm() -> AbstractContextManager[None]:
+    """Raise a `TerminatedError` on SIGTERM inside this block, if this is the main thread."""
 
     def leave(*_: object) -> None:
         raise TerminatedError
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return _handled(signal.SIGTERM, leave)
 
 
 class Interrupts:
@@ -54,11 +59,5 @@ class Interrupts:
 def deferred_interrupts() -> Iterator[Interrupts]:
     """Record Ctrl-C during streamed output and the summary after it."""
     interrupts = Interrupts()
-    if threading.current_thread() is not threading.main_thread():
+    with _handled(signal.SIGINT, interrupts.record):
         yield interrupts
-        return
-    before = signal.signal(signal.SIGINT, interrupts.record)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -10,7 +10,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
 )
 from rich.text import Text
@@ -23,7 +22,7 @@ PERIOD_S = 30.0  # where no bar can be drawn, seconds between the lines that tak
 
 
 class TimeLeft(ProgressColumn):
-    """The remaining time by the pace of this run's units, known from the first one on.
+    """The remaining time of one task by the pace of this run's units, from the first one on.
 
     rich's own column needs two units within half a minute. A task that continues an earlier run
     has a field `before`, the units of that run.
@@ -31,7 +30,7 @@ class TimeLeft(ProgressColumn):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[TaskID, tuple[float, float]] = {}
+        self._last = (0.0, 0.0)  # units done, and seconds when the last of them was
 
     def render(self, task: Task) -> Text:
         left_s = self.left_s(task)
@@ -44,9 +43,9 @@ class TimeLeft(ProgressColumn):
         done, elapsed = task.completed - task.fields.get("before", 0), task.elapsed
         if done <= 0 or elapsed is None or task.total is None:
             return None
-        if self._last.get(task.id, (0.0, 0.0))[0] != done:
-            self._last[task.id] = done, elapsed
-        _, then = self._last[task.id]
+        if self._last[0] != done:
+            self._last = done, elapsed
+        _, then = self._last
         return max(0.0, then / done * (task.total - task.completed) - (elapsed - then))
 
 

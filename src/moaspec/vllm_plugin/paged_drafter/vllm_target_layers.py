@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import PackedLinear
+from moaspec.target.decoder_layers import frozen_linear
 
 AllReduce = Callable[[Tensor], Tensor]
 Embed = Callable[[Tensor], Tensor]  # token ids (N,) -> embeddings (N, E)
@@ -138,10 +139,7 @@ def _choose_function(weight_WE: Tensor, ids_W: Tensor) -> Callable[[Tensor], Ten
     """
     if not can_pack(weight_WE.dtype, weight_WE.device):
         return lambda states_TE: ids_W[_best(F.linear(states_TE, weight_WE))]
-    with torch.device("meta"):
-        layer = nn.Linear(weight_WE.shape[1], weight_WE.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight_WE, requires_grad=False)
-    packed = PackedLinear(layer)
+    packed = PackedLinear(frozen_linear(weight_WE, None))
     matrix = packed.matrix
     if matrix is not None:
         return lambda states_TE: ids_W[matrix.best(states_TE)]

@@ -6,6 +6,7 @@ from typing import Annotated
 from moaspec.cli import device_options, options
 from moaspec.cli.commands.serving.serve import Active, HttpOptions, Port, Waiting, check_defaults
 from moaspec.cli.terminal.status import loading
+from moaspec.process_memory import prepare_process
 from moaspec.support.ports import bind
 
 
@@ -41,7 +42,6 @@ def edge(
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
-        from moaspec.process_memory import prepare_process
         from moaspec.remote.device.server_text import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS

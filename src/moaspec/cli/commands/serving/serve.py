@@ -6,6 +6,7 @@ import os
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,13 +17,12 @@ from moaspec.cli.loading import load_pair, measure_once, print_defaults
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
+from moaspec.process_memory import prepare_process
 from moaspec.support import limits
 from moaspec.support.extras import require
 from moaspec.support.ports import bind
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.serve.server_context import ServeSettings
     from moaspec.serve.sources.source import TextSource
@@ -125,7 +125,6 @@ def serve(
         with loading(asked.model, asked.threads, asked.quantize):
             settings = http.settings(keys)
             from moaspec.generation.shaping import shaping_for
-            from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
+from moaspec.process_memory import freeze_loaded_objects, prepare_process
 from moaspec.support.extras import require
 from moaspec.support.ports import held, split_address
 
@@ -157,7 +159,6 @@ def target_server(
         held(addresses),
         loading(asked.model, asked.threads, asked.quantize),
     ):
-        from moaspec.process_memory import prepare_process
         from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
         from moaspec.remote.server.service import ServiceOptions
@@ -369,8 +370,6 @@ def _serve_metrics(service: Any, host: str, port: int) -> None:
 
 
 def _print_traces() -> None:
-    import sys
-
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
@@ -388,8 +387,6 @@ async def _serve(
     learning: LearningProcess | None,
     stopping: threading.Event,
 ) -> None:
-    from moaspec.process_memory import freeze_loaded_objects
-
     stop = asyncio.Event()
 
     def begin_stop() -> None:

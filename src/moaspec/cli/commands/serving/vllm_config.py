@@ -11,6 +11,7 @@ from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import MismatchError
+from moaspec.model.checkpoint.directory import read_config
 
 
 @with_options
@@ -54,7 +55,6 @@ def _usable_config(drafter: str) -> dict[str, Any]:
     from moaspec.generation.destinations import vllm_problem
     from moaspec.generation.drafters import find_drafter
     from moaspec.model.checkpoint.baseline_checkpoint import is_baseline
-    from moaspec.model.checkpoint.directory import read_config
     from moaspec.model.checkpoint.moa_config import SECTION, recorded_config
 
     directory = find_drafter(drafter)
