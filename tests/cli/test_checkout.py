@@ -9,28 +9,29 @@ import typer
 from typer.testing import CliRunner
 
 from commands import Cli
-from moaspec.cli.checkout import TOOLS, add_tool_command
+from moaspec.cli.checkout import add_tool_command
 from moaspec.errors import InputError
 
 
-def _app(tools: Path) -> typer.Typer:
+def _app() -> typer.Typer:
     app = typer.Typer()
     app.command("models")(lambda: None)  # an app with one command has no command names
-    add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench", tools)
+    add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
     return app
 
 
 @pytest.mark.parametrize("arguments", [[], ["--links", "none", "--json"]])
 def test_an_installed_package_says_that_it_needs_a_checkout(
-    arguments: list[str], tmp_path: Path
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = CliRunner().invoke(_app(tmp_path), ["edge-bench", *arguments])
+    monkeypatch.setattr("moaspec.cli.checkout.TOOLS", tmp_path)
+    found = CliRunner().invoke(_app(), ["edge-bench", *arguments])
     assert isinstance(found.exception, InputError)
     assert "`moaspec edge-bench` runs only in a checkout" in str(found.exception)
 
 
 def test_a_checkout_has_the_command() -> None:
-    found = CliRunner().invoke(_app(TOOLS), ["edge-bench", "--help"])
+    found = CliRunner().invoke(_app(), ["edge-bench", "--help"])
     assert found.exit_code == 0
     assert "--server-speed" in found.output
 

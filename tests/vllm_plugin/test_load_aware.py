@@ -40,7 +40,9 @@ class Steps:
     accepted: dict[str, float]
     chooser: LoadAwareDrafts = field(
         default_factory=lambda: LoadAwareDrafts(
-            StepCosts(table(), max_requests=MOST, longest=LONGEST), longest=LONGEST, rate=1.0
+            StepCosts(table(), max_requests=MOST, longest=LONGEST, share=list),
+            longest=LONGEST,
+            rate=1.0,
         )
     )
     backlog: int = 0
@@ -110,7 +112,7 @@ def seconds(costs: StepCosts, num_requests: int, num_drafts: int) -> float:
 
 
 def test_measured_times_replace_those_of_the_start() -> None:
-    costs = StepCosts(table(), max_requests=MOST, longest=LONGEST)
+    costs = StepCosts(table(), max_requests=MOST, longest=LONGEST, share=list)
     assert seconds(costs, 16, 32) == pytest.approx(pass_s(48))
     for _ in range(200):
         costs.count_pass(1, 0, 0.011, 0.002)
@@ -130,7 +132,7 @@ def test_measured_times_replace_those_of_the_start() -> None:
 
 
 def test_one_long_step_changes_little() -> None:
-    costs = StepCosts(table(), max_requests=MOST, longest=LONGEST)
+    costs = StepCosts(table(), max_requests=MOST, longest=LONGEST, share=list)
     for long_s in (*[0.010] * 20, 5.0):
         costs.count_pass(4, 0, long_s, 0.0)
     costs.refresh()

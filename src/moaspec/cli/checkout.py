@@ -12,24 +12,24 @@ from moaspec.errors import InputError
 TOOLS = Path(__file__).parents[3] / "tools"
 
 
-def import_tool(module: str, command: str, tools: Path = TOOLS) -> Any:
+def import_tool(module: str, command: str) -> Any:
     """Import a module of tools/; `command` needs it.
 
     Raises:
         InputError: this is an installed package, which has no tools.
     """
-    if not _is_there(module, tools):
+    if not _is_there(module):
         raise InputError(
             f"`{command}` runs only in a checkout of the repository, because it is not part of the "
             "installed package: clone the repository, run `make install` there, and use its "
             ".venv/bin/moaspec."
         )
-    if str(tools) not in sys.path:
-        sys.path.append(str(tools))
+    if str(TOOLS) not in sys.path:
+        sys.path.append(str(TOOLS))
     return import_module(module)
 
 
-def add_tool_command(app: typer.Typer, function: str, command: str, tools: Path = TOOLS) -> None:
+def add_tool_command(app: typer.Typer, function: str, command: str) -> None:
     """Add a command, which an installed package hides and refuses.
 
     Args:
@@ -38,16 +38,16 @@ def add_tool_command(app: typer.Typer, function: str, command: str, tools: Path 
     """
     module, _, attribute = function.partition(":")
     name = command.rpartition(" ")[2]
-    if _is_there(module, tools):
-        app.command(name)(getattr(import_tool(module, command, tools), attribute))
+    if _is_there(module):
+        app.command(name)(getattr(import_tool(module, command), attribute))
         return
 
     @app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})
     def unavailable(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
         """Say that this command needs a checkout."""
         del arguments
-        import_tool(module, command, tools)
+        import_tool(module, command)
 
 
-def _is_there(module: str, tools: Path) -> bool:
-    return (tools / Path(*module.split("."))).with_suffix(".py").is_file()
+def _is_there(module: str) -> bool:
+    return (TOOLS / Path(*module.split("."))).with_suffix(".py").is_file()

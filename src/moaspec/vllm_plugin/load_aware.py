@@ -40,11 +40,6 @@ Share = Callable[[list[float]], list[float]]
 """Replaces each rank's numbers by those of the first tensor-parallel rank, so all decide alike."""
 
 
-def own(numbers: list[float]) -> list[float]:
-    """The `Share` of a single rank."""
-    return numbers
-
-
 class StepCosts:
     """Seconds of the parts of a step.
 
@@ -64,7 +59,7 @@ class StepCosts:
     """
 
     def __init__(
-        self, measured: CostTable, *, max_requests: int, longest: int, share: Share = own
+        self, measured: CostTable, *, max_requests: int, longest: int, share: Share
     ) -> None:
         self._share = share
         tokens = np.arange(max_requests * (1 + longest) + 1.0)
