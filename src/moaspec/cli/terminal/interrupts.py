@@ -18,7 +18,7 @@ class TerminatedError(BaseException):
 
 @contextmanager
 def _handled(number: int, handle: Callable[..., None]) -> Iterator[None]:
-    """Handle a signal so inside this block; only the main thread can."""
+    """Call `handle` on a signal inside this block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
