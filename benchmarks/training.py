@@ -28,7 +28,6 @@ import torch
 from naive_training import naive_step
 
 import moaspec
-import moaspec.train.trainer as loop
 from moaspec.calibration.measure_costs import machine
 from moaspec.model.moa import DraftDecoder, TargetEncoder
 from moaspec.target.target import Target
@@ -36,6 +35,7 @@ from moaspec.train.data_order import TrainBatch, random_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.run_config import TrainConfig, learning_rate
+from moaspec.train.students import students
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights, exit_loss
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
@@ -92,7 +92,7 @@ def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
         patch.object(
             DraftVocabularyHead, "__call__", clock.timed("head", DraftVocabularyHead.__call__)
         ),
-        patch.object(loop, "exit_loss", clock.timed("head and loss", exit_loss)),
+        patch.object(students, "exit_loss", clock.timed("head and loss", exit_loss)),
         patch.object(strategy, "backward", clock.timed("backward", strategy.backward)),
         patch.object(optimizer, "step", clock.timed("optimiser", optimizer.step)),
     ):
@@ -151,7 +151,7 @@ def measured(
     clock, worst, pads = Clock(), 0.0, []
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
-        cached.activations.passes(part.batch)  # fills the cache, outside the clock
+        cached.student.activations.passes(part.batch)  # fills the cache, outside the clock
         (optimizer,) = other.strategy.optimizers
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plain.config, step)

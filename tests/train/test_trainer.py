@@ -959,7 +959,10 @@ def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
         num_target_layers=(1,),
         steps=1,
     )
-    drafter, sample = module(second), list(second.activations.sample(second.data.train_ids, 100))
+    drafter, sample = (
+        module(second),
+        list(second.student.activations.sample(second.data.train_ids, 100)),
+    )
     massive = []
     for batch, result in sample:
         before_BTE = result.before[1].clone()

@@ -38,9 +38,8 @@ from moaspec.train.parallelism import new_accelerator, new_strategy, split_state
 from moaspec.train.reports.run_log import RunLog
 from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec.train.students.held_out import BLOCK_LENGTH, measure_held_out
-from moaspec.train.students.losses import LossWeights, logit_chunk_size
-from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, pass_loss
-from moaspec.train.students.target_activations import TargetActivations
+from moaspec.train.students.losses import LossWeights
+from moaspec.train.students.students import MoAStudent
 from moaspec.train.training_state import FACTS_FILE, StateFiles, damaged_state
 
 MIN_RESPONSE_TOKENS = 2 * BLOCK_LENGTH
@@ -134,17 +133,11 @@ class ContinualTrainer:
         drafter = load_checkpoint(find_drafter(initial), target.identity, target.config)
         layers = drafter.config.num_target_layers
         self._settings = _settings(self.config, target, initial, self.directory, layers)
-        before = [n for n in layers if n]
-        activations = TargetActivations(target, (), None, before)
-        self._student = MoAStudent(target, activations, self._settings, (), self.directory)
+        self._student = MoAStudent(target, self._settings, (), ())
         self._module = self._student.module
         self._module.encoder.requires_grad_(requires_grad=False)
         accelerator = new_accelerator(self._settings)
         self._strategy = new_strategy(accelerator, self._module, self._settings)
-        self._head = DraftVocabularyHead(target, None)
-        ids = self._module.draft_token_ids
-        vocabulary = target.vocab_size if ids is None else len(ids)
-        self._chunk = logit_chunk_size(vocabulary, target.device)
         self._generator = torch.Generator().manual_seed(self.config.seed)
         self.texts = self.steps = self.cycle = self.version = 0
         self.fingerprints = [fingerprint(drafter)]
@@ -198,12 +191,11 @@ class ContinualTrainer:
         whole = TrainBatch(batch, blocks, None)
         passes = num_passes(settings, int(batch.attention_mask_BT.sum()), 1)
         self._strategy.begin(learning_rate(settings, self.steps))
-        self._module.train()
         for part in split_batch(whole, min(passes, len(self._batch))):
             result = self._student.run(
                 self._strategy.model, part.to(self.target.device), self.steps
             )
-            loss, _ = pass_loss(result, whole, settings.loss, chunk=self._chunk)
+            loss, _ = self._student.loss(result, whole)
             self._strategy.backward(loss)
         self._finite &= math.isfinite(self._strategy.update(settings.clip))
         self._batch, self._steps_left, self.steps = [], self._steps_left - 1, self.steps + 1
@@ -236,19 +228,15 @@ class ContinualTrainer:
         self._begin_cycle()
         return report
 
-    @torch.no_grad()
     def _tau(self) -> float:
         """Simulated tau of the current weights on the held-out texts."""
-        self._module.eval()
         found = measure_held_out(
-            lambda part: self._student.run(
-                self._strategy.model, part.to(self.target.device), self.steps
-            ),
+            self._student,
+            self._strategy,
             self._held_out,
             range(len(self._held_out)),
+            step=self.steps,
             batch_size=1,
-            draft_token_ids=self._module.draft_token_ids,
-            head=self._head,
         )
         assert found[0].tau is not None, "responses of `MIN_RESPONSE_TOKENS` fill a block"
         return found[0].tau
@@ -282,8 +270,9 @@ class ContinualTrainer:
             "steps": self.steps,
             "fingerprints": self.fingerprints,
             "generator": self._generator.get_state().tolist(),
+            "cycle": self.cycle,
         }
-        self._states.save(self.cycle, self._before, facts | {"cycle": self.cycle})
+        self._states.save(self.cycle, self._before, facts)
 
     def _resume(self, saved: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
         if saved is None:
@@ -366,6 +355,7 @@ def _settings(
         final_lr=1.0,
         warmup_steps=config.steps,
         max_length=config.max_length,
+        activation_cache=False,
         seed=config.seed,
         device=target.device.type,
         loss=LossWeights(kl=1.0),

@@ -50,7 +50,6 @@ class LearningSettings:
             process still learns with the weights before rounding.
         initial: the drafter to begin with: an alias, directory or hub id.
         directory: of states and versions, see `ContinualTrainer`.
-        threads: CPU threads.
     """
 
     target: str
@@ -58,7 +57,6 @@ class LearningSettings:
     initial: str
     directory: Path
     adapter: str | None = None
-    threads: int = 1
     config: LearnConfig = field(default_factory=LearnConfig)
 
     def newest(self) -> str:
@@ -206,7 +204,7 @@ def _learn(settings: LearningSettings, connection: Connection) -> None:
 
     from moaspec.backends.load import load_target
 
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:
             target = load_target(

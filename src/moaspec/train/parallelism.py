@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,13 +96,6 @@ def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
     return accelerator.reduce(moved, reduction="sum").cpu()
 
 
-def make_directory(accelerator: Accelerator, path: Path) -> None:
-    """Create a directory before any process uses it."""
-    if accelerator.is_main_process:
-        path.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-
-
 class ParallelStrategy:
     """A drafter and its optimiser, distributed over the processes: `none` (DDP) and `fsdp`.
 
@@ -120,7 +112,7 @@ class ParallelStrategy:
         model: nn.Module,
         *optimizers: torch.optim.Optimizer,
     ) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self.module, self.model, self.optimizers = module, model, optimizers
         self._of = {
             parameter: one
@@ -141,11 +133,11 @@ class ParallelStrategy:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
             return nullcontext()
-        return nullcontext() if last else self._accelerator.no_sync(self.model)
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of one pass; they are averaged over processes."""
-        self._accelerator.backward(loss)
+        self.accelerator.backward(loss)
 
     def update(self, clip: float) -> float:
         """Clip the gradients' norm and make an optimiser step.

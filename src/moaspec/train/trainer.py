@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from moaspec.target.target import Target
 from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example
 from moaspec.train.parallelism import (
-    make_directory,
     new_accelerator,
     new_strategy,
     split_state,
@@ -36,16 +34,9 @@ from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec.train.run_failures import explain_failures
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
-from moaspec.train.students.losses import LossSums, logit_chunk_size
+from moaspec.train.students.losses import LossSums
 from moaspec.train.students.simulated_rounds import round_blocks
-from moaspec.train.students.students import (
-    BaselineStudent,
-    DraftVocabularyHead,
-    MoAStudent,
-    Student,
-    pass_loss,
-)
-from moaspec.train.students.target_activations import TargetActivations
+from moaspec.train.students.students import BaselineStudent, MoAStudent, Student
 from moaspec.train.training_state import StateFiles, damaged_state
 
 log = logging.getLogger(__name__)
@@ -81,21 +72,13 @@ class Trainer:
     ) -> None:
         self.config, self.target, self.output = config, target, Path(config.output)
         self.accelerator = accelerator or new_accelerator(config)
-        make_directory(self.accelerator, self.output)
+        with self.accelerator.main_process_first():
+            self.output.mkdir(parents=True, exist_ok=True)
         self.data = DataOrder(examples, config)
-        directory = self.output / "activations" if config.activation_cache else None
-        before = [n for n in config.num_target_layers if n]
-        self.activations = TargetActivations(
-            target, self.data.examples, directory, before, finals_only=config.drafter != "moa"
-        )
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         saved = self.states.load()
-        counted = [self.data.examples[i] for i in self.data.train_ids]
         kind = MoAStudent if config.drafter == "moa" else BaselineStudent
-        self.student: Student = kind(target, self.activations, config, counted, self.output)
-        ids = self.student.draft_token_ids
-        vocabulary = target.vocab_size if ids is None else len(ids)
-        self._chunk = logit_chunk_size(vocabulary, self.accelerator.device)
+        self.student: Student = kind(target, config, self.data.examples, self.data.train_ids)
         self.step = self.tokens = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
@@ -221,10 +204,7 @@ class Trainer:
         if self.config.anchors == "rounds":
             part = self._cut_at_rounds(part)
         result = self.student.run(self.strategy.model, part, self.step)
-        processes = self.accelerator.num_processes
-        loss, sums = pass_loss(
-            result, whole, self.config.loss, chunk=self._chunk, processes=processes
-        )
+        loss, sums = self.student.loss(result, whole, processes=self.accelerator.num_processes)
         self.strategy.backward(loss)
         return sums
 
@@ -233,30 +213,19 @@ class Trainer:
         """Let blocks begin where simulated rounds of the drafter's first exit do."""
         states = self.student.run(self.strategy.model, part, self.step).exits[0]
         ids = self.student.draft_token_ids
-        blocks = round_blocks(states, part, ids, chunk=self._chunk)
+        blocks = round_blocks(states, part, ids, chunk=self.student.chunk)
         return dataclasses.replace(part, blocks=blocks)
 
-    @torch.no_grad()
     def measure(self) -> dict[int, HeldOutMetrics]:
-        self.student.module.eval()
         found = measure_held_out(
-            lambda part: self.student.run(
-                self.strategy.model, part.to(self.accelerator.device), self.step
-            ),
+            self.student,
+            self.strategy,
             self.data.examples,
             self.data.held_out_ids,
+            step=self.step,
             batch_size=self.config.batch_size,
-            draft_token_ids=self.student.draft_token_ids,
-            process=(self.accelerator.process_index, self.accelerator.num_processes),
-            total=lambda values: sum_over_processes(self.accelerator, values),
-            head=lambda states_ME: self._head(states_ME),
         )
-        self.student.module.train()
         return dict(zip(self.student.exits, found, strict=False))
-
-    @cached_property
-    def _head(self) -> DraftVocabularyHead:
-        return DraftVocabularyHead(self.target, None)
 
     def _held_out(self) -> dict[str, Any]:
         if self.data.held_out_ids:

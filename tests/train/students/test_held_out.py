@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import torch
 
 from moaspec.train.data_order import TrainBatch, fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import StudentOutput
+from moaspec.train.students.students import Student, StudentOutput
 
 
 def test_prefixes_of_whole_blocks_by_hand() -> None:
@@ -34,15 +36,12 @@ def test_without_drafts_there_is_no_moment() -> None:
     batch = collate([Example([1, 2], [3])], [0])
     part = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
     assert not part.blocks.loss_BT.any()
-    (found,) = measure_held_out(
-        lambda _: StudentOutput([states]),
-        [Example([1, 2], [3])],
-        [0],
-        batch_size=1,
-        draft_token_ids=None,
-        process=(0, 1),
-        total=torch.clone,
-        head=torch.clone,
-    )
+    student = Mock(spec=Student, draft_token_ids=None, full_head=torch.clone)
+    student.target = Mock(device=torch.device("cpu"))
+    student.module = torch.nn.Identity()
+    student.run.return_value = StudentOutput([states])
+    strategy = Mock(accelerator=Mock(num_processes=1, process_index=0))
+    examples = [Example([1, 2], [3])]
+    (found,) = measure_held_out(student, strategy, examples, [0], step=0, batch_size=1)
     assert found.moment_EE is None
     assert found.tau is None

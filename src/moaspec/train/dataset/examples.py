@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, init=False)
@@ -95,15 +96,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
     """Right-pad examples into one batch."""
     chosen = [examples[i] for i in example_ids]
-    longest = max(map(len, chosen))
-    input_ids_BT = torch.zeros(len(chosen), longest, dtype=torch.long)
-    attention_mask_BT = torch.zeros(len(chosen), longest, dtype=torch.long)
-    response_BT = torch.zeros(len(chosen), longest, dtype=torch.bool)
-    for row, example in enumerate(chosen):
-        input_ids_BT[row, : len(example)] = torch.tensor(example.token_ids)
-        attention_mask_BT[row, : len(example)] = 1
-        response_BT[row, : len(example)] = torch.tensor(example.response_mask)
-    return Batch(input_ids_BT, attention_mask_BT, response_BT, tuple(example_ids))
+    ids = [torch.tensor(example.token_ids) for example in chosen]
+    masks = [torch.tensor(example.response_mask) for example in chosen]
+    return Batch(
+        pad_sequence(ids, batch_first=True),
+        pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        pad_sequence(masks, batch_first=True),
+        tuple(example_ids),
+    )
 
 
 def epoch_batches(

@@ -43,7 +43,7 @@ def write_card(
 ) -> None:
     """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results."""
     measured = [row for row in rows if row.get("held_out_accuracy")]
-    ids, target = student.draft_token_ids, student.target
+    target = student.target
     source = _TEMPLATE.read_text(encoding="utf-8")
     # Autoescaping is for HTML; this is Markdown from the run's own numbers.
     template = jinja2.Environment(autoescape=False).from_string(source)  # noqa: S701
@@ -54,7 +54,7 @@ def write_card(
         config=config,
         facts=facts,
         parameters=f"{sum(p.numel() for p in student.module.parameters()) / 1e6:.1f}M",
-        vocabulary=target.vocab_size if ids is None else len(ids),
+        vocabulary=student.vocab_size,
         versions=f"moaspec {moaspec.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         measured=measured[-1] if measured else None,

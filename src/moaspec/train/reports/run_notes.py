@@ -22,17 +22,14 @@ def _vocabulary(student: Student, config: TrainConfig, data: DataOrder) -> list[
     ids, asked = student.draft_token_ids, config.sizes.draft_vocab
     if ids is None:
         return []
-    held_out = [data.examples[i] for i in data.held_out_ids]
-    notes = [f"Draft vocabulary: {len(ids)} tokens."]
+    note = f"Draft vocabulary: {len(ids)} tokens"
     if len(ids) < asked:
-        notes[0] = (
-            f"Draft vocabulary: {len(ids)} tokens, fewer than sizes.draft_vocab={asked}, because "
-            "the training responses have no others."
+        note += (
+            f", fewer than sizes.draft_vocab={asked}, because the training responses have no others"
         )
-    share = coverage(held_out, ids)
-    if share is not None:
-        notes[0] += f" It has {share:.2%} of the held-out response tokens."
-    return notes
+    share = coverage((data.examples[i] for i in data.held_out_ids), ids)
+    covered = "" if share is None else f" It has {share:.2%} of the held-out response tokens."
+    return [f"{note}.{covered}"]
 
 
 def _uses(student: Student) -> list[str]:

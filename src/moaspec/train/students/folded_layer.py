@@ -10,8 +10,8 @@ for each channel, its mean effect on sampled tokens, which is multiplied into th
 Legend: C channels.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -80,24 +80,20 @@ def _scaled(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor * rows.float().reshape(-1, *[1] * (tensor.ndim - 1))
 
 
-class _Factors(dict[str, Tensor]):
-    """Least-squares factors of each channel between two activations, by name."""
+def _measure(
+    target: Target, layer: Any, parts: set[str], batches: Iterable[Batch]
+) -> dict[str, Tensor]:
+    """Factors of each norm by its name, and the inputs of "attention" and "mlp" for unit states.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+    They are least-squares factors of each channel between two activations.
+    """
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def add(self, name: str, given: Tensor, got: Tensor) -> None:
+    def add(name: str, given: Tensor, got: Tensor) -> None:
         given, got = (x.detach().flatten(0, -2).double() for x in (given, got))
-        product, square = self._sums.get(name, (0.0, 0.0))
-        product, square = product + (given * got).sum(0), square + given.square().sum(0)
-        self._sums[name] = product, square
-        self[name] = product / square.clamp(min=1e-12)
+        product, square = sums.get(name, (0.0, 0.0))
+        sums[name] = product + (given * got).sum(0), square + given.square().sum(0)
 
-
-def _measure(target: Target, layer: Any, parts: set[str], batches: Iterable[Batch]) -> _Factors:
-    """Factors of each norm by its name, and the inputs of "attention" and "mlp" for unit states."""
-    factors = _Factors()
     before_mlp = _BEFORE_MLP if _BEFORE_MLP in parts else _AFTER_ATTENTION
     if _AFTER_MLP in parts and before_mlp == _AFTER_ATTENTION:
         before_mlp = ""
@@ -106,7 +102,7 @@ def _measure(target: Target, layer: Any, parts: set[str], batches: Iterable[Batc
     def norm(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             entered[name] = inputs[0]
-            factors.add(name, inputs[0], output)
+            add(name, inputs[0], output)
 
         return hook
 
@@ -114,24 +110,18 @@ def _measure(target: Target, layer: Any, parts: set[str], batches: Iterable[Batc
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
             states = entered.get(before, inputs[0]).float()
             unit = states / states.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
-            factors.add(name, unit, inputs[0])
+            add(name, unit, inputs[0])
 
         return hook
 
     hooks = {name: norm(name) for name in parts if name in _NORMS or name in _HEAD_NORMS}
     hooks["self_attn.q_proj"] = projection("attention", _BEFORE_ATTENTION)
     hooks["mlp.gate_proj"] = projection("mlp", before_mlp)
-    with _hooked(layer, hooks):
-        for batch in batches:
-            target.capture(batch.input_ids_BT, batch.attention_mask_BT)
-    return factors
-
-
-@contextmanager
-def _hooked(layer: nn.Module, hooks: dict[str, Callable[..., None]]) -> Iterator[None]:
     with ExitStack() as stack:
         # Accelerated layers run module by module if they have hooks of their own.
         stack.callback(layer.register_forward_hook(lambda *_: None).remove)
         for name, hook in hooks.items():
             stack.callback(layer.get_submodule(name).register_forward_hook(hook).remove)
-        yield
+        for batch in batches:
+            target.capture(batch.input_ids_BT, batch.attention_mask_BT)
+    return {name: product / square.clamp(min=1e-12) for name, (product, square) in sums.items()}

@@ -10,7 +10,7 @@ Legend: M queries with loss, R ranks, X blocks, E hidden size, V draft vocabular
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from moaspec.train.data_order import TrainBatch, fixed_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
-from moaspec.train.students.students import StudentOutput
+from moaspec.train.parallelism import ParallelStrategy, sum_over_processes
+from moaspec.train.students.losses import MAX_CHUNK, ExitStates
+from moaspec.train.students.students import Student
 
 BLOCK_LENGTH = 8  # drafts of a simulated chain
 NUM_RANKS = 8  # number of most likely drafts whose acceptance is measured
@@ -39,40 +40,40 @@ class HeldOutMetrics:
     moment_EE: Tensor | None  # second moment of the states before the head; None without queries
 
 
+@torch.no_grad()
 def measure_held_out(
-    run: Callable[[TrainBatch], StudentOutput],
+    student: Student,
+    strategy: ParallelStrategy,
     examples: Sequence[Example],
     ids: Sequence[int],
     *,
+    step: int,
     batch_size: int,
-    draft_token_ids: Tensor | None,
-    head: LogitsFunction,
-    process: tuple[int, int] = (0, 1),
-    total: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> list[HeldOutMetrics]:
     """Measure every exit.
 
     Args:
+        strategy: has the student's wrapped module, and its processes.
         ids: of the held-out examples; an empty list gives no metrics.
+        step: of the run.
         batch_size: examples of one pass, over all processes.
-        draft_token_ids: the trimmed vocabulary, or None.
-        process: rank of this process, and number of processes.
-        total: sums a tensor over processes.
     """
     sums: list[Tensor] = []
+    accelerator, device = strategy.accelerator, student.target.device
+    student.module.eval()
     by_length = sorted(ids, key=lambda i: len(examples[i]))
     for start in range(0, len(by_length), batch_size):
         batch = collate(examples, by_length[start : start + batch_size])
         whole = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
-        part = split_batch(whole, process[1])[process[0]]
-        found = [_sums(states, part, draft_token_ids, head) for states in run(part).exits]
+        part = split_batch(whole, accelerator.num_processes)[accelerator.process_index]
+        result = student.run(strategy.model, part.to(device), step)
+        found = [_sums(student, states, part) for states in result.exits]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
-    return [_metrics(total(values)) for values in sums]
+    student.module.train()
+    return [_metrics(sum_over_processes(accelerator, values)) for values in sums]
 
 
-def _sums(
-    states: ExitStates, part: TrainBatch, draft_token_ids: Tensor | None, head: LogitsFunction
-) -> Tensor:
+def _sums(student: Student, states: ExitStates, part: TrainBatch) -> Tensor:
     """In one row: hits by step, queries by step, hits by rank, agreeing drafts, blocks, moments."""
     drafted, best = [], []
     for mine, target in zip(
@@ -80,10 +81,10 @@ def _sums(
     ):
         logits_MV = states.logits(mine)
         drafted.append(logits_MV.topk(min(NUM_RANKS, logits_MV.shape[-1])).indices)
-        best.append(head(target).argmax(-1))
-    ids = None if draft_token_ids is None else draft_token_ids.cpu()
+        best.append(student.full_head(target).argmax(-1))
     drafted_MR, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
-    drafted_MR = drafted_MR if ids is None else ids[drafted_MR]
+    if student.draft_token_ids is not None:
+        drafted_MR = student.draft_token_ids.cpu()[drafted_MR]
     right_MR = (drafted_MR == best_M[:, None]).float()
     loss_BT = part.blocks.loss_BT
     written_M = part.batch.input_ids_BT.roll(-1, dims=1)[loss_BT]

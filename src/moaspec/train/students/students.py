@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from moaspec.train.students.drafter_sizes import drafter_config, stack_config
 from moaspec.train.students.losses import (
     ExitStates,
     LossSums,
-    LossWeights,
     exit_loss,
+    logit_chunk_size,
     mean_over_exits,
     summary_loss,
 )
@@ -56,63 +57,42 @@ class StudentOutput:
     summary: tuple[Tensor, Tensor] | None = None
 
 
-def pass_loss(
-    result: StudentOutput,
-    whole: TrainBatch,
-    weights: LossWeights,
-    *,
-    chunk: int,
-    processes: int = 1,
-) -> tuple[Tensor, LossSums]:
-    """The loss of one training pass, as a part of the mean over all tokens of the step.
-
-    Args:
-        whole: all rows of the step.
-        chunk: queries whose logits are in memory at once.
-        processes: gradients are averaged over them, so the loss is multiplied by their number.
-
-    Returns:
-        A scalar to backpropagate, see `exit_loss`, and the pass's sums.
-    """
-    scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
-    proxies, parts = [], []
-    for exit_states in result.exits:
-        proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=chunk)
-        proxies.append(proxy)
-        parts.append(found)
-    if result.summary is not None and weights.summary:
-        tokens = int(whole.batch.attention_mask_BT.sum())
-        proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
-    return torch.stack(proxies).sum(), mean_over_exits(parts)
-
-
 class Student(ABC):
     """A drafter in training, as the training loop uses it.
 
     Args:
-        counted: examples whose responses determine a trimmed draft vocabulary.
-        output: directory of the run.
+        examples: of the run, in a fixed order.
+        train_ids: numbers of those whose responses determine a trimmed draft vocabulary.
 
     Attributes:
+        activations: the target's, for these examples.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
+        vocab_size: number of tokens that it can draft.
+        chunk: queries whose logits are in memory at once.
     """
 
     def __init__(
         self,
         target: Target,
-        activations: TargetActivations,
         config: TrainConfig,
-        counted: Sequence[Example],
-        output: Path,
+        examples: Sequence[Example],
+        train_ids: Sequence[int],
     ) -> None:
         config.require_vocabulary(target)
-        self.target, self._activations, self._config = target, activations, config
-        self._output = output
-        self.module = self._make_module(counted)
+        self.target, self._config = target, config
+        directory = Path(config.output) / "activations" if config.activation_cache else None
+        before = [n for n in config.num_target_layers if n]
+        self.activations = TargetActivations(
+            target, examples, directory, before, finals_only=config.drafter != "moa"
+        )
+        self.module = self._make_module([examples[i] for i in train_ids])
         self.exits = config.num_target_layers
         self.draft_token_ids: Tensor | None = self.module.draft_token_ids
-        self._head = DraftVocabularyHead(target, self.draft_token_ids)
+        ids = self.draft_token_ids
+        self.vocab_size = target.vocab_size if ids is None else len(ids)
+        self.chunk = logit_chunk_size(self.vocab_size, target.device)
+        self._head = DraftVocabularyHead(target, ids)
 
     @property
     def simulates_chain(self) -> bool:
@@ -121,6 +101,11 @@ class Student(ABC):
         In real chains EAGLE reads its own predictions, in training the target's states.
         """
         return self._config.drafter != "eagle"
+
+    @cached_property
+    def full_head(self) -> "DraftVocabularyHead":
+        """The target's LM head for all tokens."""
+        return DraftVocabularyHead(self.target, None)
 
     def _make_module(self, counted: Sequence[Example]) -> Any:
         return new_drafter(self.target, self._config, counted)
@@ -131,6 +116,30 @@ class Student(ABC):
     @abstractmethod
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Make a training pass with `model`, the wrapped `module`."""
+
+    def loss(
+        self, result: StudentOutput, whole: TrainBatch, *, processes: int = 1
+    ) -> tuple[Tensor, LossSums]:
+        """The loss of one training pass, as a part of the mean over all tokens of the step.
+
+        Args:
+            whole: all rows of the step.
+            processes: gradients are averaged over them, so the loss is multiplied by their number.
+
+        Returns:
+            A scalar to backpropagate, see `exit_loss`, and the pass's sums.
+        """
+        weights = self._config.loss
+        scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
+        proxies, parts = [], []
+        for exit_states in result.exits:
+            proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self.chunk)
+            proxies.append(proxy)
+            parts.append(found)
+        if result.summary is not None and weights.summary:
+            tokens = int(whole.batch.attention_mask_BT.sum())
+            proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
+        return torch.stack(proxies).sum(), mean_over_exits(parts)
 
     def record(  # noqa: B027 - checkpoints of baselines do not store measurements
         self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None
@@ -279,7 +288,7 @@ class MoAStudent(Student):
     def start(self, ids: Sequence[int]) -> None:
         """Apply the warm start, and set each exit's scale of states."""
         config = self._config
-        sample = self._activations.sample(ids, config.warm_start_tokens)
+        sample = self.activations.sample(ids, config.warm_start_tokens)
         if config.initial:
             if self._former_n is not None:
                 fit_exits(self.target, self.module, sample, former_n=self._former_n)
@@ -288,10 +297,10 @@ class MoAStudent(Student):
             log.info("Warm start from up to %d tokens: LSA, SA, CA", config.warm_start_tokens)
             warm_start(self.target, self.module, sample)
             log.info("Warm start from up to %d tokens: output", config.warm_start_tokens)
-            again = self._activations.sample(ids, config.warm_start_tokens)
+            again = self.activations.sample(ids, config.warm_start_tokens)
             fit_output(self.target, self.module, again)
         elif self.module.exits:
-            _, result = next(self._activations.sample(ids, 1))
+            _, result = next(self.activations.sample(ids, 1))
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
                 nn.init.eye_(adapter.linear.weight)
@@ -318,13 +327,13 @@ class MoAStudent(Student):
     def _encoder_input(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
         """The argument `kv_or_means` of `MoADrafter.forward`, and the target's pass."""
         if not lsa_is_frozen(self._config, step):
-            result = self._activations.passes(part.batch)
+            result = self.activations.passes(part.batch)
             return result.kv_BTLK, result
         if self._means is None:
-            directory = self._output / "means"
+            directory = Path(self._config.output) / "means"
             bf16 = self._config.mixed_precision == "bf16"
             self._means = LayerMeanCache(
-                self._activations, self.module.encoder, directory, bf16=bf16
+                self.activations, self.module.encoder, directory, bf16=bf16
             )
         return self._means.read(part.batch)
 
@@ -369,7 +378,7 @@ class BaselineStudent(Student):
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's states."""
         batch = part.batch
-        hidden_BTE = self._activations.final_states(batch).float()
+        hidden_BTE = self.activations.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
         inputs = [self.target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":

@@ -67,18 +67,20 @@ class ExampleStore:
 
         Args:
             batch: of the examples.
-            compute: called if one of them is not stored; returns every array, (B, T, ...).
+            compute: called if one of them is not stored; returns every array, (B, T, ...), and
+                maybe others.
         """
         if not all(self._done[i] for i in batch.example_ids):
             self._write(batch, compute())
         return {name: self._read(file, batch) for name, file in self._files.items()}
 
     def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
-        for name, tensor in arrays_BT.items():
-            stored = tensor.flatten(2).cpu().to(torch.bfloat16).contiguous().view(torch.int16)
+        for name, file in self._files.items():
+            tensor = arrays_BT[name].flatten(2).cpu()
+            stored = tensor.to(torch.bfloat16).contiguous().view(torch.int16)
             for row, i in enumerate(batch.example_ids):
                 start, end = self._starts[i], self._ends[i]
-                self._files[name][start:end] = stored[row, : end - start].numpy()
+                file[start:end] = stored[row, : end - start].numpy()
         self._done[list(batch.example_ids)] = True
 
     def _read(self, file: np.memmap, batch: Batch) -> Tensor:
@@ -189,7 +191,6 @@ class TargetActivations:
         finals_only: bool = False,
     ) -> None:
         self.target, self.examples, self.before = target, examples, tuple(before)
-        self._finals_only = finals_only
         self._store: ExampleStore | None = None
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
@@ -217,17 +218,16 @@ class TargetActivations:
 
     def _fetch(self, batch: Batch) -> dict[str, Tensor]:
         def compute() -> dict[str, Tensor]:
-            result = self.target.capture(batch.input_ids_BT, batch.attention_mask_BT, self.before)
-            if self._finals_only:
-                return {"hidden": result.hidden_BTE}
-            kv_BTX = result.kv_BTLK.flatten(2)
-            return {"kv": kv_BTX, "hidden": result.hidden_BTE, **_before_arrays(result)}
+            ids_BT, mask_BT = batch.input_ids_BT, batch.attention_mask_BT
+            return _arrays(self.target.capture(ids_BT, mask_BT, self.before))
 
         return compute() if self._store is None else self._store.fetch(batch, compute)
 
 
-def _before_arrays(result: TargetPass) -> dict[str, Tensor]:
-    return {f"before{n}": states for n, states in result.before.items()}
+def _arrays(result: TargetPass) -> dict[str, Tensor]:
+    """Activations by their names in a store, (B, T, width) each."""
+    before = {f"before{n}": states for n, states in result.before.items()}
+    return {"kv": result.kv_BTLK.flatten(2), "hidden": result.hidden_BTE, **before}
 
 
 class LayerMeanCache:
@@ -277,9 +277,8 @@ class LayerMeanCache:
     @torch.no_grad()
     def _compute(self, batch: Batch) -> dict[str, Tensor]:
         result = self._activations.passes(batch)
-        arrays = {
+        return {
+            **_arrays(result),
             "mean": self._encoder.mean_over_layers(result.kv_BTLK),
-            "hidden": result.hidden_BTE,
-            **_before_arrays(result),
+            "last": result.kv_BTLK[:, :, -self._last :],  # not stored where N is 0
         }
-        return arrays | ({"last": result.kv_BTLK[:, :, -self._last :]} if self._last else {})

@@ -108,12 +108,7 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
         folded = folded_layer_state(target, batches)
         source = None if folded is None else _named_as_in_sa(folded)
         if source is None or not _fits(source, drafter):
-            log.warning(
-                "Warm start: SA keeps random weights, because the first layer of %s (%s) has "
-                "other parts or sizes.",
-                target.name,
-                target.identity.model_type,
-            )
+            _warn_of_random(target, "other parts or sizes")
             return
     layer = drafter.decoder.self_attention
     random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
@@ -121,13 +116,17 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     ratio = largest_dimension([_text_states(target, drafter, one) for one in batches])
     if ratio > MASSIVE_DIMENSION:
         layer.load_state_dict(random)
-        log.warning(
-            "Warm start: SA keeps random weights, because the first layer of %s (%s) has massive "
-            "dimensions: the largest is %.0f times the median one.",
-            target.name,
-            target.identity.model_type,
-            ratio,
-        )
+        times = f"{ratio:.0f} times the median one"
+        _warn_of_random(target, f"massive dimensions: the largest is {times}")
+
+
+def _warn_of_random(target: Target, why: str) -> None:
+    log.warning(
+        "Warm start: SA keeps random weights, because the first layer of %s (%s) has %s.",
+        target.name,
+        target.identity.model_type,
+        why,
+    )
 
 
 def largest_dimension(states: Sequence[Tensor]) -> float:
