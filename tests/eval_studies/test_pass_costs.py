@@ -12,6 +12,7 @@ from eval_studies.pass_costs import (
     MemoryBound,
     PassCosts,
     RoundCost,
+    fixed_shape,
     measure_costs,
     num_measurements,
 )
@@ -54,7 +55,7 @@ def test_the_longest_possible_context_stands_for_longer_ones() -> None:
         tiny.target().max_positions
         - 1
         - max(
-            method.fixed_shape.total_tokens for method in methods(tiny.target()) if method.drafter
+            fixed_shape(method).total_tokens for method in methods(tiny.target()) if method.drafter
         )
     )
     assert {one.context for one in costs.rounds} == {32, longest}

@@ -22,6 +22,7 @@ from moaspec.calibration.round_parts import TimedPart, pass_over
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Proposer, RequestText
+from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.evaluate.methods import Method
 from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
@@ -148,10 +149,15 @@ def _places(
     methods: Sequence[Method], contexts: Sequence[int], batches: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Contexts and batch sizes of rounds; the longest context with room for one ends the list."""
-    largest = max((one.fixed_shape.total_tokens for one in _drafted(methods)), default=0)
+    largest = max((fixed_shape(one).total_tokens for one in _drafted(methods)), default=0)
     longest = methods[0].target.max_positions - largest - 1
     fitting = dict.fromkeys(min(context, longest) for context in contexts)
     return [(context, 1) for context in fitting] + [(min(contexts), b) for b in batches if b > 1]
+
+
+def fixed_shape(method: Method) -> Tree:
+    """The shape of a method's drafts; for "auto" the shape without a calibration."""
+    return parse_shape(method.shape) if isinstance(method.shape, str) else method.shape
 
 
 def _drafted(methods: Sequence[Method]) -> list[Method]:
@@ -170,14 +176,14 @@ def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> Rou
         method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
     )
     assert drafter is not None, "only methods with a drafter come here"
-    width = 1 + method.fixed_shape.total_tokens
+    shape = fixed_shape(method)
     return RoundCost(
         method.name,
         context,
         batch,
         plain_s,
-        _draft_s(method.target, drafter, method.fixed_shape, context, batch),
-        pass_s(method.target, width, context, batch),
+        _draft_s(method.target, drafter, shape, context, batch),
+        pass_s(method.target, 1 + shape.total_tokens, context, batch),
         _encode_s(method.target, drafter, context, batch),
     )
 

@@ -51,11 +51,6 @@ def data_files(path: Path, skipped: list[str] | None = None) -> list[Path]:
     return found
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether the file begins as Parquet does."""
-    return _start(path).startswith(PARQUET)
-
-
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a Parquet file in batches; DataError without pyarrow, or for a damaged file."""
     parquet = _optional("pyarrow.parquet", f"{path} is Parquet, which needs the package `pyarrow`")
@@ -73,24 +68,18 @@ def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
         DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
     """
     with _opened(path) as file:
-        for number, line in enumerate(_lines(path, file), start=1):
+        # A long line is refused before it is read as a whole.
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB. {ADVICE}"
+                )
             if number == 1:
                 _refuse_other_encodings(path, line)
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
                 yield number, line
-
-
-def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a file; a long one is refused before it is read as a whole."""
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(
-                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB. {ADVICE}"
-            )
-        yield line
 
 
 def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
@@ -256,7 +245,7 @@ def read_records(
 
 
 def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:
-    if is_parquet(path):
+    if _start(path).startswith(PARQUET):
         for number, row in enumerate(parquet_rows(path), start=1):
             yield Record(f"{path}:{number}", _without_absent(row))
         return

@@ -13,7 +13,6 @@ from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Proposer
-from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.result import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
 from moaspec.generation.api import generate
@@ -52,11 +51,6 @@ class Method:
     shape: Tree | str = "auto"  # of the drafts, or "auto"
     num_target_layers: int | None = None
     free_branches: FreeBranches = "auto"
-
-    @property
-    def fixed_shape(self) -> Tree:
-        """The shape; for "auto" the shape without a calibration."""
-        return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
 
     @cached_property
     def shaping(self) -> DraftSettings:

@@ -195,11 +195,12 @@ class CallReader:
         arguments = value.get("arguments", value.get("parameters"))
         arguments = {} if arguments is None else arguments
         try:
-            text = arguments if isinstance(arguments, str) else _json(arguments)
-            text.encode()
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, allow_nan=False)
+            arguments.encode()
         except (ValueError, RecursionError):
             return None
-        return Call(name, text, self._id(value.get("id")))
+        return Call(name, arguments, self._id(value.get("id")))
 
     def _id(self, given: Any) -> str:
         """The id that the model wrote, as Mistral's do, or a new one."""
@@ -220,7 +221,3 @@ def begun(text: str, marks: Sequence[str]) -> int:
         if any(one.startswith(text[start:]) for one in marks):
             return len(text) - start
     return 0
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)

@@ -135,7 +135,7 @@ class TaggedScanner:
             if opening.startswith(text):
                 return True
             rest = text.removeprefix(opening).lstrip()
-            if text.startswith(opening) and any(map(_agree, [rest] * len(ends), ends)):
+            if text.startswith(opening) and any(_agree(rest, end) for end in ends):
                 return True
         return False
 

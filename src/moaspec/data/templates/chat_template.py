@@ -14,6 +14,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from moaspec.data.messages import Message
+from moaspec.data.templates.argument_types import as_text
 from moaspec.data.templates.call_forms import HERMES, CallForm, short_call_id
 from moaspec.data.templates.control_tokens import ControlTokens
 from moaspec.data.templates.template_traits import TemplateTraits, message_tools
@@ -309,9 +310,7 @@ def _arguments_as_text(message: Message) -> Message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = as_text(call["function"]["arguments"])
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 

@@ -56,10 +56,9 @@ class TemplateTraits:
     @cached_property
     def content_as_parts(self) -> bool:
         """Content must be a list of parts; a text is refused or left out."""
-        text = self._render([_message_of("user", WORDS[0])])
-        return not _contains(text, WORDS[0]) and _contains(
-            self._render([self._parts(WORDS[0])]), WORDS[0]
-        )
+        if _contains(self._render([_message_of("user", WORDS[0])]), WORDS[0]):
+            return False
+        return _contains(self._render([_message_of("user", _parts(WORDS[0]))]), WORDS[0])
 
     @cached_property
     def takes_system(self) -> bool:
@@ -118,8 +117,10 @@ class TemplateTraits:
     @cached_property
     def takes_any_call_id(self) -> bool:
         """Call ids may have any form; else nine letters or digits."""
-        shown = [self._calls(1, self._arguments, ids=ids, answered=True) for ids in _IDS]
-        return shown[1] is not None or shown[0] is None
+        short, long = (
+            self._calls(1, self._arguments, ids=ids, answered=True) for ids in (SHORT_IDS, LONG_IDS)
+        )
+        return long is not None or short is None
 
     @cached_property
     def takes_tool_role(self) -> bool:
@@ -158,11 +159,7 @@ class TemplateTraits:
         """The message with its content as the template wants it."""
         if not self.content_as_parts:
             return message
-        return {**message, "content": self._parts(message["content"])["content"]}
-
-    @staticmethod
-    def _parts(text: str) -> Message:
-        return _message_of("user", [{"type": "text", "text": text}])
+        return {**message, "content": _parts(message["content"])}
 
     def _result(self, identifier: str) -> Message:
         return {**self.shaped(_message_of("tool", RESULT)), "tool_call_id": identifier}
@@ -186,11 +183,14 @@ class TemplateTraits:
 
 
 _AS_TEXT = json.dumps({"key": WORDS[2]})
-_IDS = (SHORT_IDS, LONG_IDS)
 
 
 def _message_of(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _contains(text: str | None, *words: str) -> bool:

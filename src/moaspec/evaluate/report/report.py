@@ -98,11 +98,12 @@ class Report:
 
     def speedup(self, outcome: Outcome) -> float | None:
         """Median speed ratio to the baseline over prompts; None if either method is lossy."""
-        reference = self.outcome(self.baseline)
-        return None if reference is None else _median_speedup(outcome, reference)
+        return _median_speedup(outcome, self.reference)
 
-    def outcome(self, name: str) -> Outcome | None:
-        return next((each for each in self.outcomes if each.method.name == name), None)
+    @property
+    def reference(self) -> Outcome:
+        """The outcome of the baseline."""
+        return next(each for each in self.outcomes if each.method.name == self.baseline)
 
     def as_json(self) -> dict[str, Any]:
         target = self.outcomes[0].method.target
@@ -141,8 +142,7 @@ class Report:
         self, outcome: Outcome, part_of: Callable[[Prompt], str]
     ) -> dict[str, dict[str, Any]]:
         """A summary per part; no speed-ups if method or baseline is lossy."""
-        reference = self.outcome(self.baseline)
-        assert reference is not None, "the baseline is one of the outcomes"
+        reference = self.reference
         lossless = reference.lossless and outcome.lossless
         parts: dict[str, tuple[Outcome, Outcome]] = {}
         for samples in zip(outcome.samples, reference.samples, strict=True):
