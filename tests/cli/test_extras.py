@@ -113,3 +113,17 @@ def test_other_commands_need_none(command: str, found: dict[str, tuple[int, str]
 def test_every_extra_is_known() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+
+
+@pytest.mark.slow
+def test_the_server_of_one_machine_needs_its_extra_only() -> None:
+    needed = (*EXTRAS["serve"], *EXTRAS["device-onnx"])  # an environment may have these, too
+    hidden = {module for modules in EXTRAS.values() for module in modules} - set(needed)
+    code = BASE_ONLY.partition("from moaspec.cli")[0] + (
+        "import moaspec.serve.sources.local_source, moaspec.serve.uvicorn_server"
+    )
+    request = json.dumps([sorted(hidden), []])
+    done = subprocess.run(
+        [sys.executable, "-c", code, request], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ class ServerContext:
         self.source, self.settings = source, settings
         self.metrics = Metrics(source)
         self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
-        self.created = created_now()
+        self.created = int(time.time())
         self.preparation = PreparationPool()
 
     @property
@@ -193,11 +193,6 @@ class ServerContext:
             "top_logprobs": logprobs or 0,
         }
         return sampling_params(cast("GenerateOptions", options), defaults)
-
-
-def created_now() -> int:
-    """Current time in seconds since 1970."""
-    return int(time.time())
 
 
 def fresh_id(kind: str) -> str:

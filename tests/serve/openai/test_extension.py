@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 
 import serving
-from moaspec.drafting.draft_tree import DraftTree
+from moaspec.engine.result import Event
 from moaspec.serve.openai.extension import ExtensionWriter
 from moaspec.serve.openai.schema import Extension
 from moaspec.serve.openai.token_counts import TokenCounts
-from moaspec.serve.sources.source import LinkState, Round, Update
+from moaspec.serve.sources.source import LinkState, Update
 from moaspec.serve.sources.text_writer import TextWriter
 from serving import LONGEST, MODEL, Served, own_text, say
 
@@ -102,7 +102,7 @@ def test_corrections_say_what_is_gone() -> None:
         Update(token_ids=ids("a"), sources=("target",)),
         Update(provisional=ids("bcd")),
         Update(provisional=ids("bcdef")),
-        Update(token_ids=ids("bX"), sources=("draft", "target"), round=Round(DraftTree(), (), 2)),
+        Update(token_ids=ids("bX"), sources=("draft", "target"), round=Event(0, ids("bX"), ())),
         Update(token_ids=ids("Y"), sources=("target",), stop_reason="max_new_tokens"),
     ]
     said = reports(Extension(sources=True, provisional=True, link=True), updates)

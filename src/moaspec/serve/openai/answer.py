@@ -4,6 +4,7 @@ Answers are plain objects of OpenAI's format. Tests check them against the types
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,7 +17,7 @@ from moaspec.serve.openai.event_stream import EventStream, unless_disconnected
 from moaspec.serve.openai.redaction import RequestRedactor
 from moaspec.serve.openai.schema import ChoicesRequest, GenerationRequest
 from moaspec.serve.openai.token_counts import TokenCounts
-from moaspec.serve.server_context import ServerContext, created_now, fresh_id
+from moaspec.serve.server_context import ServerContext, fresh_id
 from moaspec.serve.sources.source import Job, Update
 
 EVENT = {
@@ -64,7 +65,7 @@ class Answer(Generic[Body]):
         self._cancel = context.source.submit(jobs, lambda *news: self._news.put_nowait(news))
         self._head: dict[str, Any] = {
             "id": fresh_id(self.id_prefix),
-            "created": created_now(),
+            "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": context.facts.fingerprint,
         }

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from moaspec.engine.result import Event
 from moaspec.serve.openai.schema import Extension
 from moaspec.serve.openai.token_counts import TokenCounts
-from moaspec.serve.sources.source import LinkState, Round, SourceFacts, Update
+from moaspec.serve.sources.source import LinkState, SourceFacts, Update
 from moaspec.serve.sources.text_writer import Piece
 
 LINK_FIELDS = ("state", "round_trip_s", "bytes_sent", "bytes_received")
@@ -56,7 +57,7 @@ class ExtensionWriter:
         was = self._was.pop(0) if self._was else None
         return fields if was is None else {**fields, "was": was}
 
-    def _round(self, done: Round, number: int) -> dict[str, Any]:
+    def _round(self, done: Event, number: int) -> dict[str, Any]:
         tree, accepted = done.tree, set(done.accepted)
         own = len(tree.tokens) - tree.num_copied
         nodes = [
@@ -69,7 +70,7 @@ class ExtensionWriter:
             }
             for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True))
         ]
-        return {"number": number, "nodes": nodes, "emitted": done.emitted}
+        return {"number": number, "nodes": nodes, "emitted": len(done.token_ids)}
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """Text of tokens; incomplete characters become replacement characters."""

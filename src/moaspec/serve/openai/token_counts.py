@@ -36,7 +36,7 @@ class TokenCounts:
             self.tokens += len(update.token_ids)
         if update.round is not None:
             self.rounds += 1
-            self.emitted += update.round.emitted
+            self.emitted += len(update.round.token_ids)
             self.drafted += len(update.round.tree.tokens) - update.round.tree.num_copied
         self.accepted += update.sources.count("draft")
         self.copied += update.sources.count("copy")

@@ -13,7 +13,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, cast
 
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import BusyError, InputError, LinkError, RefusedError, WireError
 from moaspec.generation.options import GenerateOptions
 from moaspec.remote.device.device_parts import Device
@@ -31,7 +30,6 @@ from moaspec.serve.sources.source import (
     Load,
     Places,
     Report,
-    Round,
     SourceFacts,
     SourceLimits,
     TextSource,
@@ -102,19 +100,11 @@ class _EventReader:
             token_ids=tuple(self.token_ids[first : self.num_final]),
             sources=tuple(sources),
             logprobs=() if verified is None else verified.logprobs[: self.num_final - first],
-            round=_round_of(event) if first else None,
+            round=verified if first else None,
             provisional=tuple(provisional),
             stop_reason=event.stop_reason,
             num_reused_tokens=session.result.num_reused_tokens,
-            seed=session.result.seed,
         )
-
-
-def _round_of(event: RemoteEvent) -> Round | None:
-    verified = event.verified
-    if verified is None:
-        return None
-    return Round(verified.tree, verified.accepted, len(verified.token_ids))
 
 
 class EdgeSource(TextSource):
@@ -155,7 +145,7 @@ class EdgeSource(TextSource):
         self._closed_bytes = (0, 0)  # sent and received by closed sessions
         self._running: dict[asyncio.Task[None], News] = {}
         self._active = self._count = 0
-        self._room: asyncio.Semaphore | None = None
+        self._room = asyncio.Semaphore(self._limits.active)
         self._by_client: dict[str, asyncio.Semaphore] = {}
         self.facts = SourceFacts(
             name=name,
@@ -167,7 +157,6 @@ class EdgeSource(TextSource):
         )
 
     async def start(self) -> None:
-        self._room = asyncio.Semaphore(self._limits.active)
         if self._updates is not None:
             self._updating = asyncio.create_task(self._update_drafter(self._updates))
 
@@ -262,7 +251,6 @@ class EdgeSource(TextSource):
         return self._faults is not None
 
     async def _decode(self, job: Job) -> AsyncGenerator[Update]:
-        assert self._room is not None, "start() comes first"
         async with self._client_places(job.client), self._room:
             self._active += 1
             drafted = job.speculation or job.sampling.logprobs or self._server_only is None
@@ -314,9 +302,8 @@ class EdgeSource(TextSource):
                 yield Update(
                     token_ids=event.token_ids,
                     sources=event.sources,
-                    round=None if first else Round(DraftTree(), (), len(event.token_ids)),
+                    round=None if first else event,
                     stop_reason=event.stop_reason,
-                    seed=job.sampling.seed,
                 )
                 first = False
 

@@ -21,7 +21,6 @@ from moaspec.serve.sources.source import (
     Job,
     Load,
     Places,
-    Round,
     SourceLimits,
     Update,
     client_share,
@@ -277,16 +276,14 @@ class EngineWorker:
     def _report(self, event: Event) -> None:
         queued = self._active[event.handle]
         first = len(queued.result.token_ids) == len(event.token_ids)
-        done = None if first else Round(event.tree, event.accepted, len(event.token_ids))
         update = Update(
             token_ids=event.token_ids,
             sources=event.sources,
             logprobs=event.logprobs,
             top_logprobs=event.top_logprobs,
-            round=done,
+            round=None if first else event,
             stop_reason=event.stop_reason,
             num_reused_tokens=queued.result.num_reused_tokens,
-            seed=queued.result.seed,
         )
         if event.stop_reason is not None:
             if self._on_text is not None and not queued.job.sampling.changes_logits:

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_table import check_bias, check_prompt
-from moaspec.engine.result import Source, StopReason
+from moaspec.engine.result import Event, Source, StopReason
 from moaspec.errors import BusyError, InputError
-from moaspec.remote.device.device_parts import DeviceTarget
 from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.sampling.params import Alternatives, SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
 
 if TYPE_CHECKING:
+    from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.train.learning_process import LearningStatus
 
 T = TypeVar("T")
@@ -43,15 +42,6 @@ class Job:
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
 
 
-@dataclass(frozen=True)
-class Round:
-    """One verification by the target."""
-
-    tree: DraftTree  # the draft
-    accepted: tuple[int, ...]  # accepted nodes of the tree, in order
-    emitted: int  # number of tokens that the round added to the text
-
-
 @dataclass(frozen=True, kw_only=True)
 class Update:
     """New tokens of one text since the previous update."""
@@ -62,11 +52,10 @@ class Update:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Alternatives, ...] = ()
     # The verification that gave the tokens; None for the prompt's first token.
-    round: Round | None = None
+    round: Event | None = None
     provisional: tuple[int, ...] = ()  # all unverified tokens after the final text
     stop_reason: StopReason | None = None  # set on the last update
     num_reused_tokens: int = 0  # prompt tokens found in a cache
-    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +77,7 @@ class SourceFacts:
 
     name: str  # model name in responses
     mode: Literal["local", "edge"]  # see `docs/serve.md`
-    target: DeviceTarget  # the target, or a device's part of it
+    target: "DeviceTarget"  # the target, or a device's part of it
     defaults: GenerationDefaults  # sampling defaults for fields that a request does not set
     speculates: bool  # whether there is a drafter
     fingerprint: str  # changes when the same seed may give another text

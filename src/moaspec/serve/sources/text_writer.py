@@ -80,7 +80,7 @@ class TextWriter:
 
     def _flush(self) -> None:
         """Add a replacement character for an incomplete last character, as tokenizers do."""
-        text = decoded(self._tokenizer, self._silent)
+        text = str(self._tokenizer.decode(self._silent, skip_special_tokens=True))
         self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
 
     def _cut(self) -> None:
@@ -102,8 +102,3 @@ class TextWriter:
             count += 1
         released, self._held = self._held[:count], self._held[count:]
         return released
-
-
-def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of tokens; incomplete characters become replacement characters."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from moaspec.data.templates.call_reader import Call
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
     GenerationRequest,
@@ -132,13 +133,9 @@ def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
     else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call_json(item))
-
-
-def call_json(item: InputCall) -> dict[str, Any]:
-    """A call in the format of chat messages."""
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(
+            Call(item.name, item.arguments, item.call_id).as_json()
+        )
 
 
 def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
