@@ -348,7 +348,6 @@ class Alone:
     async def generate(
         self,
         request: pb.GenerateRequest,  # noqa: ARG002
-        timeout_s: float = 0.0,  # noqa: ARG002
     ) -> AsyncGenerator[pb.Generated]:
         for ids in self._messages:
             yield pb.Generated(token_ids=ids, sources=[0] * len(ids))

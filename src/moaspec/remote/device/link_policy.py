@@ -63,7 +63,6 @@ class LinkPolicy(DraftPolicy):
         measuring: whether `step_s` rests on too few steps to decide by it.
         counts: whether the latest request sent drafts and was sent once.
         ahead: whether the device drafts while it waits for a verdict.
-        prior: acceptance rates to start from.
 
     Attributes:
         pause: rounds without drafts that the server streams after the current one. Each such round
@@ -81,11 +80,10 @@ class LinkPolicy(DraftPolicy):
         measuring: Callable[[], bool] = lambda: False,
         counts: Callable[[], bool] = lambda: True,
         ahead: bool,
-        prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
         self._wait_s, self._step_s, self._plain_s = wait_s, step_s, plain_s
         self._measuring, self._counts = measuring, counts
-        self._ahead, self._acceptance = ahead, AcceptanceRates(prior)
+        self._ahead, self._acceptance = ahead, AcceptanceRates(PRIOR)
         self.pause = self._num_plain = 0
         self._budget, self._cost = FIRST_LOSS, 1.0
 

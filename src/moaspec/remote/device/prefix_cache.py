@@ -19,7 +19,7 @@ import numpy as np
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import InputError
 from moaspec.remote.device.draft_ahead import AheadDrafter
-from moaspec.remote.protocol.activation_layout import ActivationLayout
+from moaspec.remote.protocol.activation_layout import ActivationLayout, written
 from moaspec.remote.protocol.codec import Bytes
 from moaspec.support.paths import make_private, why_not_trusted
 
@@ -166,16 +166,9 @@ class DeviceActivations:
         """Take over `count` records from position `start` on; WireError for other sizes."""
         activations = self._layout.decode(data, count)
         if self._store is not None:
-            self._keep(start, np.frombuffer(data, np.uint8).reshape(count, -1))
+            fresh = np.frombuffer(data, np.uint8).reshape(count, -1)
+            self._records = written(self._records, start, fresh)
         self._ahead.place(start, activations)
-
-    def _keep(self, start: int, fresh: Bytes) -> None:
-        stop = start + len(fresh)
-        if stop > len(self._records):
-            grown = np.zeros((max(stop, 2 * len(self._records)), fresh.shape[1]), np.uint8)
-            grown[: len(self._records)] = self._records
-            self._records = grown
-        self._records[start:stop] = fresh
 
     def restore(self, prompt: Sequence[int]) -> None:
         """Load the activations of a prompt's beginning from disk."""

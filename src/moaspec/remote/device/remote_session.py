@@ -145,7 +145,6 @@ class RemoteSession:
         self._handle: int | None = None
         self._result = GenerationResult()
         self._task: asyncio.Task[None] | None = None
-        self._shown: list[int] = []
         self._stop: StopStrings | None = None
         self._auto_drafts = False
         self._ended_alone = False
@@ -255,7 +254,7 @@ class RemoteSession:
         )
         self._result = self._engine.result(self._handle)
         self._events = asyncio.Queue()
-        self._shown, self._ended_alone = [], False
+        self._ended_alone = False
         self._verifier.provisional = []
         self._strings = stop_strings(options.get("stop", ()))
         self._prompt, self._started_s = prompt, now()
@@ -310,10 +309,9 @@ class RemoteSession:
     def _verified(self, event: Event) -> RemoteEvent:
         """Make the event of a round: its tokens, and the provisional tokens that remain."""
         start = len(self._result.token_ids) - len(event.token_ids)
-        guessed, tokens = self._shown[start:], list(event.token_ids)
+        guessed, tokens = self._verifier.provisional, list(event.token_ids)
         same = common_length(guessed, tokens)
         rest = guessed[len(tokens) :] if same == len(tokens) and event.stop_reason is None else []
-        self._shown[start:] = [*tokens, *rest]
         self._verifier.provisional = rest
         # The target did not confirm the end, so the next cut may continue the text.
         self._ended_alone = self._ended_alone and bool(rest)
@@ -324,7 +322,7 @@ class RemoteSession:
         drafts: list[Source] = ["draft"] * len(rest)
         return RemoteEvent(
             start=start,
-            token_ids=tuple(self._shown[start:]),
+            token_ids=(*tokens, *rest),
             sources=(*event.sources, *drafts),
             num_provisional=len(rest),
             num_corrected=corrected,
@@ -370,13 +368,11 @@ class RemoteSession:
             self._end_alone()
             return False
         token = self._ahead.ready()[shown]
-        start = len(self._shown)
         self._verifier.provisional.append(token)
-        self._shown.append(token)
         self.stats.provisional += 1
         self._events.put_nowait(
             RemoteEvent(
-                start=start,
+                start=len(self._result.token_ids) + shown,
                 token_ids=(token,),
                 sources=("draft",),
                 num_provisional=1,
@@ -393,7 +389,7 @@ class RemoteSession:
             return True
         if self._strings and len(self._verifier.provisional) == 1:
             self._stop = StopStrings(self._strings, self.device.target.tokenizer, self._prompt)
-            for earlier in self._shown[:-1]:
+            for earlier in self._result.token_ids:
                 self._stop.push(earlier)
         return bool(self._strings and self._stop and self._stop.push(token))
 

@@ -84,16 +84,26 @@ class ActivationLayout:
             raise WireError(
                 f"{count} tokens are {count * self.token_bytes} bytes here, got {len(data)}."
             )
-        if self.layers is None:
-            return Activations(*_halves(self.memory.decode(data, count)), None)
+        records = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
         size = self.memory.token_bytes
-        table = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
-        memory_TVD = self.memory.decode(table[:, :size].tobytes(), count)
-        layers_TVD = self.layers.decode(table[:, size:].tobytes(), count)
+        memory_TVD = self.memory.decode(records[:, :size])
+        if self.layers is None:
+            return Activations(*_halves(memory_TVD), None)
+        layers_TVD = self.layers.decode(records[:, size:])
         heads = self.layers.vectors // (2 * self.num_layers)
         layers_VTD = layers_TVD.swapaxes(0, 1)
         layers_2NHTD = layers_VTD.reshape(2, self.num_layers, heads, count, self.layers.width)
         return Activations(*_halves(memory_TVD), layers_2NHTD)
+
+
+def written(records: Bytes, start: int, fresh: Bytes) -> Bytes:
+    """Write records from position `start` on; returns the table, a larger one if it was full."""
+    stop = start + len(fresh)
+    if stop > len(records):
+        room = max(stop - len(records), len(records) // 2)
+        records = np.concatenate((records, np.zeros((room, fresh.shape[1]), np.uint8)))
+    records[start:stop] = fresh
+    return records
 
 
 def _halves(values_TVD: Floats) -> tuple[Floats, Floats]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moaspec.errors import InputError, WireError
+from moaspec.errors import InputError
 
 CodecName = Literal["fp16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("fp16", "int8", "int4")
@@ -84,27 +84,13 @@ class Codec:
         }
         return encoders[self.name](bounded)
 
-    def decode(self, data: bytes, count: int) -> Floats:
-        """Decode records into (T, V, D) float32, with the precision of the codec.
-
-        Args:
-            data: records, one after another.
-            count: T.
-
-        Raises:
-            WireError: `data` has not the size of `count` records.
-        """
-        if len(data) != count * self.token_bytes:
-            raise WireError(
-                f"{count} tokens in {self.name} are {count * self.token_bytes} bytes, got "
-                f"{len(data)}."
-            )
-        records = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
+    def decode(self, records: Bytes) -> Floats:
+        """Decode records, (T, `token_bytes`), into (T, V, D) float32."""
         decoders = {"fp16": self._from_fp16, "int8": self._from_int8, "int4": self._from_int4}
         # A hostile record may hold infinite or too large scales.
         with np.errstate(invalid="ignore"):
             values = np.nan_to_num(decoders[self.name](records))
-        return values.clip(-MAX_FP16, MAX_FP16).reshape(count, self.vectors, self.width)
+        return values.clip(-MAX_FP16, MAX_FP16).reshape(len(records), self.vectors, self.width)
 
     def _from_fp16(self, records: Bytes) -> Floats:
         return _halves(records).astype(np.float32)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import STREAM_S, Connection, ServerTransport, Transport
+from moaspec.remote.protocol.transport import Connection, ServerTransport, Transport
 from moaspec.sampling.token_ids import common_length
 from moaspec.support.ports import split_address
 
@@ -186,9 +186,7 @@ class Fleet:
             async for piece in pieces:
                 yield piece
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
-    ) -> AsyncGenerator[pb.Generated]:
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Generated]:
         """Let a server decode alone.
 
         If it fails, the next one writes the text again, and known tokens are left out.
@@ -196,7 +194,7 @@ class Fleet:
         key, written = key_of(request.token_ids), list[int]()
         error = LinkError("There is no server.")
         for server in await self.ranked(key):
-            messages = self._calls(server, key).generate(request, timeout_s)
+            messages = self._calls(server, key).generate(request)
             try:
                 async with contextlib.aclosing(_after(written, messages)) as further:
                     async for message in further:

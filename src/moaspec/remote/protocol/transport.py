@@ -66,9 +66,7 @@ class ServerTransport(Transport, Protocol):
         """Ask the server to describe itself."""
         ...
 
-    def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
-    ) -> AsyncGenerator[pb.Generated]:
+    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Generated]:
         """Let the server decode alone; yields its messages."""
         ...
 
@@ -119,10 +117,8 @@ class AddressedTransport(ServerTransport):
                 return wire.parse(frame, pb.Description())
         raise LinkError("The server ended the call without an answer.")
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float = STREAM_S
-    ) -> AsyncGenerator[pb.Generated]:
-        async with contextlib.aclosing(self._call("Generate", request, timeout_s)) as frames:
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Generated]:
+        async with contextlib.aclosing(self._call("Generate", request, STREAM_S)) as frames:
             async for frame in frames:
                 yield wire.parse(frame, pb.Generated())
 

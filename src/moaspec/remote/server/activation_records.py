@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import ActivationLayout
+from moaspec.remote.protocol.activation_layout import ActivationLayout, written
 from moaspec.remote.protocol.codec import Bytes, Floats
 from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
 
@@ -102,13 +102,8 @@ class ActivationRecords:
     def write(self, start: int, parts: ActivationParts) -> None:
         """Store activations of tokens from `start` on, and drop older ones of these positions."""
         fresh = encoded(parts, self.layout)
-        stop = start + len(fresh)
-        if stop > len(self._data):
-            grown = np.zeros((max(stop, 3 * len(self._data) // 2), fresh.shape[1]), np.uint8)
-            grown[: self._length] = self._data[: self._length]
-            self._data = grown
-        self._data[start:stop] = fresh
-        self._length = stop
+        self._data = written(self._data, start, fresh)
+        self._length = start + len(fresh)
 
     def cut(self, length: int) -> None:
         """Drop all but the first `length` tokens."""

@@ -41,9 +41,7 @@ class Conversation:
             await (reading if reading.done() else sending)
         except (WireError, RefusedError, ForeignSessionError) as error:
             self._service.observer.refused(type(error).__name__)
-            told = problem(pb.Problem.REFUSED, str(error))
-            told.session = stream.name or b""
-            stream.answer(told)
+            stream.problem(pb.Problem.REFUSED, str(error))
             await stream.flush(1.0)
             raise
         finally:
@@ -68,7 +66,8 @@ class Conversation:
             raise RefusedError("A connection carries one session; open another for this one.")
         self.stream.name = message.session
         if message.HasField("heartbeat"):
-            self._say(message, pb.ServerMessage(heartbeat=message.heartbeat))
+            heartbeat = pb.ServerMessage(turn=message.turn, heartbeat=message.heartbeat)
+            self.stream.answer(heartbeat)
             return
         session = sessions.find(message.session, self._owner)
         if message.HasField("open"):
@@ -77,7 +76,7 @@ class Conversation:
             if session is not None:
                 sessions.remove(session)
         elif session is None or message.turn > session.turn:
-            self._say(message, problem(pb.Problem.LOST, "There is no such session."))
+            self.stream.problem(pb.Problem.LOST, "There is no such session.", turn=message.turn)
         elif message.turn == session.turn:
             session.attach(self.stream)
             self._handle_in_turn(session, message)
@@ -89,13 +88,15 @@ class Conversation:
         # A turn that has begun is finished, even if its device has reconnected.
         begun = session is not None and message.turn == session.turn
         if self._service.draining and not begun:
-            self._say(message, problem(pb.Problem.DRAINING, "The server is stopping."))
+            self.stream.problem(pb.Problem.DRAINING, "The server is stopping.", turn=message.turn)
             return
         if session is None:
             try:
                 session = self._service.sessions.create(message.session, self._owner)
             except NoRoomError as error:
-                self._say(message, problem(pb.Problem.BUSY, str(error), BUSY_RETRY_S))
+                self.stream.problem(
+                    pb.Problem.BUSY, str(error), turn=message.turn, retry_s=BUSY_RETRY_S
+                )
                 return
         session.attach(self.stream)
         self._service.work.put(session, opening)
@@ -118,12 +119,3 @@ class Conversation:
             for start, stop in wire.runs_of(message.fetch.ranges, limits):
                 session.records.sent.discard(start, stop)
             self.stream.more()
-
-    def _say(self, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
-        answer.session, answer.turn = to.session, to.turn
-        self.stream.answer(answer)
-
-
-def problem(kind: pb.Problem.Kind, message: str, retry_s: float = 0.0) -> pb.ServerMessage:
-    """A message that tells a device of a problem."""
-    return pb.ServerMessage(problem=pb.Problem(kind=kind, message=message, retry_s=retry_s))

@@ -46,13 +46,20 @@ class ResponseStream:
         self._idle = asyncio.Event()
 
     def answer(self, message: pb.ServerMessage) -> None:
-        """Queue a message; the stream ends if the queue is full."""
+        """Queue a message of the stream's session; the stream ends if the queue is full."""
         if len(self._waiting) >= MAX_WAITING:
             self.stop(LinkError("The device does not read what it asks for."))
             return
+        message.session = self.name or b""
         self._waiting.append(message.SerializeToString())
-        self._idle.clear()
-        self._wake.set()
+        self.more()
+
+    def problem(
+        self, kind: pb.Problem.Kind, text: str, *, turn: int = 0, retry_s: float = 0.0
+    ) -> None:
+        """Tell the device of a problem; without a turn it concerns the session as a whole."""
+        problem = pb.Problem(kind=kind, message=text, retry_s=retry_s)
+        self.answer(pb.ServerMessage(turn=turn, problem=problem))
 
     def more(self) -> None:
         """Wake the sender: there may be new activations."""

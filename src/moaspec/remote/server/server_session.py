@@ -265,12 +265,11 @@ class ServerSession:
             max_further=self.max_further,
             dropped=self.dropped if base == self._drafted_at else (),
         )
-        self.stream.answer(pb.ServerMessage(session=self.name, turn=self.turn, verdict=verdict))
+        self.stream.answer(pb.ServerMessage(turn=self.turn, verdict=verdict))
 
     def problem(self, kind: pb.Problem.Kind, message: str) -> None:
         """Tell the device about a problem of its session."""
         if self.stream is not None:
-            problem = pb.Problem(kind=kind, message=message)
             # A refusal concerns the whole session, so it names no turn.
             turn = 0 if kind == pb.Problem.REFUSED else self.turn
-            self.stream.answer(pb.ServerMessage(session=self.name, turn=turn, problem=problem))
+            self.stream.problem(kind, message, turn=turn)

@@ -21,7 +21,7 @@ from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.activation_records import WireEncoder
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
-from moaspec.remote.server.conversation import Conversation, problem
+from moaspec.remote.server.conversation import Conversation
 from moaspec.remote.server.device_weights import DeviceWeights
 from moaspec.remote.server.pending_work import PendingWork
 from moaspec.remote.server.response_stream import ResponseStream
@@ -329,9 +329,7 @@ class TargetService:
         """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True
         for stream in self._streams():
-            message = problem(pb.Problem.DRAINING, "The server is stopping.")
-            message.session = stream.name or b""
-            stream.answer(message)
+            stream.problem(pb.Problem.DRAINING, "The server is stopping.")
         work = [session.task for session in self.sessions if session.task is not None]
         if work or self._texts:
             await asyncio.wait([*work, *self._texts], timeout=timeout_s)

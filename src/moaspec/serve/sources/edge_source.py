@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -79,29 +79,24 @@ class _EventReader:
 
     job: Job
     keep: bool  # whether provisional tokens become final without verification after a cut
-    # token_ids, sources: the text so far, including provisional tokens.
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[TokenSource] = field(default_factory=list)
-    num_final: int = 0  # number of tokens that will not change any more
+    provisional: tuple[int, ...] = ()  # tokens after the final ones, which may still change
+    begun: bool = False  # whether there are final tokens
 
     def update(self, event: RemoteEvent, session: RemoteSession) -> Update:
-        shown, first = len(self.token_ids), self.num_final
-        self.token_ids[event.start :] = event.token_ids
-        self.sources[event.start :] = event.sources
-        if event.start <= first:
-            self.num_final = max(first, event.start + len(event.token_ids) - event.num_provisional)
-        sources = self.sources[first : self.num_final]
+        verified, num_final = event.verified, len(event.token_ids) - event.num_provisional
+        sources: list[TokenSource] = list(event.sources[:num_final])
         if self.keep:
-            kept = max(min(shown, self.num_final) - first, 0)
+            kept = min(len(self.provisional), num_final)
             sources[:kept] = ["device"] * kept
-        provisional = self.token_ids[self.num_final :] if self.job.provisional else []
-        verified = event.verified
+        earlier = self.provisional if verified is None else ()
+        self.provisional = (*earlier, *event.token_ids[num_final:])
+        begun, self.begun = self.begun, self.begun or num_final > 0
         return Update(
-            token_ids=tuple(self.token_ids[first : self.num_final]),
+            token_ids=event.token_ids[:num_final],
             sources=tuple(sources),
-            logprobs=() if verified is None else verified.logprobs[: self.num_final - first],
-            round=verified if first else None,
-            provisional=tuple(provisional),
+            logprobs=() if verified is None else verified.logprobs,
+            round=verified if begun else None,
+            provisional=self.provisional if self.job.provisional else (),
             stop_reason=event.stop_reason,
             num_reused_tokens=session.result.num_reused_tokens,
         )
