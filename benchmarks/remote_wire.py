@@ -29,6 +29,7 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.emulation import ShapedTransport, link_named
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, Codec
@@ -95,7 +96,7 @@ class Arrivals:
 
     def down(self, frame: bytes) -> None:
         """A frame of the server."""
-        message = wire.parse_server(frame)
+        message = wire.parse(frame, pb.ServerMessage())
         for one in (message.activations, message.verdict.activations):
             self.positions.update(range(one.start, one.start + one.count))
 

@@ -66,7 +66,9 @@ class _CutConnection:
     async def receive(self) -> bytes:
         frame, through = await self._inner.receive(), self._through
         # The heartbeats of idle sessions would cut the link before an answer begins.
-        if through.cut_after is not None and wire.parse_server(frame).HasField("verdict"):
+        if through.cut_after is not None and wire.parse(frame, pb.ServerMessage()).HasField(
+            "verdict"
+        ):
             through.cut_after -= 1
             if through.cut_after < 0:
                 through.cut, through.cut_after = True, None

@@ -125,7 +125,7 @@ async def drafts(channel: grpc.aio.Channel) -> str:
     message = opening(os.urandom(16))
     await call.write(message.SerializeToString())
     for rounds in range(100):
-        told = wire.parse_server(bytes(await call.read()))
+        told = wire.parse(bytes(await call.read()), pb.ServerMessage())
         if not told.HasField("verdict"):
             return pb.Problem.Kind.Name(told.problem.kind)
         base = told.verdict.base + len(told.verdict.tokens)

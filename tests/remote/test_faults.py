@@ -66,7 +66,7 @@ HEARTBEAT = pb.ClientMessage(session=NAME, heartbeat=pb.Heartbeat(number=1)).Ser
 
 
 async def told(connection: Connection) -> pb.ServerMessage:
-    return wire.parse_server(await connection.receive())
+    return wire.parse(await connection.receive(), pb.ServerMessage())
 
 
 def beside(

@@ -328,7 +328,7 @@ class OneLost:
 
     async def receive(self) -> bytes:
         frame = await self._inner.receive()
-        self._left -= wire.parse_server(frame).HasField("verdict")
+        self._left -= wire.parse(frame, pb.ServerMessage()).HasField("verdict")
         if self._left:
             return frame
         self._left = -1

@@ -94,7 +94,7 @@ def against_the_device(frames: int, seed: int) -> Counter[str]:
         for _ in range(chance.randrange(3)):
             frame[chance.randrange(len(frame))] = chance.randrange(256)
         try:
-            message = wire.parse_server(bytes(frame)).activations
+            message = wire.parse(bytes(frame), pb.ServerMessage()).activations
             parts = layout.decode(message.data, message.count)
             assert all(np.isfinite(part).all() for part in parts if part is not None)
             ends["read"] += 1

@@ -18,7 +18,7 @@ from moaspec.serve.app import create_app
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import TextSource
 from moaspec.support import limits
-from moaspec.support.ports import reuse_address
+from moaspec.support.ports import joined_address, reuse_address
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
@@ -165,4 +165,4 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
 def page_url(host: str, port: int) -> str:
     """URL of the page."""
     name = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - not bound here
-    return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
+    return f"http://{joined_address(name, port)}/"

@@ -22,6 +22,11 @@ def split_address(address: str, *, option: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
+def joined_address(host: str, port: int | str) -> str:
+    """HOST:PORT, where IPv6 addresses get brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """A socket bound to an address, not listening yet; meanwhile no other can be bound to it.
 

@@ -48,7 +48,9 @@ class Client:
         await self._connection.send(message.SerializeToString())
 
     async def receive(self) -> pb.ServerMessage:
-        return wire.parse_server(await asyncio.wait_for(self._connection.receive(), 60))
+        return wire.parse(
+            await asyncio.wait_for(self._connection.receive(), 60), pb.ServerMessage()
+        )
 
     async def open(self, sampling: SamplingParams = GREEDY) -> list[int]:
         """Open the turn; returns the text with its first token."""

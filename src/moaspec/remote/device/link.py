@@ -201,7 +201,7 @@ class ServerLink:
             frame = await connection.receive()
             self._heard_s = now()
             self.stats.bytes_down += len(frame)
-            message = wire.parse_server(frame)
+            message = wire.parse(frame, pb.ServerMessage())
             if message.session not in (self._session, b""):
                 raise WireError("The server speaks of a session that is not this one.")
             if self.stats.state != "up":

@@ -89,28 +89,6 @@ class TargetParts(NamedTuple):
     reused: ReusedLayers | None = None
 
 
-class DraftGraph(NamedTuple):
-    """A graph, and the initializers that another version of the drafter replaces, in order."""
-
-    model: onnx.ModelProto
-    learned: list[onnx.TensorProto]
-
-
-def draft_graph(drafter: MoADrafter, target: TargetParts, weights: Weights) -> DraftGraph:
-    """Build the graph; see the module's docstring.
-
-    Args:
-        drafter: its decoder is used, and its adapter for N where it has adapters.
-        target: see `TargetParts`.
-        weights: of all matrices.
-
-    Raises:
-        InputError: see `check_drafter`.
-    """
-    graph = _DraftGraph(drafter, target, weights)
-    return DraftGraph(graph.build(), graph.learned)
-
-
 def check_drafter(drafter: MoADrafter) -> None:
     """InputError for an ablation, LongRoPE, or an activation that is not known here."""
     if drafter.config.without:
@@ -134,15 +112,23 @@ def learned_weights(drafter: MoADrafter, weights: Weights, num_target_layers: in
     """The bytes that a version of a drafter puts in place of those of `DraftGraph.learned`.
 
     Raises:
-        InputError: as `draft_graph`.
+        InputError: see `check_drafter`.
     """
-    graph = _DraftGraph(drafter, TargetParts(torch.empty(0)), weights)
+    graph = DraftGraph(drafter, TargetParts(torch.empty(0)), weights)
     graph.run_decoder("embeddings", num_target_layers)
     return b"".join(one.raw_data for one in graph.learned)
 
 
-class _DraftGraph(GraphBuilder):
-    """Builds the graph of one drafter."""
+class DraftGraph(GraphBuilder):
+    """Builds the graph of one drafter; see the module's docstring.
+
+    Args:
+        drafter: its decoder is used, and its adapter for N where it has adapters.
+        weights: of all matrices.
+
+    Raises:
+        InputError: see `check_drafter`.
+    """
 
     def __init__(self, drafter: MoADrafter, target: TargetParts, weights: Weights) -> None:
         super().__init__(weights)

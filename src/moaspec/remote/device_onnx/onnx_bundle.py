@@ -22,7 +22,6 @@ from moaspec.remote.device_onnx.draft_graph import (
     ReusedLayers,
     TargetParts,
     check_drafter,
-    draft_graph,
     learned_weights,
 )
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE, Manifest, Versions, described
@@ -107,7 +106,7 @@ def _graph(
         target.lm_head.cap,
         _reused_layers(target, drafter, num_target_layers) if num_target_layers else None,
     )
-    return draft_graph(drafter, parts, weights)
+    return DraftGraph(drafter, parts, weights)
 
 
 def _reused_layers(target: Target, drafter: MoADrafter, number: int) -> ReusedLayers:
@@ -145,7 +144,7 @@ def _write(
 ) -> None:
     assert target.tokenizer is not None, "read_models() has asked"
     directory.mkdir()
-    data = graph.model.SerializeToString()
+    data = graph.build().SerializeToString()
     (directory / GRAPH_FILE).write_bytes(data)
     target.tokenizer.save_pretrained(directory)
     target.model.generation_config.save_pretrained(directory)

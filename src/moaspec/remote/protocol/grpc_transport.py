@@ -15,6 +15,7 @@ from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.protocol.transport import STREAM_S, AddressedTransport
 from moaspec.remote.protocol.wire import one_line
 from moaspec.support.limits import MAX_FRAME_BYTES
+from moaspec.support.ports import joined_address
 
 SERVICE = "moaspec.remote.v1.Target"
 
@@ -78,7 +79,7 @@ class GrpcTransport(AddressedTransport):
         secure, name = self._credentials.channel(), self._credentials.server_name
         at, (host, _, port) = self.address, self.address.rpartition(":")
         if self._ip:
-            at = f"[{self._ip}]:{port}" if ":" in self._ip else f"{self._ip}:{port}"
+            at = joined_address(self._ip, port)
             options.append(("grpc.default_authority", self.address))
             name = name or host.strip("[]")
         if name is not None and secure is not None:

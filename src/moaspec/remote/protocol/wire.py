@@ -89,11 +89,6 @@ def parse_client(frame: bytes) -> pb.ClientMessage:
     return message
 
 
-def parse_server(frame: bytes) -> pb.ServerMessage:
-    """Parse a server's message; WireError for an invalid one."""
-    return parse(frame, pb.ServerMessage())
-
-
 def parse_generate(frame: bytes) -> pb.GenerateRequest:
     """Parse a request for a text; WireError for an invalid one, or beyond a limit."""
     request = parse(frame, pb.GenerateRequest())

@@ -22,10 +22,6 @@ async def _describe(service: TargetService, _: str, connection: Connection) -> N
     await connection.send(service.capabilities.describe().SerializeToString())
 
 
-async def _converse(service: TargetService, owner: str, connection: Connection) -> None:
-    await service.converse(owner, connection)
-
-
 async def _generate(service: TargetService, owner: str, connection: Connection) -> None:
     request = wire.parse_generate(await _request(connection))
     async with contextlib.aclosing(service.generate(owner, request)) as texts:
@@ -51,7 +47,7 @@ async def _send(service: TargetService, connection: Connection, frame: bytes) ->
 
 CALLS: dict[str, Call] = {
     "Describe": _describe,
-    "Converse": _converse,
+    "Converse": TargetService.converse,
     "Generate": _generate,
     "Update": _update,
 }

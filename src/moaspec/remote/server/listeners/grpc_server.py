@@ -26,6 +26,7 @@ from moaspec.remote.server.listeners.websocket_server import WebSocketListener, 
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError
 from moaspec.support import limits
+from moaspec.support.ports import joined_address
 from moaspec.support.tasks import end_tasks
 
 Context = Any  # gRPC has no types
@@ -113,7 +114,7 @@ class GrpcServer:
         self.port = 0
 
     async def __aenter__(self) -> GrpcServer:
-        address = self._address(self._options.port)
+        address = joined_address(self._options.host, self._options.port)
         credentials = self._options.credentials
         try:
             if credentials is None:
@@ -132,14 +133,10 @@ class GrpcServer:
         ]
         return self
 
-    def _address(self, port: int) -> str:
-        host = self._options.host
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
     @property
     def address(self) -> str:
         """The address that it listens on, HOST:PORT."""
-        return self._address(self.port)
+        return joined_address(self._options.host, self.port)
 
     async def __aexit__(self, *_: object) -> None:
         """Stop at once; call `drain` first to let devices finish."""

@@ -32,7 +32,7 @@ from moaspec.remote.server.listeners.calls import CALLS
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError, RateLimit
 from moaspec.support import limits
-from moaspec.support.ports import bind, reuse_address
+from moaspec.support.ports import bind, joined_address, reuse_address
 
 PATHS = {f"/v1/{name.lower()}": call for name, call in CALLS.items()}
 
@@ -134,9 +134,8 @@ class WebSocketListener:
             max_size=self._service.capabilities.limits.max_bytes,
             max_queue=2,
         )
-        host = f"[{options.host}]" if ":" in options.host else options.host
         scheme = "ws" if options.tls is None else "wss"
-        self.url = f"{scheme}://{host}:{listener.getsockname()[1]}"
+        self.url = f"{scheme}://{joined_address(options.host, listener.getsockname()[1])}"
 
     async def stop(self) -> None:
         """Close all connections; returns after two seconds at most."""
