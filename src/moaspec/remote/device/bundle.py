@@ -27,7 +27,7 @@ from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
-from moaspec.model.checkpoint.moa_checkpoint import ON_DEVICE, device_part, fingerprint
+from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
@@ -37,7 +37,7 @@ from moaspec.model.checkpoint.weight_files import (
     write_config,
     write_weights,
 )
-from moaspec.model.drafter_config import MAX_LAYERS, DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device
@@ -91,7 +91,8 @@ class DeviceBundle(Device):
     async def update(self, transport: ServerTransport) -> bool:
         if not isinstance(self.module, MoADrafter):
             return False
-        most = _most_bytes(self.module.config)
+        # In bf16, with a header.
+        most = 2 * sum(one.numel() for one in self.module.parameters()) + MAX_HEADER_BYTES
         found = await newer_version(transport, self.version, most)
         if found is None:
             return False
@@ -126,14 +127,6 @@ class DeviceBundle(Device):
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
         return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
-
-
-def _most_bytes(config: DrafterConfig) -> int:
-    """The largest file of a version's weights that run on a device."""
-    with torch.device("meta"):
-        weights = dict(MoADrafter(config).named_parameters())
-    numbers = sum(one.numel() for name, one in weights.items() if name.startswith(ON_DEVICE))
-    return 2 * numbers + MAX_HEADER_BYTES
 
 
 def export_bundle(

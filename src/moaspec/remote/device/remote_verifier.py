@@ -44,7 +44,6 @@ class PendingRequest:
     Attributes:
         request: of the engine.
         opening: whether it opens a turn.
-        answer: resolves to the result for the engine.
         tree: the drafts that were sent last.
         kept: provisional tokens that became part of the text without verification.
         resent: whether the link was lost since the request was made.
@@ -52,11 +51,11 @@ class PendingRequest:
         put_off: number of times that the server did not verify it.
         first_s: time of the first message.
         due_s: time of the next repetition.
+        result: for the engine; None until the verdict.
     """
 
     request: VerifyRequest
     opening: bool
-    answer: asyncio.Future[VerifyResult]
     tree: DraftTree
     kept: list[int] = field(default_factory=list)
     resent: bool = False
@@ -64,6 +63,7 @@ class PendingRequest:
     put_off: int = 0
     first_s: float = field(default_factory=now)
     due_s: float = 0.0
+    result: VerifyResult | None = None
 
     @property
     def repeated(self) -> bool:
@@ -133,9 +133,7 @@ class RemoteVerifier(Verifier):
         self.turn += opening
         self._ahead.sampling = request.sampling
         self._ahead.follow(self.text)
-        loop = asyncio.get_running_loop()
-        pending = PendingRequest(request, opening, loop.create_future(), request.tree)
-        self._pending = pending
+        self._pending = pending = PendingRequest(request, opening, request.tree)
         try:
             self._send()
             early = self._early.pop(len(self.text), None)
@@ -148,7 +146,7 @@ class RemoteVerifier(Verifier):
     async def _answer(self, pending: PendingRequest) -> VerifyResult:
         """Wait for the verdict; draft meanwhile, and repeat the request when it is due."""
         await asyncio.sleep(0)
-        while not pending.answer.done():
+        while pending.result is None:
             if self.link.refused is not None:
                 raise self.link.refused
             if now() >= pending.due_s and self.link.stats.state == "up":
@@ -160,7 +158,7 @@ class RemoteVerifier(Verifier):
             else:
                 left_s = pending.due_s - now() if self.link.stats.state == "up" else POLL_S
                 await self._wait(max(0.01, left_s))
-        return pending.answer.result()
+        return pending.result
 
     async def _wait(self, timeout_s: float) -> None:
         """Wait for a wake-up; in short waits, because the link may change its state without one."""
@@ -344,7 +342,7 @@ class RemoteVerifier(Verifier):
         sent = [without(tree, dropped) for tree in (pending.request.tree, pending.tree)]
         tree, nodes = tree_with(path, sent)
         told = (*[math.nan] * len(pending.kept), *logprobs) if logprobs else ()
-        pending.answer.set_result(VerifyResult(tuple(nodes), last, logprobs=told, tree=tree))
+        pending.result = VerifyResult(tuple(nodes), last, logprobs=told, tree=tree)
         self.wake()
         self.text = [*self.text, *path, last]
         expected = self._ahead.ready()
@@ -360,7 +358,8 @@ class RemoteVerifier(Verifier):
         self._pending = None
 
     def _record_round_trip(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
-        found = pending.answer.result()
+        found = pending.result
+        assert found is not None, "the verdict has resolved it"
         drafted = 0 if pending.opening or found.tree is None else len(found.tree.tokens)
         dropped = 0 if pending.opening else max(0, len(pending.tree.tokens) - drafted)
         accepted = len(found.accepted) - len(pending.kept)
