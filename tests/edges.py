@@ -16,10 +16,9 @@ from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
-from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
 from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
@@ -173,14 +172,14 @@ def over_grpc() -> Iterator[EdgeSource]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     ready.wait()
-    transport = GrpcTransport(f"127.0.0.1:{found[0]}")
+    fleet = Fleet.at([f"127.0.0.1:{found[0]}"])
     try:
         yield EdgeSource(
             LocalDevice(target, drafter),
-            transport,
+            fleet,
             name=serving.MODEL,
             options=RemoteOptions(link=PATIENT, draft="chain:2"),
-            server_only=RemoteText(transport, target.stop_token_ids),
+            server=fleet,
         )
     finally:
         loop.call_soon_threadsafe(stop.set)

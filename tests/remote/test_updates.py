@@ -232,7 +232,7 @@ def test_an_edge_asks_again_after_a_cut(
     async def run() -> None:
         sender: Any = Sender()
         transport = Fleet.of(sender)
-        source = EdgeSource(device, transport, name="tiny", updates=transport)
+        source = EdgeSource(device, transport, name="tiny", server=transport)
         await source.start()
         await done.wait()
         await asyncio.wait_for(source._updating, 60)  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def test_an_edge_says_once_that_there_is_no_link(
     monkeypatch.setattr(edge_source, "REACH_EVERY_S", 0.0)
     transport: Any = Fleet(["127.0.0.1:1"], lambda *_: Away())  # type: ignore[arg-type]
     device = LocalDevice(tiny.target(), moaspec.NgramProposer())
-    source = EdgeSource(device, transport, name="tiny", updates=transport)
+    source = EdgeSource(device, transport, name="tiny", server=transport)
 
     async def run() -> None:
         await source.start()

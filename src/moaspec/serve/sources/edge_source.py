@@ -108,11 +108,10 @@ class EdgeSource(TextSource):
     Args:
         options: options of every session, except its tenant.
         faults: an emulated link that the page may cut; None for a real link.
-        server_only: decodes jobs without speculation and log-probabilities; None drafts for all
-            jobs, which changes no text.
         defaults: sampling defaults; None takes those of the target.
-        updates: source of new versions of the device's drafter; None for no updates. A warning is
-            logged if there is no link at first.
+        server: decodes jobs without speculation and log-probabilities by itself, and has new
+            versions of the device's drafter; a warning is logged if there is no link at first.
+            None drafts for all jobs, which changes no text.
     """
 
     def __init__(
@@ -124,18 +123,18 @@ class EdgeSource(TextSource):
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
         faults: Faults | None = None,
-        server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
-        updates: Fleet | None = None,
+        server: Fleet | None = None,
     ) -> None:
-        self._device, self._transport, self._updates = device, transport, updates
+        self._device, self._transport, self._server = device, transport, server
         self._updating: asyncio.Task[None] | None = None
-        self._reached = updates is None  # whether the server has answered the latest question
+        self._reached = server is None  # whether the server has answered the latest question
         self._closing: asyncio.Task[None] | None = None
         self._options = options or RemoteOptions()
         self._limits, self._faults = limits or EdgeLimits(), faults
         self._places = Places("device", self._limits)
-        self._server_only = server_only
+        stops = device.target.stop_token_ids
+        self._server_only = None if server is None else RemoteText(server, stops)
         self._sessions: list[_PooledSession] = []
         self._closed_bytes = (0, 0)  # sent and received by closed sessions
         self._running: dict[asyncio.Task[None], News] = {}
@@ -152,8 +151,8 @@ class EdgeSource(TextSource):
         )
 
     async def start(self) -> None:
-        if self._updates is not None:
-            self._updating = asyncio.create_task(self._update_drafter(self._updates))
+        if self._server is not None:
+            self._updating = asyncio.create_task(self._update_drafter(self._server))
 
     async def _update_drafter(self, server: Fleet) -> None:
         """Take new versions of the drafter while texts go on; warn once of no first link."""

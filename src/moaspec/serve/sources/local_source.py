@@ -128,8 +128,6 @@ class LocalSource(TextSource):
         return cancel
 
     def _with_grammar(self, job: Job) -> Job:
-        if job.grammar is None:
-            return job
         processors = self.facts.processors(job)
         return replace(job, sampling=replace(job.sampling, processors=processors))
 

@@ -42,7 +42,7 @@ def edge(
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
-        from moaspec.remote.device.server_text import RemoteText
+        from moaspec.process_memory import prepare_process
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
@@ -63,9 +63,8 @@ def edge(
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),
             faults=faults,
-            server_only=RemoteText(transport, loaded.target.stop_token_ids),
             defaults=defaults,
-            updates=transport,
+            server=transport,
         )
         settings = replace(settings, make_vault=device.vault)
         http.run(source, settings, listener, what=f"{device.served} at {device.server}")
