@@ -92,14 +92,14 @@ class OnnxDrafter:
 
     def _graph_of(self, weights: bytes) -> bytes:
         """The graph's file with the weights of a version."""
-        manifest = self.manifest
-        ranges = [] if manifest.versions is None else manifest.versions.ranges
-        if len(weights) != (size := sum(count for _, count in ranges)):
-            raise ValueError(f"they have {len(weights)} bytes instead of {size}")
-        if described(self._graph) != manifest.files[GRAPH_FILE]:
+        versions = self.manifest.versions
+        assert versions is not None, "no other bundle is updated"
+        if len(weights) != versions.num_bytes:
+            raise ValueError(f"they have {len(weights)} bytes instead of {versions.num_bytes}")
+        if described(self._graph) != self.manifest.files[GRAPH_FILE]:
             raise ValueError(f"{self._graph} has changed since it was loaded")
         graph, sent = bytearray(self._graph.read_bytes()), io.BytesIO(weights)
-        for start, count in ranges:
+        for start, count in versions.ranges:
             graph[start : start + count] = sent.read(count)
         return bytes(graph)
 

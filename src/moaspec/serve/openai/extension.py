@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moaspec.engine.result import Event
+from moaspec.sampling.token_ids import common_length
 from moaspec.serve.openai.schema import Extension
 from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import LinkState, SourceFacts, Update
@@ -81,8 +82,7 @@ class ExtensionWriter:
         """Compare the verified tokens with the provisional ones; None if they agree."""
         now = (*update.token_ids, *update.provisional)
         shown = self._shown
-        pairs = enumerate(zip(shown, now, strict=False))
-        right = next((i for i, (a, b) in pairs if a != b), min(len(shown), len(now)))
+        right = common_length(shown, now)
         for i in range(len(update.token_ids)):
             was = "provisional" if i < right else "corrected"
             self._was.append(was if i < len(shown) else None)

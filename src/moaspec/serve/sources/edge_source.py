@@ -259,7 +259,7 @@ class EdgeSource(TextSource):
     def _client_places(self, client: str) -> asyncio.Semaphore:
         """Limits the number of a client's texts in decoding."""
         if client not in self._by_client:
-            share = client_share(self._limits.active, self._limits.share, client)
+            share = client_share(self._limits.active, client)
             self._by_client[client] = asyncio.Semaphore(share)
         return self._by_client[client]
 

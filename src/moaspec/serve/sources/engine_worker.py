@@ -214,11 +214,10 @@ class EngineWorker:
     def _next_waiting(self) -> QueuedJob | None:
         """The oldest waiting job of the client with the fewest rows, if it may have more."""
         rows = Counter(queued.job.client for queued in self._active.values())
-        active, share = self._limits.active, self._limits.share
         candidates = [
             queued
             for queued in self._waiting
-            if rows[queued.job.client] < client_share(active, share, queued.job.client)
+            if rows[queued.job.client] < client_share(self._limits.active, queued.job.client)
         ]
         return min(candidates, key=lambda queued: rows[queued.job.client], default=None)
 

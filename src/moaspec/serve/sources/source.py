@@ -192,7 +192,6 @@ class SourceLimits:
 
     active: int  # maximum number of texts decoded together
     waiting: int  # maximum number of texts that wait; further texts are refused
-    share: float = 0.5  # fraction of `active`, and of all places, that one key may use
 
 
 class Places:
@@ -202,8 +201,7 @@ class Places:
     """
 
     def __init__(self, where: str, limits: SourceLimits) -> None:
-        self._where, self._share = where, limits.share
-        self._total = limits.active + limits.waiting
+        self._where, self._total = where, limits.active + limits.waiting
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
 
@@ -218,7 +216,7 @@ class Places:
             InputError: the request has more texts than a client may ever have.
             BusyError: there are not enough free places now.
         """
-        share = client_share(self._total, self._share, client)
+        share = client_share(self._total, client)
         if num_texts > share:
             raise InputError(
                 f"The request asks for {num_texts} texts (prompts times n), and this server takes "
@@ -243,6 +241,6 @@ class Places:
             self._taken += Counter()  # drops clients without texts
 
 
-def client_share(places: int, share: float, client: str) -> int:
-    """Number of places that a client may use; all if clients are not told apart."""
-    return max(1, int(places * share)) if client else places
+def client_share(places: int, client: str) -> int:
+    """Number of places that a client may use: half, or all if clients are not told apart."""
+    return max(1, places // 2) if client else places
