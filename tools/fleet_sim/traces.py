@@ -53,7 +53,8 @@ def _recorded(target: Target, drafter: MoADrafter, prompt: Sequence[int], most: 
     while len(text) - len(prompt) < most:
         asked = VerifyRequest(0, known, tuple(text[known:]), DraftTree())
         (result,) = run_now(verifier.verify([asked]))
-        proposer.append_features(0, result.features)
+        if result.features is not None:
+            proposer.append_features(0, result.features)
         known = len(text)
         text.append(result.next_token)
         if result.next_token in target.stop_token_ids:
