@@ -115,6 +115,14 @@ def test_calibrate_tells_what_each_exit_promises(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("loaded")
+def test_calibrate_refuses_an_n_that_the_drafter_was_not_trained_for(cli: Cli) -> None:
+    output = cli("calibrate", "--num-target-layers", "1")
+    assert output.code == 2
+    assert "the drafter was trained for N = 0." in output.error
+
+
+@pytest.mark.slow
 def test_calibrate_without_a_drafter_promises_nothing(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

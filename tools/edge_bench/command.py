@@ -85,7 +85,7 @@ def edge_bench(
     and whether the case pays beside plain streaming by it. `speed` is the server's over the
     device's; passes and bytes are per token.
 
-    Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
+    Example: moaspec edge-bench --links lan,4g --drafter smollm2-135m-n3 --out edge.json
     """
     require("`moaspec edge-bench`", "remote")
     name = drafter or (model if model in bundled_drafters() else None)

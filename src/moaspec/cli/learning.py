@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
+from moaspec.support.locks import writing
 from moaspec.support.paths import make_private, require_writable
 
 if TYPE_CHECKING:
@@ -22,17 +23,22 @@ if TYPE_CHECKING:
 
 
 def with_learning(
-    asked: LoadOptions, directory: Path | None
+    asked: LoadOptions, directory: Path | None, hold: Callable[[AbstractContextManager[None]], None]
 ) -> tuple[LoadOptions, LearningProcess | None]:
     """What to load, and the process that trains the drafter; None without `--learn`.
 
+    Args:
+        hold: keeps the directory's lock until the command ends.
+
     Raises:
-        InputError: the directory cannot be written, or no drafter is named, and none is bundled.
+        InputError: the directory cannot be written, another process writes it, or no drafter is
+            named, and none is bundled.
         TrainingError: the directory's state is damaged.
     """
     if directory is None:
         return asked, None
     require_writable("--learn", directory)
+    hold(writing(directory))
     try:
         make_private(directory)
     except OSError as error:

@@ -10,6 +10,7 @@ import torch
 from moaspec.backends.load import load_target
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.prompts import message_ids
+from moaspec.drafting.proposer_checks import check_trained
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import (
     KINDS,
@@ -63,7 +64,9 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
         ),
     )
     for method in methods:
-        _require_trained(method)
+        if isinstance(method.drafter, MoADrafter):
+            config, what = method.drafter.config, f"Method {method.name!r}"
+            check_trained(method.num_target_layers, config, what)
     return methods
 
 
@@ -89,17 +92,6 @@ def _target(sources: MethodSources, *, packed: bool = True) -> Target:
         adapter=sources.adapter,
         generation_config=sources.generation_config,
     )
-
-
-def _require_trained(method: Method) -> None:
-    if not isinstance(method.drafter, MoADrafter) or method.num_target_layers is None:
-        return
-    trained = method.drafter.config.num_target_layers
-    if method.num_target_layers not in trained:
-        raise InputError(
-            f"Method {method.name!r}: the drafter was trained for N = "
-            f"{', '.join(map(str, trained))} only."
-        )
 
 
 def read_checkpoints(options: Sequence[str]) -> dict[str, str]:

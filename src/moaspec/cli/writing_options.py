@@ -22,6 +22,7 @@ from moaspec.cli.options import (
 )
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
+from moaspec.support.locks import writing
 from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import resumed
 from moaspec.train.stopping import parse_duration
@@ -57,10 +58,13 @@ class WritingOptions:
         str | None, typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h.")
     ] = None
 
-    def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
+    def checked(
+        self, context: typer.Context, **sampling: Any
+    ) -> tuple[WriterOptions, float | None]:
         """How to write, and for how many seconds; refuses a file that cannot be written.
 
         Args:
+            context: of the command, until whose end no other may write the file.
             **sampling: the other fields of `WriterOptions`.
         """
         from moaspec.train.dataset.response_writer import WriterOptions
@@ -70,6 +74,7 @@ class WritingOptions:
         options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
         known = {"target": self.model, "drafter": self.drafter, **asked}
+        context.with_resource(writing(self.out))
         resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
 

@@ -1,6 +1,7 @@
 """What a drafter and a target must have in common, and what a drafter can do beside its target."""
 
 from moaspec.errors import InputError
+from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
@@ -24,6 +25,19 @@ def check_num_target_layers(layers: int, drafter: MoADrafter, target: Target) ->
         raise InputError(
             f"num_target_layers={layers}: this drafter has exits for {', '.join(map(str, known))}."
         )
+
+
+def check_trained(layers: int | None, config: DrafterConfig, what: str = "") -> None:
+    """Raise InputError for an N that is not recorded; published checkpoints record none.
+
+    Args:
+        layers: N; None is the drafter's own.
+        what: where N stands; default: the option.
+    """
+    known = config.num_target_layers
+    if layers is not None and config.target is not None and layers not in known:
+        what = what or f"--num-target-layers {layers}"
+        raise InputError(f"{what}: the drafter was trained for N = {', '.join(map(str, known))}.")
 
 
 def check_place(drafter: MoADrafter, target: Target) -> None:

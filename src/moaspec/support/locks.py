@@ -1,8 +1,13 @@
 """One process at a time writes to a file or directory."""
 
+import contextlib
+import hashlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 from moaspec.errors import InputError
+from moaspec.support.paths import cache_dir, make_private
 
 
 def claimed(path: str | os.PathLike[str], refusal: str) -> int:
@@ -29,3 +34,25 @@ def claimed(path: str | os.PathLike[str], refusal: str) -> int:
             raise InputError(refusal) from error
         raise
     return file
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Refuse an output that another command of this user writes, from that command's start on.
+
+    The lock is a file in the cache, so that a command that fails leaves nothing at the output's
+    place. A cache that cannot be written holds none.
+
+    Args:
+        path: a file or directory, which need not exist.
+
+    Raises:
+        InputError: another process writes it.
+    """
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    refusal = f"Another process is writing {path}; wait for it, or name another output."
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            make_private(cache_dir() / "locks")
+            held.callback(os.close, claimed(cache_dir() / "locks" / name, refusal))
+        yield

@@ -105,3 +105,17 @@ def test_what_cannot_be_exported(tmp_path: Path, cli: Cli) -> None:
     assert "holds no device bundle" in others.err
     assert "Loading" not in others.err
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_an_n_that_the_drafter_was_not_trained_for(tmp_path: Path, cli: Cli, form: str) -> None:
+    """It was written into the bundle, with target layers that no draft passes."""
+    if form == "onnx":
+        pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+        pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+    save_drafter_and_target(tmp_path)
+    out = tmp_path / "device"
+    models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(out), "--format", form
+    refused = cli("checkpoint", "export-device", *models, "--num-target-layers", "1")
+    assert (refused.code, out.exists()) == (2, False)
+    assert "--num-target-layers 1: the drafter was trained for N = 0." in refused.error

@@ -92,6 +92,12 @@ def test_reused_layers_of_every_family(tmp_path: Path, family: str) -> None:
     assert on_device(drafting, text, features, GREEDY) == expected
 
 
+def test_an_n_that_the_drafter_was_not_trained_for(tmp_path: Path) -> None:
+    device = load_device(save_bundle(tmp_path, num_target_layers=(2,)))
+    with pytest.raises(InputError, match=r"layers 1: the drafter was trained for N = 2\."):
+        device.drafting(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["granite", "cohere", "gemma2", "gemma3n_text"])
 @pytest.mark.parametrize("trimmed", [False, True])
@@ -102,10 +108,11 @@ def test_models_of_other_types(tmp_path: Path, kind: str, trimmed: bool) -> None
     loaded = load_device(bundle)
     assert on_device(loaded.drafting(), text, features, GREEDY) == expected
     (tmp_path / "target" / "model.safetensors").unlink()  # asked for afterwards
-    with pytest.raises(InputError, match=r"within 0\.\.0"):
+    with pytest.raises(InputError, match=r"layers 1: the drafter was trained for N = 0\."):
         export_bundle(
             tmp_path / "target", tmp_path / "drafter", tmp_path / "more", num_target_layers=1
         )
+    assert not (tmp_path / "more").exists()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

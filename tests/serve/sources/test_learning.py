@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,11 @@ def test_other_drafters_are_refused(drafter: str | None, tmp_path: Path) -> None
 
 def test_learning_needs_a_drafter_and_our_engine(tmp_path: Path) -> None:
     asked = LoadOptions(model=str(tmp_path / "other"))
-    with pytest.raises(InputError, match="no drafter is bundled"):
-        with_learning(asked, tmp_path)
+    with pytest.raises(InputError, match="no drafter is bundled"), ExitStack() as held:
+        with_learning(asked, tmp_path, held.enter_context)
     with pytest.raises(InputError, match="for --engine torch"):
         _check_engine("vllm", asked, tmp_path, ranks=1)
-    assert with_learning(asked, None) == (asked, None)
+    assert with_learning(asked, None, ExitStack().enter_context) == (asked, None)
 
 
 def test_texts_are_dropped_while_the_process_is_busy(tmp_path: Path) -> None:
@@ -250,7 +251,8 @@ def test_versions_of_another_drafter_do_not_draft(tmp_path: Path) -> None:
 
     def process(name: str) -> LearningProcess:
         asked = LoadOptions(model="target", drafter=str(tmp_path / name))
-        _, learning = with_learning(asked, tmp_path / "learned")
+        with ExitStack() as held:
+            _, learning = with_learning(asked, tmp_path / "learned", held.enter_context)
         assert learning is not None
         return learning
 

@@ -57,6 +57,7 @@ def calibrate(
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.measure_costs import calibrate as measure
     from moaspec.calibration.measure_costs import stored_costs
+    from moaspec.drafting.proposer_checks import check_trained
     from moaspec.model.moa import MoADrafter
 
     if module is not None and not isinstance(module, MoADrafter):
@@ -64,6 +65,8 @@ def calibrate(
             f"{asked.drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
             "because only they draft by cost. Name one, or leave --drafter out."
         )
+    if module is not None:
+        check_trained(num_target_layers, module.config)
     if target.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
         console.warn(said)

@@ -15,6 +15,7 @@ from moaspec.errors import HubError, InputError
 from moaspec.remote.device_onnx.manifest import GRAPH_FILE
 from moaspec.support.extras import require
 from moaspec.support.hub import PROBE_S
+from moaspec.support.locks import writing
 from moaspec.support.paths import require_writable
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.i
 @app.command("convert")
 @with_options
 def convert(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(help="Bundled alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     to: Annotated[
@@ -52,6 +54,7 @@ def convert(
     if num_target_layers is not None and to != "moaspec":
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
     require_writable("OUT", out)
+    context.with_resource(writing(out))
     with loading(model):
         from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
@@ -72,6 +75,7 @@ def convert(
 @app.command("export-device")
 @with_options
 def export_device(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="Target: alias, directory, GGUF or hub id.")],
     drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
@@ -111,6 +115,7 @@ def export_device(
     from moaspec.remote.device.bundle_place import require_free
 
     require_free(out)
+    context.with_resource(writing(out))
     with loading(target):
         if form == "torch":
             from moaspec.remote.device.bundle import export_bundle

@@ -33,6 +33,7 @@ Temperature = Annotated[float, "0: greedy."]
 @app.command("synth")
 @with_options
 def synth_command(
+    context: typer.Context,
     *,
     options: WritingOptions,
     num: Annotated[int, "Number of different prompts."] = 1000,
@@ -54,7 +55,7 @@ def synth_command(
     if num < 1 or (max_samples is not None and max_samples < 1):
         raise InputError(f"--num and --max-samples must be at least 1, got {num}, {max_samples}.")
     writing, seconds = options.checked(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        context, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     systems = options.systems()
     target, module = options.load()
@@ -97,6 +98,7 @@ def synth_command(
 @app.command("regenerate")
 @with_options
 def regenerate_command(
+    context: typer.Context,
     sources: Sources,
     *,
     options: WritingOptions,
@@ -119,7 +121,7 @@ def regenerate_command(
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
     writing, seconds = options.checked(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        context, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     systems = options.systems()
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()

@@ -25,6 +25,7 @@ from moaspec.cli.terminal.tables.report_tables import show, show_comparison
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.report import REPORT
+from moaspec.support.locks import writing
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -90,6 +91,8 @@ def evaluate(
         return
     timed, untimed = _names(methods), _names(tau_only)
     _check_options(context.params, timed)
+    if out is not None:
+        context.with_resource(writing(out))
     read = {"suite": suite, "limit": limit, "turns": turns}
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
     study = _study(

@@ -21,6 +21,7 @@ from moaspec.cli.terminal.tables.table import show_table
 from moaspec.data.conversations import ReadReport
 from moaspec.data.row_sources import require_sources
 from moaspec.errors import InputError
+from moaspec.support.locks import writing
 from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 @with_options
 def train(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(help="YAML file of settings; with --init: a name.")
     ] = None,
@@ -84,6 +86,8 @@ def train(
         require_writable("output", output)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
+        if accelerator.is_main_process:
+            context.with_resource(writing(Path(settings.output)))
         # Refuses what cannot be trained before minutes are spent on loading it.
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
         prepare_config(skeleton.model.config, skeleton.name)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
 from moaspec.drafting.other_proposers.baseline_proposers import IndependentProposer
+from moaspec.drafting.proposer_checks import check_trained
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, RefusedError
 from moaspec.generation.destinations import device_problem
@@ -126,6 +127,7 @@ class DeviceBundle(Device):
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
+        check_trained(num_target_layers, self.module.config)
         return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
 
 
@@ -200,6 +202,7 @@ def _num_layers(
     """The number of the target's last layers in a bundle."""
     if isinstance(module, IndependentDrafter):
         return 0
+    check_trained(wanted, module.config)
     found = max(module.config.num_target_layers) if wanted is None else wanted
     if not 0 <= found <= num_layers:
         raise InputError(f"num_target_layers must be within 0..{num_layers}, got {found}.")

@@ -7,7 +7,7 @@ from typing import get_args
 import onnx
 
 from moaspec.backends.load import load_target
-from moaspec.drafting.proposer_checks import check_num_target_layers
+from moaspec.drafting.proposer_checks import check_num_target_layers, check_trained
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
@@ -72,6 +72,7 @@ def export_onnx(
     number = num_target_layers
     if number is None:
         number = 0 if 0 in trained else trained[0]
+    check_trained(number, module.config)
     check_num_target_layers(number, module, skeleton)
     check_drafter(module)
     if number:

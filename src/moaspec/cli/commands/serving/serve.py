@@ -95,6 +95,7 @@ Waiting = Annotated[int, typer.Option(help="Requests that may wait.", min=0)]
 
 @options.with_options
 def serve(
+    context: typer.Context,
     *,
     asked: options.LoadOptions,
     http: HttpOptions,
@@ -131,7 +132,7 @@ def serve(
             prepare_process()
             if learn is not None and not speculation:
                 raise InputError("--learn needs a drafter: leave out --no-speculation.")
-            asked, learning = with_learning(asked, learn)
+            asked, learning = with_learning(asked, learn, context.with_resource)
             target, module = load_pair(
                 asked,
                 generation_config=options.generation_defaults(generation_config),

@@ -38,6 +38,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 
 @options.with_options
 def target_server(
+    context: typer.Context,
     *,
     asked: options.LoadOptions,
     host: Annotated[str, "Address to listen on."] = "127.0.0.1",
@@ -151,7 +152,7 @@ def target_server(
         _print_traces()
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
-    asked, learning = with_learning(asked, learn)
+    asked, learning = with_learning(asked, learn, context.with_resource)
     addresses = {"--port": (host, port), "--metrics-port": (host, metrics_port)}
     if beside is not None:
         addresses["--websocket"] = beside
