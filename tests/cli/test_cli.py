@@ -721,6 +721,8 @@ def test_damaged_targets_and_drafters(cli: Cli, tmp_path: Path) -> None:
     output = cli(*arguments)
     assert output.code == 2
     assert "Tensors are missing in the checkpoint" in output.err
+    assert "threads" not in output.err  # the target was not loaded
+    save_file(tensors, drafter / "model.safetensors")
     save_file(tensors, target / "model.safetensors")
     output = cli(*arguments)
     assert output.code == 2
@@ -792,6 +794,13 @@ def test_train_refuses(overrides: tuple[str, ...], message: str, cli: Cli, tmp_p
     assert output.code == 2
     assert message in output.err
     assert "Traceback" not in output.err
+
+
+def test_train_refuses_an_output_among_its_data(cli: Cli, tmp_path: Path) -> None:
+    """A resumed run read its own log as data."""
+    output = cli("train", str(training_files(tmp_path)), f"data=[{tmp_path}]")
+    assert (output.code, (tmp_path / "run").exists()) == (2, False)
+    assert f"run is inside {tmp_path}" in output.error
 
 
 def test_a_failed_training_exits_with_one(
@@ -1012,11 +1021,26 @@ def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
     assert json.loads(cli("info", back, "--json").out)["num_target_layers"] == [1]
     assert cli("checkpoint", "convert", back, back, "--to", form, *model).code == 2
     # What has no effect is refused: ours records N, the published forms do not.
-    for source, to, reason in ((back, "moaspec", "records its N"), (there, form, "no effect")):
-        out, number = str(tmp_path / "out"), ("--num-target-layers", "1")
+    for source, to, n, reason in (
+        (back, "moaspec", "1", "records its N"),
+        (there, form, "1", "no effect"),
+        (there, "moaspec", "99", "within 0..3"),
+    ):
+        out, number = str(tmp_path / "out"), ("--num-target-layers", n)
         output = cli("checkpoint", "convert", source, out, "--to", to, *model, *number)
         assert (output.code, Path(out).exists()) == (2, False)
         assert reason in output.error
+
+
+def test_convert_into_a_directory_with_other_files(cli: Cli, tmp_path: Path) -> None:
+    """It removed the weights of the model there."""
+    (tmp_path / "out").mkdir()
+    weights = tmp_path / "out" / "model-00001-of-00002.safetensors"
+    weights.write_text("weights")
+    output = cli("checkpoint", "convert", "smollm2-135m", str(weights.parent), "--to", "moaspec")
+    assert output.code == 2
+    assert "is not empty" in output.error
+    assert list(weights.parent.iterdir()) == [weights]
 
 
 def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,10 @@ def load_pair(
 ) -> tuple[Target, MoADrafter | Proposer | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
-    from moaspec.generation.drafters import find_drafter
+    from moaspec.generation.drafters import check_drafter
 
     if speculation and asked.drafter is not None:
-        find_drafter(asked.drafter)  # an unknown one is refused before the target is loaded
+        check_drafter(asked.drafter, asked.model)
     target = load_target(
         asked.model,
         dtype=asked.dtype,

@@ -21,8 +21,9 @@ from moaspec.evaluate.method_names import (
 )
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.drafters import find_drafter, load_any_drafter
+from moaspec.generation.drafters import check_drafter, load_any_drafter
 from moaspec.model.moa import MoADrafter
+from moaspec.target.registry import read_skeleton
 from moaspec.target.target import Target
 
 
@@ -48,12 +49,17 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
             or an N that the drafter was not trained for.
         UnknownModelError: no target or drafter of a name.
     """
-    require_methods(names, {"moa", *sources.checkpoints})
+    specs = require_methods(names, {"moa", *sources.checkpoints})
     kinds = needed_checkpoints(names)
     _require_used(sources.checkpoints, kinds)
     for kind, name in {"moa": sources.drafter, **sources.checkpoints}.items():
-        if name is not None and kind in kinds - {"hf-assisted"}:
-            find_drafter(name)  # an unknown one is refused before the target is loaded
+        if name is not None and kind == "hf-assisted":
+            read_skeleton(name, dtype="float32")
+        elif name is not None and kind in kinds:
+            check_drafter(name, sources.model)
+    for spec in specs:
+        if spec.setting:  # a wrong one is refused before the target is loaded
+            KINDS[spec.kind].make(spec, read_skeleton(sources.model, dtype="float32"), None)
     target = _target(sources)
     methods = parse_methods(
         names,

@@ -90,9 +90,9 @@ class WritingOptions:
     def load(self) -> tuple[Target, Any]:
         with loading(self.model, self.threads):
             from moaspec.backends.load import load_target
-            from moaspec.generation.drafters import find_drafter, load_any_drafter
+            from moaspec.generation.drafters import check_drafter, load_any_drafter
 
-            drafter = self.drafter and find_drafter(self.drafter)
+            drafter = self.drafter and check_drafter(self.drafter, self.model)
             target = load_target(
                 self.model,
                 dtype=self.dtype,

@@ -196,11 +196,11 @@ def refuse(error: DataError) -> None:
     raise error
 
 
-def require_sources(sources: Sequence[str]) -> None:
+def require_sources(sources: Sequence[str], out: Path | None = None) -> None:
     """Refuse sources that cannot be read at all, before a target is loaded for them.
 
     Raises:
-        InputError: there are none, or the extra `hub` is not installed.
+        InputError: there are none, the extra `hub` is not installed, or see `require_outside`.
         DataError: a file that does not exist.
     """
     if not sources:
@@ -212,6 +212,17 @@ def require_sources(sources: Sequence[str]) -> None:
             raise DataError(
                 f"Cannot read the data {source}: there is no such file. "
                 "Check the path; a data set of the hub is hub:OWNER/NAME."
+            )
+    if out is not None:
+        require_outside(out, sources)
+
+
+def require_outside(out: Path, sources: Sequence[str]) -> None:
+    """InputError for an output inside a source, which the command would read when it resumes."""
+    for source in sources:
+        if out.resolve().is_relative_to(Path(source).resolve()):
+            raise InputError(
+                f"The output {out} is inside {source}, from which data are read; name another."
             )
 
 

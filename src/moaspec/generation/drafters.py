@@ -13,6 +13,7 @@ from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
 from moaspec.support.hub import cached_if_offline
+from moaspec.target.registry import read_skeleton
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target, plain_torch
 
@@ -59,6 +60,19 @@ def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseli
     if is_baseline(directory):
         return load_baseline(directory, target.identity)
     return _read_moa(name, directory, target)
+
+
+def check_drafter(name: str | Path, model: str | Path) -> Path:
+    """The drafter's directory; raises the errors of `load_drafter` without the target's weights."""
+    directory = find_drafter(name)
+    if str(name) == str(model):  # the bundled one
+        return directory
+    target = read_skeleton(model, dtype="float32")
+    if is_baseline(directory):
+        load_baseline(directory, target.identity)
+    else:
+        load_checkpoint(directory, target.identity, target.config)
+    return directory
 
 
 def _read_moa(name: str | Path, directory: Path, target: TargetSpec) -> MoADrafter:

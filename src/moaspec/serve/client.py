@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from moaspec.errors import InputError, ServerError
+from moaspec.support.ports import require_url
 
 CONNECT_S, READ_S = 5.0, 300.0  # a server that is busy or disconnected may send nothing for minutes
 
@@ -22,10 +23,12 @@ class ServedChat:
         mode: "local" or "edge".
 
     Raises:
+        InputError: no URL.
         ServerError: no moaspec server answers.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
+        require_url("--url", url)
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(READ_S, connect=CONNECT_S)

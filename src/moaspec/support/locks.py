@@ -49,7 +49,7 @@ def writing(path: Path) -> Iterator[None]:
     Raises:
         InputError: another process writes it.
     """
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     refusal = f"Another process is writing {path}; wait for it, or name another output."
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):

@@ -66,6 +66,11 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "moaspec serve" in capsys.readouterr().err
 
 
+def test_an_address_without_a_scheme() -> None:
+    with pytest.raises(InputError, match="the form http://localhost:8000"):
+        ServerChat("localhost:8000", {**SETTINGS})
+
+
 @pytest.mark.parametrize("option", [("--model", "m"), ("--tree", "chain:2"), ("--no-speculation",)])
 def test_options_of_a_target_here(
     option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -280,6 +280,7 @@ def test_what_options_and_files_decide_is_refused_without_weights(
         (("--out", str(tmp_path / "begun"), "--seed", "1"), "seed=0, now it is 1"),
         (("--out", str(tmp_path / "x"), "--drafter", "no/where"), "No drafter 'no/where'"),
         ((long, "--out", str(tmp_path / "x")), "long.jsonl:1"),
+        ((str(tmp_path), "--out", str(tmp_path / "x")), "x is inside"),
     ):
         code, _, err = cli("data", "regenerate", prompts, "--model", bare, *refused)
         assert (code, named in err) == (2, True), err

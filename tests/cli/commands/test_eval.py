@@ -46,6 +46,7 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain,eagle"), "--checkpoint eagle=DIR"),
         (("--methods", "plain", "--checkpoint", "eagle=there"), "is not used"),
         (("--drafter", "nosuch"), "No drafter 'nosuch'"),
+        (("--methods", "hf-assisted", "--checkpoint", "hf-assisted=no"), "Unknown target 'no'"),
         (("--methods", "eagle", "--checkpoint", "eagle=nosuch"), "No drafter 'nosuch'"),
     ],
 )
@@ -56,6 +57,17 @@ def test_wrong_methods_are_refused_before_a_target_is_loaded(
     output = cli("eval", *options)
     assert output.code == 2
     assert why in output.err
+
+
+@pytest.mark.parametrize(("method", "why"), [("moa:3", "n0 to n"), ("replay:2", "within 0..1")])
+def test_wrong_settings_are_refused_before_a_target_is_loaded(
+    cli: Cli, method: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    load_targets_by(monkeypatch, lambda *_, **__: pytest.fail("a target is loaded"))
+    output = cli("eval", "--model", str(tmp_path), "--methods", method)
+    assert output.code == 2
+    assert why in output.error
 
 
 @pytest.mark.slow

@@ -58,7 +58,10 @@ def check(
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target
         from moaspec.evaluate.correctness.check_target import Check
+        from moaspec.generation.drafters import check_drafter
 
+        if asked.drafter is not None:
+            check_drafter(asked.drafter, model)
         chosen = chosen_dtype(asked.dtype)
     checked: dict[str, list[CheckedText]] = {}
     whole = True

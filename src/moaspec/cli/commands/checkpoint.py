@@ -51,11 +51,14 @@ def convert(
     """
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
+    if out.is_dir() and any(out.iterdir()):  # weights of other models would be removed
+        raise InputError(f"{out} is not empty; name another directory.")
     if num_target_layers is not None and to != "moaspec":
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
     require_writable("OUT", out)
     context.with_resource(writing(out))
     with loading(model):
+        from moaspec.drafting.proposer_checks import check_num_target_layers
         from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
@@ -63,8 +66,10 @@ def convert(
 
         target = read_skeleton(model, dtype="float32")
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
-    if num_target_layers is not None and drafter.config.target is not None:
-        raise InputError(f"{source} records its N; leave --num-target-layers out.")
+    if num_target_layers is not None:
+        if drafter.config.target is not None:
+            raise InputError(f"{source} records its N; leave --num-target-layers out.")
+        check_num_target_layers(num_target_layers, drafter, target)
     if to == "moaspec":
         save_drafter(recorded(drafter, target.identity, num_target_layers or 0), out)
     else:

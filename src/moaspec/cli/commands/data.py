@@ -18,6 +18,7 @@ from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.cli.writing_options import EndpointOptions, WritingOptions, load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
+from moaspec.data.row_sources import require_outside
 from moaspec.errors import DataError, InputError
 from moaspec.train.dataset.journal import Journal
 
@@ -123,6 +124,7 @@ def regenerate_command(
     writing, seconds = options.checked(
         context, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
+    require_outside(options.out, sources)
     systems = options.systems()
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     rows = read_conversations(sources, malformed, report)

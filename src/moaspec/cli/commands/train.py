@@ -81,9 +81,8 @@ def train(
         from moaspec.train.trainer import Trainer
 
         settings = read_train_config(config, overrides or [])
-        require_sources(settings.data)
-        output = Path(settings.output)
-        require_writable("output", output)
+        require_sources(settings.data, Path(settings.output))
+        require_writable("output", Path(settings.output))
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         if accelerator.is_main_process:

@@ -120,6 +120,8 @@ class DeviceBundle(Device):
 
     def drafting(self, num_target_layers: int | None = None) -> Proposer:
         """Make a drafter with its own caches; InputError for an N that it or the bundle lacks."""
+        if isinstance(self.module, MoADrafter):
+            check_trained(num_target_layers, self.module.config)
         if (num_target_layers or 0) > self.info.num_target_layers:
             raise InputError(
                 f"num_target_layers={num_target_layers}: this bundle holds "
@@ -127,7 +129,6 @@ class DeviceBundle(Device):
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        check_trained(num_target_layers, self.module.config)
         return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
 
 

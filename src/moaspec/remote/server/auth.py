@@ -98,10 +98,8 @@ class Credentials:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
         except (ssl.SSLError, OSError) as error:
-            raise InputError(
-                f"Cannot use {self.ca}, {self.certificate} and {self.key} as CA, certificate and "
-                f"key: {error.strerror or error}."
-            ) from error
+            files = ", ".join(str(one) for one in (self.ca, self.certificate, self.key) if one)
+            raise InputError(f"Cannot use {files} for TLS: {error.strerror or error}.") from error
         return context
 
 

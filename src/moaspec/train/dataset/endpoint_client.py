@@ -14,6 +14,7 @@ import httpx
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from moaspec.errors import DataError, InputError, ServerError
+from moaspec.support.ports import require_url
 
 CONNECT_S, READ_S = 10.0, 1800.0
 """Reading waits long: a request may stand in the server's queue behind many others."""
@@ -111,15 +112,7 @@ class Endpoint:
     first_delay_s: float = 1.0
 
     def __post_init__(self) -> None:
-        try:
-            known = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise InputError(f"--endpoint {self.url!r} is no URL: {error}.") from error
-        if known.scheme not in ("http", "https") or not known.host:
-            raise InputError(
-                f"--endpoint {self.url!r} is no URL of a server; it has the form "
-                "http://localhost:8000."
-            )
+        require_url("--endpoint", self.url)
 
 
 class EndpointClient:

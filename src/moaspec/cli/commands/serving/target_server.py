@@ -243,11 +243,11 @@ def _page(
 
 def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.backends.load import load_target
-    from moaspec.generation.drafters import find_drafter, load_drafter
+    from moaspec.generation.drafters import check_drafter, load_drafter
     from moaspec.generation.shaping import shaping_for
     from moaspec.remote.server.service import TargetService
 
-    drafter = None if asked.drafter is None else find_drafter(asked.drafter)
+    drafter = None if asked.drafter is None else check_drafter(asked.drafter, asked.model)
     target = load_target(
         asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
     )
