@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.Monkey
         assert stored_costs(asked, module) is None
     words = ("takes about", "other processes", "read-only", "too small", "is off")
     assert all(word in str(reason) for word, reason in zip(words, reasons, strict=True))
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told(
+    asked: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the command without an answer."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    exits, why_not = measure_once(asked, tiny.agreeing_drafter("llama"))
+    assert exits[0].costs is None
+    assert why_not == "its costs cannot be stored (No space left on device)"
+    assert not list((tmp_path / "calibration").iterdir())
 
 
 def test_a_measurement_that_takes_too_long_is_given_up(

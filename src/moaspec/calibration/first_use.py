@@ -61,6 +61,8 @@ def measure_once(
         )
     except _GivenUpError:
         return exits, BUSY
+    except OSError as error:
+        return exits, f"its costs cannot be stored ({error.strerror or error})"
     return known_exits(target, drafter, num_target_layers=layers), None
 
 

@@ -110,9 +110,11 @@ def _store(costs: CostTable, facts: dict[str, Any]) -> None:
     path = _path(facts)
     make_private(path.parent)
     content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
-        json.dump(content, scratch, indent=1)
-    Path(scratch.name).replace(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        made.touch(0o600)  # as `trusted` asks, whatever the umask
+        made.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        made.replace(path)
 
 
 def stored_costs(

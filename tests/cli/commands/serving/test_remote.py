@@ -398,7 +398,7 @@ def test_edge_bench_with_a_drafter_that_lacks_0(cli: Cli, tmp_path: Path) -> Non
     assert "sync moa@1" in [row["name"] for row in rows]
     refused = cli(*arguments, "--num-target-layers", "0")
     assert refused.code == 2
-    assert "this drafter has exits for 1, 2" in " ".join(refused.err.split())
+    assert "the drafter was trained for N = 1, 2" in " ".join(refused.err.split())
 
 
 @pytest.mark.parametrize(
