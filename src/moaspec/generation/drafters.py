@@ -5,11 +5,16 @@ from pathlib import Path
 
 from moaspec.drafting.other_proposers.baseline_proposers import baseline_drafting
 from moaspec.drafting.protocols import Proposer
-from moaspec.errors import UnknownModelError
+from moaspec.errors import InputError, UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.baselines import Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
-from moaspec.model.checkpoint.directory import is_directory
+from moaspec.model.checkpoint.directory import (
+    CONFIG_FILE,
+    DEVICE_SECTION,
+    is_directory,
+    read_config,
+)
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
 from moaspec.support.hub import cached_if_offline
@@ -84,9 +89,22 @@ def _read_moa(name: str | Path, directory: Path, target: TargetSpec) -> MoADraft
 
 
 def find_drafter(name: str | Path) -> Path:
-    """Directory of a bundled alias, a directory or a hub id; UnknownModelError where it is none."""
+    """Directory of a bundled alias, a directory or a hub id.
+
+    Raises:
+        UnknownModelError: it is none of these.
+        InputError: a device bundle.
+        CorruptCheckpointError: its config cannot be read.
+    """
     directory = bundled_drafters().get(str(name), Path(name))
-    return directory if is_directory(directory) else _from_hub(str(name))
+    if not is_directory(directory):
+        return _from_hub(str(name))
+    if (directory / CONFIG_FILE).is_file() and DEVICE_SECTION in read_config(directory):
+        raise InputError(
+            f"{name} is a device bundle, for `moaspec remote` and `moaspec edge`; name the drafter "
+            "that it was made of."
+        )
+    return directory
 
 
 def _from_hub(name: str) -> Path:

@@ -25,6 +25,11 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     assert facts["target"]["vocab_size"] == tiny.VOCAB
     assert facts["draft_vocabulary"] == "full"
     assert "device bundle" in cli("info", str(out)).words
+    # It is no drafter, and said so only by what its tensors lacked; vLLM by nothing.
+    for command in (("generate", "w1", "--drafter"), ("vllm-config",)):
+        refused = cli(*command, str(out), "--model", str(target))
+        assert refused.code == 2
+        assert "is a device bundle, for" in refused.error
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 from moaspec.errors import CheckpointError, CorruptCheckpointError
 
 CONFIG_FILE = "config.json"
+DEVICE_SECTION = "moaspec_device"  # the section of a config that marks a device bundle
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file that is read; as Python objects it may take 30 times as much."""
 

@@ -28,7 +28,8 @@ from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
-from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint
+from moaspec.model.checkpoint.directory import DEVICE_SECTION as SECTION
+from moaspec.model.checkpoint.moa_checkpoint import ON_DEVICE, device_part, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
@@ -40,7 +41,7 @@ from moaspec.model.checkpoint.weight_files import (
 )
 from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle_place import SECTION, is_bundle, replacing, require_free
+from moaspec.remote.device.bundle_place import is_bundle, replacing, require_free
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.local_parts import DeviceMoAProposer
 from moaspec.remote.device.version_updates import newer_version

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moaspec.errors import InputError
-from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
+from moaspec.model.checkpoint.directory import CONFIG_FILE, DEVICE_SECTION, read_config
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.support.paths import close_to_others
 
-SECTION = "moaspec_device"  # the section of a config that marks a bundle, also for `moaspec info`
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
 """Errors of a rename onto an existing directory; the last one occurs on Windows."""
 _ATTEMPTS = 8
@@ -20,7 +19,7 @@ _ATTEMPTS = 8
 def is_bundle(directory: str | Path) -> bool:
     """Whether a directory holds a device bundle."""
     path = Path(directory)
-    return (path / CONFIG_FILE).is_file() and SECTION in read_config(path)
+    return (path / CONFIG_FILE).is_file() and DEVICE_SECTION in read_config(path)
 
 
 def require_free(directory: Path) -> None:
