@@ -1032,15 +1032,20 @@ def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
         assert reason in output.error
 
 
-def test_convert_into_a_directory_with_other_files(cli: Cli, tmp_path: Path) -> None:
+def test_convert_replaces_a_drafter_and_no_other_model(cli: Cli, tmp_path: Path) -> None:
     """It removed the weights of the model there."""
     (tmp_path / "out").mkdir()
     weights = tmp_path / "out" / "model-00001-of-00002.safetensors"
     weights.write_text("weights")
     output = cli("checkpoint", "convert", "smollm2-135m", str(weights.parent), "--to", "moaspec")
     assert output.code == 2
-    assert "is not empty" in output.error
+    assert "holds another model" in output.error
     assert list(weights.parent.iterdir()) == [weights]
+    again = tmp_path / "again"
+    (again / ".git").mkdir(parents=True)
+    for _ in range(2):
+        output = cli("checkpoint", "convert", "smollm2-135m", str(again), "--to", "moaspec")
+        assert output.code == 0, output.error
 
 
 def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import moaspec
 import moaspec.engine.engine
 import tiny
 from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import Chain
@@ -21,7 +22,7 @@ from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.errors import InputError, PromptError
-from moaspec.generation.local_engine import local_engine
+from moaspec.generation.local_engine import local_engine, local_parts
 
 pytestmark = pytest.mark.kernels
 
@@ -558,3 +559,29 @@ def test_closing_a_run_aborts_its_rows() -> None:
     events.close()
     assert (engine.num_active, result.stop_reason) == (0, "aborted")
     assert len(result.token_ids) == 1
+
+
+def test_a_round_interrupted_after_encoding_hides_no_features() -> None:
+    """The next round encodes the same tokens again; all before them had been hidden from CA."""
+    target = tiny.target()
+    verifier, proposer = local_parts(target, tiny.random_drafter(target))
+    assert isinstance(proposer, MoAProposer)
+    engine = Engine(verifier, proposer, target=target)
+    inner, calls = verifier.verify, 0
+
+    async def verify(requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+        nonlocal calls
+        results = await inner(requests)
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return results
+
+    verifier.verify = verify  # type: ignore[method-assign]
+    handle = engine.add(tiny.PROMPTS[2], max_new_tokens=12, shape=Tree(3, 2, 6))
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    while engine.num_active:
+        engine.step()
+        assert not any(proposer.first_encoded.values())
+    assert engine.result(handle).token_ids == tiny.own_text(target, tiny.PROMPTS[2], 12)

@@ -275,6 +275,8 @@ class TextPass:
             hooks.
         """
         count, (vocabulary, width) = len(token_ids), self._table.weight.shape
+        assert choices <= finished, "a choice needs the state before it"
+        assert 1 <= finished <= count
         if count > MAX_ATTENDED or any(self._hooks):
             return None
         if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:

@@ -88,7 +88,7 @@ class RoundParts:
             proposer.share_target_cache(self._cache)
             for row in range(num_rows):
                 proposer.close(row)
-                proposer.count_features(row, range(length - 1))
+                proposer.mark_encoded(row, range(length - 1))
                 proposer.num_read[row] = length - 1
 
         return TimedPart(lambda: proposer.propose(rows, shape), self.target.device, behind_a_pass)

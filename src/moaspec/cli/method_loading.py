@@ -57,9 +57,10 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
             read_skeleton(name, dtype="float32")
         elif name is not None and kind in kinds:
             check_drafter(name, sources.model)
-    for spec in specs:
-        if spec.setting:  # a wrong one is refused before the target is loaded
-            KINDS[spec.kind].make(spec, read_skeleton(sources.model, dtype="float32"), None)
+    if with_setting := [spec for spec in specs if spec.setting]:
+        skeleton = read_skeleton(sources.model, dtype="float32")
+        for spec in with_setting:  # a wrong one is refused before the target is loaded
+            KINDS[spec.kind].make(spec, skeleton, None)
     target = _target(sources)
     methods = parse_methods(
         names,

@@ -74,7 +74,7 @@ class FastMoAProposer(MoAProposer):
             kv_1TLK = cache.features(row, tokens.start, tokens.stop)
             ((key_1CTD, value_1CTD, *_),) = self.encode(kv_1TLK, positions_1T, [len(tokens)])
             self.memory.append(row, tokens.start, key_1CTD, value_1CTD)
-        self.count_features(row, tokens)
+        self.mark_encoded(row, tokens)
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""

@@ -90,11 +90,11 @@ class MoAProposer(TreeProposer):
         key_1CTD, value_1CTD, *first = features
         (start,) = first or (self.num_encoded.get(row, 0),)
         self.memory.append(row, start, key_1CTD, value_1CTD)
-        self.count_features(row, range(start, start + key_1CTD.shape[2]))
+        self.mark_encoded(row, range(start, start + key_1CTD.shape[2]))
 
-    def count_features(self, row: int, tokens: range) -> None:
-        """Note that `memory` now holds the features of these tokens."""
-        if tokens.start != self.num_encoded.get(row, 0):
+    def mark_encoded(self, row: int, tokens: range) -> None:
+        """Note that `memory` has the features of these tokens; some may be encoded again."""
+        if not self.first_encoded.get(row, 0) <= tokens.start <= self.num_encoded.get(row, 0):
             self.first_encoded[row] = tokens.start
         self.num_encoded[row] = tokens.stop
 

@@ -85,7 +85,7 @@ class LocalVerifier(Verifier):
         self._encode_and_append = getattr(proposer, "encode_and_append", None)
         self._texts: dict[int, list[int]] = {}
         self.prompt_window: int = getattr(proposer, "prompt_window", 0)
-        self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end of returned features
+        self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
         self._hidden = HiddenStates() if "hidden" in self._needs else None
         self._target_time = _Stopwatch()  # passes and head of the current call
         rules = PositionRules.of(target)

@@ -41,7 +41,8 @@ def writing(path: Path) -> Iterator[None]:
     """Refuse an output that another command of this user writes, from that command's start on.
 
     The lock is a file in the cache, so that a command that fails leaves nothing at the output's
-    place. A cache that cannot be written holds none.
+    place. A cache that cannot be written holds none. Locks beside an output, which its writer takes
+    later, also refuse other users and machines.
 
     Args:
         path: a file or directory, which need not exist.

@@ -12,8 +12,8 @@ from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
 from moaspec.model.layers import masked_attention
 
-MAX_QUERIES = 64  # tokens of a row, at most, in a pass that is one call of kernels
-MAX_ATTENDED = 1024  # tokens of a row up to which `attend` is faster than PyTorch's attention
+MAX_QUERIES = 64  # tokens of a row, at most, in a call of a stack of layers
+MAX_ATTENDED = 1024  # tokens, at most, in a pass over one text, and queries that `attend` takes
 MAX_HEAD_DIM = 256
 PAIR_LANES = 32  # elements of a head per instruction; D is a multiple of it
 

@@ -51,8 +51,6 @@ def convert(
     """
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
-    if out.is_dir() and any(out.iterdir()):  # weights of other models would be removed
-        raise InputError(f"{out} is not empty; name another directory.")
     if num_target_layers is not None and to != "moaspec":
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
     require_writable("OUT", out)
@@ -62,8 +60,10 @@ def convert(
         from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
+        from moaspec.model.checkpoint.weight_files import require_replaceable
         from moaspec.target.registry import read_skeleton
 
+        require_replaceable(out)
         target = read_skeleton(model, dtype="float32")
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if num_target_layers is not None:

@@ -5,6 +5,7 @@ from moaspec.errors import CorruptCheckpointError
 DRAFT_TOKENS = "draft_token_ids"
 HEAD_MOMENT = "head_moment"
 BESIDE_WEIGHTS = (DRAFT_TOKENS, HEAD_MOMENT)
+PROJECTION = "Ekv2E.weight"  # every Mixture-of-Attentions drafter has it, and no other model
 
 RENAMED = (
     # (published prefix, module path); the first that matches wins.

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moaspec.errors import CheckpointError, CorruptCheckpointError
+from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_json
+from moaspec.model.checkpoint.tensor_names import PROJECTION
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -98,6 +99,17 @@ def weight_files(directory: Path) -> list[Path]:
         if not path.exists():
             raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.")
     return files
+
+
+def require_replaceable(directory: Path) -> None:
+    """InputError where a checkpoint would take the place of a model that is no drafter."""
+    files = list(directory.glob("model*.safetensors"))
+    names: set[str] = set()
+    for path in files:
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    if (files or (directory / CONFIG_FILE).exists()) and PROJECTION not in names:
+        raise InputError(f"{directory} holds another model; name another directory.")
 
 
 def require_enough(tensors: Mapping[str, Tensor], make: Callable[[], nn.Module]) -> None:

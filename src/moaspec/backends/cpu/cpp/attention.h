@@ -173,7 +173,7 @@ class KeyScorer {
 #endif
 
 // Replaces the scores of a query by e^(scale * (score - largest)), 0 where masked. Returns 1 / their sum, 0
-// if all are masked. `visible_weights` is scratch memory for the weights of visible slots behind others.
+// if all are masked. `visible_weights` is scratch memory for the weights behind the first gap.
 float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float scale,
                       float* visible_weights) {
   const Floats minus_infinity = broadcast(-INFINITY);

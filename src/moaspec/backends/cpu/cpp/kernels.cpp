@@ -139,8 +139,8 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 }
 
 // Stores keys and values of the first `count` tokens of a pass through one layer over one text, x, (count, E).
-// `storing` is the layer `without_queries`. The pass goes on behind these tokens; `start` is its first slot. Has
-// a barrier at its end.
+// `storing` is the layer `without_queries`. The pass goes on behind these tokens: `start`, which `pass.starts` points
+// to, becomes their end. Has a barrier at its end.
 void team_store(const Layer& storing, const bf16* x, int64_t count, const LayerScratch& shared, Pass& pass,
                 int64_t& start) {
   team_project(storing, x, count, {pass.cos, pass.sin, pass.turned, pass.period}, shared,
@@ -218,7 +218,7 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   std::vector<uint8_t> mask(rows * slots, 0);
   for (int64_t i = 0; i < finished; i++) std::fill_n(mask.data() + i * slots, start + stored + i + 1, 1);
   const Layer storing = without_queries(*drafter.text);
-  scratch_for(storing, stored);
+  scratch_for(storing, stored);  // makes the shared buffers large enough
   PassScratch text_scratch(drafter.text, 1, drafter.text_pass.attention, rows);
   PassScratch memory_scratch(drafter.memory, 1, drafter.memory_pass.attention, rows);
   PassScratch last_scratch(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
