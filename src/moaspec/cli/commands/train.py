@@ -81,12 +81,13 @@ def train(
         from moaspec.train.trainer import Trainer
 
         settings = read_train_config(config, overrides or [])
-        require_sources(settings.data, Path(settings.output))
-        require_writable("output", Path(settings.output))
+        output = Path(settings.output)
+        require_sources(settings.data, output)
+        require_writable("output", output)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         if accelerator.is_main_process:
-            context.with_resource(writing(Path(settings.output)))
+            context.with_resource(writing(output))
         # Refuses what cannot be trained before minutes are spent on loading it.
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
         prepare_config(skeleton.model.config, skeleton.name)

@@ -29,7 +29,7 @@ from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.directory import DEVICE_SECTION as SECTION
-from moaspec.model.checkpoint.moa_checkpoint import ON_DEVICE, device_part, fingerprint
+from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name

@@ -42,7 +42,6 @@ def edge(
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
-        from moaspec.process_memory import prepare_process
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
