@@ -235,11 +235,11 @@ class TextPass:
     def __init__(self, target: Target, layers: LastLayers, table: nn.Embedding) -> None:
         head = target.lm_head.matrix if isinstance(target.lm_head, FastLMHead) else None
         base, self._table = target.model.base_model, table
-        num, self._has_head = target.num_layers, head is not None
+        num = target.num_layers
         self._text = TextStack(layers.stack, layers.angles.rows, num=num, norm=layers.norm)
         self._facts = TextPassFacts(self._text.layers, num, self._text.facts)
         self._text.facts = self._facts.text  # from now on it writes into this structure
-        self._held, self._hooks = head, _hooks([*base.layers, base.norm, table])
+        self._head, self._hooks = head, _hooks([*base.layers, base.norm, table])
         if head is not None:
             self._facts.head = ctypes.addressof(head.described)
 
@@ -281,7 +281,7 @@ class TextPass:
             return None
         if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             return None
-        choices = choices if self._has_head else 0
+        choices = 0 if self._head is None else choices
         states_TE = torch.empty((count, width), dtype=torch.bfloat16)
         ids, before = (c_int64 * count)(*token_ids), (c_int64 * count)(*parents)
         chosen = (c_int64 * choices)()
@@ -291,4 +291,4 @@ class TextPass:
         facts = ctypes.byref(self._facts)
         numbers = states_TE, finished, choices, chosen
         call(library().moaspec_text, facts, ids, before, count, *numbers)
-        return states_TE[count - finished :], chosen[:] if self._has_head else None
+        return states_TE[count - finished :], None if self._head is None else chosen[:]

@@ -112,7 +112,7 @@ def _store(costs: CostTable, facts: dict[str, Any]) -> None:
     content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        made.touch(0o600)  # as `trusted` asks, whatever the umask
+        made.touch(0o600)  # as `trusted` asks, under any umask
         made.write_text(json.dumps(content, indent=1), encoding="utf-8")
         made.replace(path)
 

@@ -63,8 +63,8 @@ def attend(
 ) -> Tensor:
     """Grouped-query attention, as a (B, H, T, D) view of (B, T, H, D).
 
-    A token's output has the same bits in whichever slots the keys are, if these are in the order of
-    their tokens.
+    A token's output has the same bits for any slots of the keys, if these are in the order of their
+    tokens.
 
     Args:
         mask: (B or 1, 1, T or 1, S) bool, True: may attend; None: all may attend to all slots.

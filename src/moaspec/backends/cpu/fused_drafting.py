@@ -1,4 +1,4 @@
-"""One call that encodes verified tokens, and one that drafts a tree for a request.
+"""The calls of kernels that encode verified tokens and draft a tree for a request.
 
 Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
 the rotated dims, O outputs of the head, V vocabulary, E hidden size.

@@ -103,7 +103,8 @@ class Report:
     @property
     def reference(self) -> Outcome:
         """The outcome of the baseline."""
-        return next(each for each in self.outcomes if each.method.name == self.baseline)
+        (found,) = (each for each in self.outcomes if each.method.name == self.baseline)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         target = self.outcomes[0].method.target
