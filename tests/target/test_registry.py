@@ -66,6 +66,18 @@ def test_the_faster_dtype_is_the_default(directory: Path, monkeypatch: pytest.Mo
         assert load.chosen_dtype("float16") == "float16"
 
 
+def test_wrong_names_are_told_before_kernels_are_compiled(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiled them for half a minute first, on CPUs without instructions for bfloat16."""
+    monkeypatch.setattr(load, "must_compile", lambda: True)
+    monkeypatch.setattr(load, "fastest_dtype", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(UnknownModelError):
+        moaspec.load_target("nothing")
+    with pytest.raises(InputError, match="adapter"):
+        moaspec.load_target(str(directory), adapter="nothing")
+
+
 def test_unknown_dtype(directory: Path) -> None:
     with pytest.raises(InputError, match="int8"):
         moaspec.load_target(str(directory), dtype="int8")

@@ -5,12 +5,14 @@ from typing import Literal
 
 import torch
 
+from moaspec.backends.cpu.build import must_compile
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
 from moaspec.support.thread_limiter import ThreadLimiter
-from moaspec.target.registry import read_target, require_device, require_dtype
+from moaspec.target.registry import read_skeleton, read_target, require_device, require_dtype
 from moaspec.target.target import Target, plain_torch
+from moaspec.target.weights.adapter import adapter_hash
 
 AUTO_DTYPE = "auto"
 
@@ -51,7 +53,7 @@ def load_target(
             of its config, or not finite.
         UnsupportedTargetError: a model that cannot be drafted for.
     """
-    dtype = chosen_dtype(dtype, device=device, packed=packed)
+    dtype = chosen_dtype(dtype, device=device, packed=packed, model=name, adapter=adapter)
     if quantize is not None:
         require_quantize(quantize, dtype=dtype, device=device)
     target = read_target(
@@ -70,10 +72,30 @@ def load_target(
     return target
 
 
-def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
-    """Resolve "auto" to the faster dtype here; InputError for an unknown dtype or device."""
+def chosen_dtype(
+    dtype: str,
+    *,
+    device: str = "cpu",
+    packed: bool = True,
+    model: str | Path | None = None,
+    adapter: str | Path | None = None,
+) -> str:
+    """Resolve "auto" to the faster dtype here, which may compile kernels for half a minute.
+
+    Args:
+        model, adapter: of the target. They are read before kernels are compiled.
+
+    Raises:
+        InputError: an unknown dtype or device.
+        MoaSpecError: see `load_target`, for `model` and `adapter`.
+    """
     require_device(device)
-    if dtype == AUTO_DTYPE:
-        return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")
-    require_dtype(dtype, AUTO_DTYPE)
-    return dtype
+    if dtype != AUTO_DTYPE:
+        require_dtype(dtype, AUTO_DTYPE)
+        return dtype
+    if packed and must_compile():
+        if adapter is not None:
+            adapter_hash(adapter)
+        if model is not None:
+            read_skeleton(model, dtype="float32")
+    return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")

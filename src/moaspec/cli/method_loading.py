@@ -41,12 +41,12 @@ class MethodSources:
     generation_config: Literal["auto"] | None = "auto"
 
 
-def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
-    """Load the target and the checkpoints, and build the methods.
+def check_methods(names: Sequence[str], sources: MethodSources) -> None:
+    """Refuse what `load_methods` cannot load, before any weights of the target are read.
 
     Raises:
-        InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
-            or an N that the drafter was not trained for.
+        InputError: an unknown method, one without its checkpoint, or a checkpoint without its
+            method.
         UnknownModelError: no target or drafter of a name.
     """
     specs = require_methods(names, {"moa", *sources.checkpoints})
@@ -59,8 +59,18 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
             check_drafter(name, sources.model)
     if with_setting := [spec for spec in specs if spec.setting]:
         skeleton = read_skeleton(sources.model, dtype="float32")
-        for spec in with_setting:  # a wrong one is refused before the target is loaded
+        for spec in with_setting:
             KINDS[spec.kind].make(spec, skeleton, None)
+
+
+def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
+    """Load the target and the checkpoints, and build the methods.
+
+    Raises:
+        InputError: see `check_methods`, or an N that the drafter was not trained for.
+        UnknownModelError: see `check_methods`.
+    """
+    kinds = needed_checkpoints(names)
     target = _target(sources)
     methods = parse_methods(
         names,

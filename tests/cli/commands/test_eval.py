@@ -11,6 +11,7 @@ import pytest
 
 import tiny
 from commands import Cli, interrupt_after, load_targets_by
+from moaspec.backends import load
 from moaspec.drafting.draft_tree import DraftTree, walk
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.target.target import Target
@@ -54,6 +55,7 @@ def test_wrong_methods_are_refused_before_a_target_is_loaded(
     cli: Cli, options: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_targets_by(monkeypatch, lambda *_, **__: pytest.fail("a target is loaded"))
+    monkeypatch.setattr(load, "fastest_dtype", lambda *_, **__: pytest.fail("compiled"))
     output = cli("eval", *options)
     assert output.code == 2
     assert why in output.err

@@ -62,7 +62,7 @@ def check(
 
         if asked.drafter is not None:
             check_drafter(asked.drafter, model)
-        chosen = chosen_dtype(asked.dtype)
+        chosen = chosen_dtype(asked.dtype, model=model, adapter=asked.adapter)
     checked: dict[str, list[CheckedText]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if asked.dtype == "auto" else (chosen,)):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -105,6 +105,7 @@ def evaluate(
         from moaspec.cli.method_loading import (
             MethodSources,
             chat_encoder,
+            check_methods,
             load_methods,
             load_reference_target,
             read_checkpoints,
@@ -127,7 +128,7 @@ def evaluate(
             make_results_directory(out)
         sources = MethodSources(
             asked.model,
-            chosen_dtype(asked.dtype, device=device),
+            asked.dtype,
             asked.drafter,
             read_checkpoints(checkpoint or []),
             device,
@@ -135,6 +136,11 @@ def evaluate(
             asked.adapter,
             generation_defaults(generation_config),
         )
+        check_methods([*timed, *untimed], sources)
+        dtype = chosen_dtype(
+            asked.dtype, device=device, model=asked.model, adapter=asked.adapter
+        )
+        sources = replace(sources, dtype=dtype)
         around = {**asdict(sources), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.

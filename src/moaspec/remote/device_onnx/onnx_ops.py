@@ -23,7 +23,7 @@ constants, which runtimes compute as they load."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits` and int8-web
 WEB_BLOCK = 16  # inputs that share a factor of int4-web
-MAX_FACTOR = 18  # 7 * 18 fits into eight bits
+MAX_FACTOR = 9  # CPUs without VNNI add two products in 16 bits: 2 * 255 * 7 * 9 fits
 WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
 FLOAT_ROWS = 1024  # rows of an embedding of int8-web that are floats at once
