@@ -137,9 +137,7 @@ def evaluate(
             generation_defaults(generation_config),
         )
         check_methods([*timed, *untimed], sources)
-        dtype = chosen_dtype(
-            asked.dtype, device=device, model=asked.model, adapter=asked.adapter
-        )
+        dtype = chosen_dtype(asked.dtype, device=device, model=asked.model, adapter=asked.adapter)
         sources = replace(sources, dtype=dtype)
         around = {**asdict(sources), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
