@@ -250,6 +250,14 @@ def test_rows_and_products_of_a_matrix(weights: Weights, steps: int, num_inputs:
     np.testing.assert_allclose(selected, product[:, ids], rtol=1e-5, atol=1e-5)
 
 
+def test_two_products_of_int4_web_fit_into_sixteen_bits() -> None:
+    """CPUs without VNNI add them there, and cut off what does not fit."""
+    builder = GraphBuilder("int4-web")
+    stored = builder.matrix(np.random.default_rng(0).normal(size=(24, BLOCK)).astype(np.float32))
+    (steps,) = run(builder, (builder.op("Cast", stored.name, to=onnx.TensorProto.FLOAT),), {})
+    assert 0 < 2 * 255 * np.abs(steps).max() < 2**15
+
+
 @pytest.mark.parametrize("weights", ["int8", "int8-web"])
 def test_a_product_of_twelve_bits(weights: Weights) -> None:
     """What eight bits leave of weights and inputs is stored or computed beside them."""
