@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import moaspec
 import tiny
 from moaspec.errors import InputError
-from moaspec.generation.options import sampling_params
+from moaspec.generation.generate_options import sampling_params
 from moaspec.target.generation_defaults import GenerationDefaults, without_defaults
 from moaspec.target.target import Target
 from moaspec.target.token_rules import TokenRules

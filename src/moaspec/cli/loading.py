@@ -12,7 +12,7 @@ from moaspec.generation.bundled import bundled_drafters
 if TYPE_CHECKING:
     from moaspec.cli.options import LoadOptions
     from moaspec.drafting.protocols import Proposer
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.remote.device.device_parts import DeviceTarget
     from moaspec.target.generation_defaults import GenerationDefaults
@@ -130,7 +130,7 @@ def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
 
 def with_model_defaults(settings: GenerateOptions, target: DeviceTarget) -> GenerateOptions:
     """Fill in the temperature from the model's defaults, and print which of them apply."""
-    from moaspec.generation.options import defaults_of
+    from moaspec.generation.generate_options import defaults_of
 
     defaults = defaults_of(target, settings)
     print_defaults(target, defaults)

@@ -16,7 +16,7 @@ from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
 
 T = TypeVar("T")
 FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
@@ -130,7 +130,7 @@ class DecodingOptions:
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
         """The options of `moaspec.generate`; ShapeError or InputError for a bad value."""
         from moaspec.drafting.tree_shapes import parse_shape
-        from moaspec.generation.options import sampling_params
+        from moaspec.generation.generate_options import sampling_params
         from moaspec.sampling.stop_strings import stop_strings
         from moaspec.sampling.token_ids import as_integer
 

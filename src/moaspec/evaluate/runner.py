@@ -12,7 +12,7 @@ from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Outcome, Report
 from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
-from moaspec.generation.options import sampling_params
+from moaspec.generation.generate_options import sampling_params
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.target import Target

@@ -6,14 +6,14 @@ from typing import Any, Unpack, overload
 
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import (
+from moaspec.generation.generate_options import (
     Options,
     check_num_choices,
     check_options,
     row_settings,
     token_ids,
 )
+from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 

@@ -5,8 +5,13 @@ from typing import Unpack
 
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.result import Event, GenerationResult
+from moaspec.generation.generate_options import (
+    GenerateOptions,
+    check_options,
+    row_settings,
+    token_ids,
+)
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import GenerateOptions, check_options, row_settings, token_ids
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target

@@ -13,7 +13,7 @@ from fastapi import Request
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import ContextError, InputError
-from moaspec.generation.options import GenerateOptions, sampling_params
+from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.http_errors import RequestError

@@ -18,7 +18,7 @@ from moaspec.cli.main import run
 from moaspec.cli.prompts import conversation_ids
 from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
-from moaspec.generation.options import GenerateOptions
+from moaspec.generation.generate_options import GenerateOptions
 from moaspec.generation.session import Session
 from moaspec.target.target import Target
 

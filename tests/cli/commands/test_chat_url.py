@@ -14,7 +14,7 @@ from moaspec.cli.commands.chat_url import TAKEN_BACK, ServerChat, _Printer
 from moaspec.cli.main import run
 from moaspec.cli.terminal.console import escape_unsafe
 from moaspec.errors import InputError, ServerError
-from moaspec.generation.options import GenerateOptions
+from moaspec.generation.generate_options import GenerateOptions
 from serving import Served
 
 SETTINGS: GenerateOptions = {"max_new_tokens": 12, "temperature": 0.0}

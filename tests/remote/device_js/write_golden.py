@@ -21,7 +21,7 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.path_scores import Ranking
 from moaspec.drafting.protocols import RequestText
 from moaspec.errors import InputError
-from moaspec.generation.options import sampling_params
+from moaspec.generation.generate_options import sampling_params
 from moaspec.privacy import Vault, default
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.protocol import wire

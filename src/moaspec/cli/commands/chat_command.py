@@ -19,7 +19,7 @@ from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
     from moaspec.generation.session import Session
 
 

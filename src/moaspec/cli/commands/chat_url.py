@@ -15,7 +15,7 @@ from moaspec.errors import InputError
 from moaspec.support.extras import require
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
 
 PROVISIONAL, CORRECTED, KEPT = "dim italic", "bold red", "magenta"
 TAKEN_BACK = " ⟲ "

@@ -50,7 +50,7 @@ def generate(
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
     # Imported here, because the command line starts without it.
-    from moaspec.generation.options import check_num_choices
+    from moaspec.generation.generate_options import check_num_choices
 
     check_num_choices("--num-choices", num_choices)
     question = read_prompt(prompt)

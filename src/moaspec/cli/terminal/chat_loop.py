@@ -10,7 +10,7 @@ from moaspec.cli.terminal import console
 from moaspec.errors import InputError, ServerError
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
 
 HELP = """\
 /stats        speed and acceptance of the last answer and of the conversation
@@ -89,7 +89,7 @@ class ChatLoop(ABC):
             self.answer(line)
 
     def _seed(self, argument: str) -> None:
-        from moaspec.generation.options import sampling_params
+        from moaspec.generation.generate_options import sampling_params
 
         try:
             seed = int(argument) if argument else None

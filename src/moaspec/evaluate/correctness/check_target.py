@@ -19,8 +19,8 @@ from moaspec.drafting.protocols import Proposer, TextProposer
 from moaspec.drafting.tree_shapes import Chain, merged
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import Method, TransformersMethod
+from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import GenerateOptions, sampling_params
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.target import Target

@@ -14,7 +14,12 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
-from moaspec.generation.options import GenerateOptions, check_options, row_settings, token_ids
+from moaspec.generation.generate_options import (
+    GenerateOptions,
+    check_options,
+    row_settings,
+    token_ids,
+)
 from moaspec.remote.device.device_parts import Device, DeviceProposer
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now

@@ -5,7 +5,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Unpack
 
 from moaspec.engine.result import Event
-from moaspec.generation.options import GenerateOptions, check_options, sampling_params, token_ids
+from moaspec.generation.generate_options import (
+    GenerateOptions,
+    check_options,
+    sampling_params,
+    token_ids,
+)
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import ServerTransport

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal, cast
 
 from moaspec.errors import BusyError, InputError, LinkError, RefusedError, WireError
-from moaspec.generation.options import GenerateOptions
+from moaspec.generation.generate_options import GenerateOptions
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

@@ -9,7 +9,7 @@ from typing import Any, Self, get_args
 
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError, ServerError
-from moaspec.generation.options import sampling_params
+from moaspec.generation.generate_options import sampling_params
 from moaspec.target.spec import TargetSpec
 from moaspec.target.token_rules import NO_RULES
 from moaspec.train.dataset.endpoint_answers import AnswerReader, PromptForm

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moaspec.drafting.protocols import Proposer
     from moaspec.engine.engine import Engine
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
@@ -176,7 +176,7 @@ class ResponseWriter(Writer):
         }
 
     def _sampling(self, number: int) -> SamplingParams:
-        from moaspec.generation.options import sampling_params
+        from moaspec.generation.generate_options import sampling_params
 
         options: GenerateOptions = {
             "temperature": self.options.temperature,

@@ -18,7 +18,7 @@ from moaspec.errors import InputError
 from moaspec.support.tasks import end_tasks
 
 if TYPE_CHECKING:
-    from moaspec.generation.options import GenerateOptions
+    from moaspec.generation.generate_options import GenerateOptions
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.events import RemoteEvent
     from moaspec.remote.device.remote_session import RemoteSession
