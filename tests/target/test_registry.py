@@ -72,10 +72,22 @@ def test_wrong_names_are_told_before_kernels_are_compiled(
     """It compiled them for half a minute first, on CPUs without instructions for bfloat16."""
     monkeypatch.setattr(load, "must_compile", lambda: True)
     monkeypatch.setattr(load, "fastest_dtype", lambda *_, **__: pytest.fail("compiled"))
-    with pytest.raises(UnknownModelError):
-        moaspec.load_target("nothing")
     with pytest.raises(InputError, match="adapter"):
         moaspec.load_target(str(directory), adapter="nothing")
+    with pytest.raises(InputError, match="int3"):
+        moaspec.load_target(str(directory), quantize="int3")
+    (directory / "model.safetensors").write_bytes(b"damaged")
+    for name in ("nothing", str(directory)):
+        with pytest.raises(UnknownModelError):
+            moaspec.load_target(name)
+
+
+def test_without_kernels_that_compile_the_dtype_is_chosen_anew(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "must_compile", lambda: True)
+    monkeypatch.setattr(load, "fastest_dtype", lambda *_, **__: torch.float32)
+    assert moaspec.load_target(str(directory)).dtype == torch.float32
 
 
 def test_unknown_dtype(directory: Path) -> None:

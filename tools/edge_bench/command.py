@@ -113,7 +113,7 @@ def edge_bench(
             drafter=name,
             bundles=bundles,
             prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
-            dtype=chosen_dtype(dtype),
+            dtype=dtype,
             links=tuple(_list(links)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
@@ -129,7 +129,9 @@ def edge_bench(
         with console.err.status("Exporting the device bundle"):
             most = max(layers, default=None)
             export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
-            settings = replace(settings, num_target_layers=_known(bundles["moa"], layers))
+            known = _known(bundles["moa"], layers)
+        with loading(model):  # kernels are compiled once all names are known to be right
+            settings = replace(settings, num_target_layers=known, dtype=chosen_dtype(dtype))
         with ProgressBar("") as bar:
             if cut is None:
                 report = run_edge_bench(settings, bar.begin)

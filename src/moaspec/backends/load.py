@@ -53,17 +53,27 @@ def load_target(
             of its config, or not finite.
         UnsupportedTargetError: a model that cannot be drafted for.
     """
-    dtype = chosen_dtype(dtype, device=device, packed=packed, model=name, adapter=adapter)
-    if quantize is not None:
-        require_quantize(quantize, dtype=dtype, device=device)
-    target = read_target(
-        name,
-        dtype=dtype,
-        device=device,
-        quantize=quantize,
-        adapter=adapter,
-        generation_config=generation_config,
-    )
+
+    def read(chosen: str) -> Target:
+        if quantize is not None:
+            require_quantize(quantize, dtype=chosen, device=device)
+        return read_target(
+            name,
+            dtype=chosen,
+            device=device,
+            quantize=quantize,
+            adapter=adapter,
+            generation_config=generation_config,
+        )
+
+    require_device(device)
+    if dtype == AUTO_DTYPE and packed and torch.device(device).type == "cpu" and must_compile():
+        # Kernels take half a minute to compile: what is wrong with the target is told before.
+        target = read("bfloat16")
+        if (chosen := chosen_dtype(dtype, device=device)) != "bfloat16":
+            target = read(chosen)
+    else:
+        target = read(chosen_dtype(dtype, device=device, packed=packed))
     if quantize is not None:
         quantise(target.model, quantize, name=target.name, packed=packed)
     target.threads = ThreadLimiter()
@@ -83,11 +93,12 @@ def chosen_dtype(
     """Resolve "auto" to the faster dtype here, which may compile kernels for half a minute.
 
     Args:
-        model, adapter: of the target. They are read before kernels are compiled.
+        model, adapter: of the target. Its config and tokenizer, and the adapter, are read before
+            kernels are compiled.
 
     Raises:
         InputError: an unknown dtype or device.
-        MoaSpecError: see `load_target`, for `model` and `adapter`.
+        UnknownModelError, UnsupportedTargetError: see `load_target`.
     """
     require_device(device)
     if dtype != AUTO_DTYPE:

@@ -21,7 +21,8 @@ from moaspec.evaluate.method_names import (
 )
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.drafters import check_drafter, load_any_drafter
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.generation.drafters import check_drafter, load_any_drafter, read_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import read_skeleton
 from moaspec.target.target import Target
@@ -42,37 +43,39 @@ class MethodSources:
 
 
 def check_methods(names: Sequence[str], sources: MethodSources) -> None:
-    """Refuse what `load_methods` cannot load, before any weights of the target are read.
+    """Check methods, settings and checkpoints, before any weights of the target are read.
 
     Raises:
-        InputError: an unknown method, one without its checkpoint, or a checkpoint without its
-            method.
+        InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
+            or an N that the drafter was not trained for.
         UnknownModelError: no target or drafter of a name.
     """
-    specs = require_methods(names, {"moa", *sources.checkpoints})
-    kinds = needed_checkpoints(names)
+    drafter = sources.drafter
+    if drafter is None and sources.model in bundled_drafters():
+        drafter = sources.model
+    checkpoints = {**({} if drafter is None else {"moa": drafter}), **sources.checkpoints}
+    specs, kinds = require_methods(names, checkpoints.keys()), needed_checkpoints(names)
     _require_used(sources.checkpoints, kinds)
-    for kind, name in {"moa": sources.drafter, **sources.checkpoints}.items():
-        if name is not None and kind == "hf-assisted":
-            read_skeleton(name, dtype="float32")
-        elif name is not None and kind in kinds:
-            check_drafter(name, sources.model)
-    if with_setting := [spec for spec in specs if spec.setting]:
-        skeleton = read_skeleton(sources.model, dtype="float32")
-        for spec in with_setting:
-            KINDS[spec.kind].make(spec, skeleton, None)
+    for kind in checkpoints.keys() & kinds:
+        if kind == "hf-assisted":
+            read_skeleton(checkpoints[kind], dtype="float32")
+        else:
+            check_drafter(checkpoints[kind], sources.model)
+    for spec in specs:
+        if spec.setting:
+            skeleton = read_skeleton(sources.model, dtype="float32")
+            method = KINDS[spec.kind].make(spec, skeleton, None)
+            if spec.kind == "moa" and drafter is not None:
+                read = read_drafter(drafter, target=skeleton)
+                if isinstance(read, MoADrafter):
+                    check_trained(method.num_target_layers, read.config, f"Method {spec.name!r}")
 
 
 def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
-    """Load the target and the checkpoints, and build the methods.
-
-    Raises:
-        InputError: see `check_methods`, or an N that the drafter was not trained for.
-        UnknownModelError: see `check_methods`.
-    """
+    """Load the target and the checkpoints, and build the methods, which `check_methods` checked."""
     kinds = needed_checkpoints(names)
     target = _target(sources)
-    methods = parse_methods(
+    return parse_methods(
         names,
         MethodResources(
             target=target,
@@ -80,11 +83,6 @@ def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
             stock=lambda: _target(sources, packed=False),
         ),
     )
-    for method in methods:
-        if isinstance(method.drafter, MoADrafter):
-            config, what = method.drafter.config, f"Method {method.name!r}"
-            check_trained(method.num_target_layers, config, what)
-    return methods
 
 
 def load_reference_target(methods: Sequence[Method], sources: MethodSources) -> Target:

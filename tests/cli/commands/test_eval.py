@@ -14,6 +14,7 @@ from commands import Cli, interrupt_after, load_targets_by
 from moaspec.backends import load
 from moaspec.drafting.draft_tree import DraftTree, walk
 from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
 
 PROMPT = "w5 w9 w2"
@@ -46,6 +47,7 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain,plain"), "named twice"),
         (("--methods", "plain,eagle"), "--checkpoint eagle=DIR"),
         (("--methods", "plain", "--checkpoint", "eagle=there"), "is not used"),
+        (("--methods", "moa", "--model", "nosuch"), "--drafter DIR"),
         (("--drafter", "nosuch"), "No drafter 'nosuch'"),
         (("--methods", "hf-assisted", "--checkpoint", "hf-assisted=no"), "Unknown target 'no'"),
         (("--methods", "eagle", "--checkpoint", "eagle=nosuch"), "No drafter 'nosuch'"),
@@ -61,13 +63,18 @@ def test_wrong_methods_are_refused_before_a_target_is_loaded(
     assert why in output.err
 
 
-@pytest.mark.parametrize(("method", "why"), [("moa:3", "n0 to n"), ("replay:2", "within 0..1")])
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("moa:3", "n0 to n"), ("moa:n2", "trained for N = 0"), ("replay:2", "within 0..1")],
+)
 def test_wrong_settings_are_refused_before_a_target_is_loaded(
     cli: Cli, method: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.model().save_pretrained(tmp_path)
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "drafter")
     load_targets_by(monkeypatch, lambda *_, **__: pytest.fail("a target is loaded"))
-    output = cli("eval", "--model", str(tmp_path), "--methods", method)
+    options = ("--model", str(tmp_path), "--drafter", str(tmp_path / "drafter"))
+    output = cli("eval", *options, "--methods", method)
     assert output.code == 2
     assert why in output.error
 
