@@ -27,7 +27,8 @@ installed = pytest.mark.skipif(
 def close(got: Any, expected: Any) -> bool:
     """Equality, but for the last bits of numbers that a CPU may round otherwise."""
     if isinstance(got, float):
-        return bool(got == pytest.approx(expected, rel=1e-6, abs=1e-9))
+        # A log-softmax near zero is the difference of numbers near one, in float32.
+        return bool(got == pytest.approx(expected, rel=1e-6, abs=1e-6))
     if isinstance(got, dict):
         return got.keys() == expected.keys() and all(close(got[key], expected[key]) for key in got)
     if isinstance(got, list | tuple):
