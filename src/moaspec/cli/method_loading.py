@@ -56,17 +56,17 @@ def check_methods(names: Sequence[str], sources: MethodSources) -> None:
     checkpoints = {**({} if drafter is None else {"moa": drafter}), **sources.checkpoints}
     specs, kinds = require_methods(names, checkpoints.keys()), needed_checkpoints(names)
     _require_used(sources.checkpoints, kinds)
-    for kind in checkpoints.keys() & kinds:
+    for kind, name in checkpoints.items():
         if kind == "hf-assisted":
-            read_skeleton(checkpoints[kind], dtype="float32")
-        else:
-            check_drafter(checkpoints[kind], sources.model)
+            read_skeleton(name, dtype="float32")
+        elif kind in kinds:
+            check_drafter(name, sources.model)
     for spec in specs:
         if spec.setting:
             skeleton = read_skeleton(sources.model, dtype="float32")
             method = KINDS[spec.kind].make(spec, skeleton, None)
-            if spec.kind == "moa" and drafter is not None:
-                read = read_drafter(drafter, target=skeleton)
+            if spec.kind == "moa":
+                read = read_drafter(checkpoints["moa"], target=skeleton)
                 if isinstance(read, MoADrafter):
                     check_trained(method.num_target_layers, read.config, f"Method {spec.name!r}")
 

@@ -12,7 +12,9 @@ import pytest
 import tiny
 from commands import Cli, interrupt_after, load_targets_by
 from moaspec.backends import load
+from moaspec.cli.method_loading import MethodSources, check_methods
 from moaspec.drafting.draft_tree import DraftTree, walk
+from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
@@ -77,6 +79,18 @@ def test_wrong_settings_are_refused_before_a_target_is_loaded(
     output = cli("eval", *options, "--methods", method)
     assert output.code == 2
     assert why in output.error
+
+
+def test_the_drafter_that_is_loaded_decides_which_n_it_has(tmp_path: Path) -> None:
+    """`--checkpoint moa=DIR` comes before `--drafter`."""
+    model, first, second = (str(tmp_path / name) for name in ("model", "first", "second"))
+    tiny.model().save_pretrained(model)
+    save_drafter(tiny.random_drafter(tiny.target()), first)
+    save_drafter(tiny.random_drafter(tiny.target(), exits=(2,)), second)
+    sources = MethodSources(model, "float32", first, {"moa": second})
+    check_methods(["moa:n2"], sources)
+    with pytest.raises(InputError, match="trained for N = 2"):
+        check_methods(["moa:n0"], sources)
 
 
 @pytest.mark.slow
