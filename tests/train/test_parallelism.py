@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +30,7 @@ SHARDINGS = (
     pytest.param(
         "deepspeed",
         marks=pytest.mark.skipif(
-            importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
-            reason="DeepSpeed, or the compiler that it needs on CPUs, is not installed",
+            importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
         ),
     ),
 )
