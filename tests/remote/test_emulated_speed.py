@@ -34,8 +34,8 @@ LENGTHS = (32, 64, 96, 128)
 MIN_OVER_PLAIN = 0.97
 LINKS = {"lan": 0.009, "5g": 0.025, "4g": 0.042}
 """Round trips, in seconds."""
-STEPS = (0.003, 0.01, 0.03, 0.15)
-"""Seconds of a draft step: a fast device, phones, and one that should not draft."""
+STEPS = (0.003, 0.03, 0.15)
+"""Seconds of a draft step: a fast device, a phone, and one that should not draft."""
 HARD, EASY = 0.17, 0.71
 """Probability that a draft is right: chains of five have 1.2 and 3.0 tokens a round."""
 NUM_TEXTS = 6
