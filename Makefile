@@ -44,7 +44,7 @@ test: install
 coverage: install
 	$(PYTEST) --cov --cov-report term:skip-covered
 
-# Under two minutes on two cores: no real model, no browser, no test that takes half a second.
+# Two to six minutes on two cores: no real model, no browser, no test that takes half a second.
 test-fast: install
 	$(PYTEST) -m "not slow and not browser"
 

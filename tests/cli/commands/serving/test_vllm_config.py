@@ -50,5 +50,17 @@ def test_drafters_that_vllm_refuses_get_no_command(cli: Cli, tmp_path: Path) -> 
     assert "drafter=moa" in done.err
 
 
+def test_a_target_of_other_sizes_is_refused(cli: Cli, tmp_path: Path) -> None:
+    """Only vLLM told it."""
+    for name, vocab in (("own", tiny.VOCAB), ("other", tiny.VOCAB + 8)):
+        tiny.model(vocab_size=vocab).save_pretrained(tmp_path / name)
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "drafter")
+    drafter, command = str(tmp_path / "drafter"), "vllm-config"
+    assert cli(command, drafter, "--model", str(tmp_path / "own")).code == 0
+    done = cli(command, drafter, "--model", str(tmp_path / "other"))
+    assert done.code == 2
+    assert "vocab_size" in done.err
+
+
 def test_unknown_drafters_are_bad_input(cli: Cli) -> None:
     assert cli("vllm-config", "no-such-drafter").code == 2

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import MismatchError
-from moaspec.model.checkpoint.directory import read_config
+from moaspec.model.checkpoint.directory import is_directory, read_config
 
 
 @with_options
@@ -34,12 +35,15 @@ def vllm_config(
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
     with loading(drafter):
+        from moaspec.generation.drafters import check_drafter
         from moaspec.target.registry import find_weights
         from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
         config = _usable_config(drafter)
         name = model or _recorded_target(drafter, config)
         weights = find_weights(name)
+        if model is not None and is_directory(Path(weights)):  # a hub's model is not downloaded
+            check_drafter(drafter, weights)
     serving = VLLMServeSettings(
         model=weights,
         # A bundled alias is understood by every machine that has this package.
