@@ -109,7 +109,7 @@ def _deepspeed(device: torch.device) -> Any:
 
     if device.type == "cpu":
         set_accelerator(CPU_Accelerator())
-        # Its reduction in shared memory compiles for minutes; without it gloo reduces.
+        # DeepSpeed would compile its reduction in shared memory for minutes; gloo reduces instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

@@ -420,7 +420,7 @@ def test_chains_of_smollm2(
     for weights, (least, most_mb) in bounds.items():
         export_onnx(SMOLLM2, name, tmp_path / weights, weights=weights)
         size = sum(file.stat().st_size for file in (tmp_path / weights).iterdir())
-        assert most_mb is None or size <= most_mb * 1e6
+        assert most_mb is None or size <= most_mb * 1e6, weights
         device = OnnxDrafter(tmp_path / weights)
         assert device.manifest.top == TOP
         equal = [

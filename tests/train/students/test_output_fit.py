@@ -85,7 +85,7 @@ def kl_of_both_starts(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [*((family, (0,)) for family in tiny.FAMILIES), ("llama", (0, 1))],
+    [*((family, (0,)) for family in tiny.FAMILIES), ("llama", (0, 1)), ("gemma3_text", (0, 1))],
     ids=str,
 )
 def test_the_warm_start_of_every_family(

@@ -51,15 +51,17 @@ def test_drafters_that_vllm_refuses_get_no_command(cli: Cli, tmp_path: Path) -> 
 
 
 def test_a_target_of_other_sizes_is_refused(cli: Cli, tmp_path: Path) -> None:
-    """Only vLLM told it."""
     for name, vocab in (("own", tiny.VOCAB), ("other", tiny.VOCAB + 8)):
         tiny.model(vocab_size=vocab).save_pretrained(tmp_path / name)
     save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "drafter")
-    drafter, command = str(tmp_path / "drafter"), "vllm-config"
-    assert cli(command, drafter, "--model", str(tmp_path / "own")).code == 0
-    done = cli(command, drafter, "--model", str(tmp_path / "other"))
+    drafter, other = str(tmp_path / "drafter"), str(tmp_path / "other")
+    assert cli("vllm-config", drafter, "--model", str(tmp_path / "own")).code == 0
+    done = cli("vllm-config", drafter, "--model", other)
     assert done.code == 2
     assert "vocab_size" in done.err
+    recorded = {"config": {"target": other}}
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "drafter", training=recorded)
+    assert cli("vllm-config", drafter).code == 2
 
 
 def test_unknown_drafters_are_bad_input(cli: Cli) -> None:

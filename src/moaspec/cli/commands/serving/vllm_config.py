@@ -30,7 +30,8 @@ def vllm_config(
 ) -> None:
     """Print a `vllm serve` command.
 
-    It serves the target with its drafter. vLLM itself is not needed for this.
+    It serves the target with its drafter. vLLM itself is not needed for this. A target in a
+    directory here is compared with the drafter.
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
@@ -42,8 +43,8 @@ def vllm_config(
         config = _usable_config(drafter)
         name = model or _recorded_target(drafter, config)
         weights = find_weights(name)
-        if model is not None and is_directory(Path(weights)):  # a hub's model is not downloaded
-            check_drafter(drafter, weights)
+        if is_directory(Path(weights)):  # a model of the hub is not downloaded for this
+            check_drafter(drafter, name)
     serving = VLLMServeSettings(
         model=weights,
         # A bundled alias is understood by every machine that has this package.
