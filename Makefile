@@ -40,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 test: install
 	$(PYTEST)
 
-# Coverage makes fast tests take two thirds longer with Python 3.11. From 3.12 on, COVERAGE_CORE=sysmon is faster.
+# Coverage makes fast tests take two thirds longer with Python 3.11. From 3.12 on, COVERAGE_CORE=sysmon may help.
 coverage: install
 	$(PYTEST) --cov --cov-report term:skip-covered
 
