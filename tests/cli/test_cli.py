@@ -882,13 +882,17 @@ def test_no_tokens_have_no_speed(cli: Cli) -> None:
     assert "0 tokens (max_new_tokens), 0 rounds" in output.err
 
 
-def test_train_tells_its_phases_and_what_comes_of_it(cli: Cli, tmp_path: Path) -> None:
+def test_train_tells_its_phases_and_what_comes_of_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec.backends.linear_backends._bf16_instructions", lambda: False)
     config = str(training_files(tmp_path))
-    output = cli("train", config, "steps=2", "sizes.draft_vocab=60")
+    output = cli("train", config, "steps=2", "sizes.draft_vocab=60", "mixed_precision=bf16")
     assert output.code == 0
     told = output.err
     phases = (
         "Loading ",
+        "This CPU has no bf16 instructions",
         "Reading examples",
         "Preparing a drafter from 4 examples",
         "Warm start from up to 12000 tokens: output",

@@ -35,6 +35,7 @@ from moaspec.train.dataset.examples import Example, response_counts
 from moaspec.train.reports.held_out_history import BestStep
 from moaspec.train.reports.model_card import decoded_tau
 from moaspec.train.reports.run_log import StepMetrics
+from moaspec.train.reports.run_notes import emulation
 from moaspec.train.run_config import TrainConfig, learning_rate, staircase_probability
 from moaspec.train.stopping import StopCause
 from moaspec.train.students.drafter_sizes import DrafterSizes
@@ -461,6 +462,19 @@ def test_the_vocabulary_is_counted_on_training_examples(tmp_path: Path) -> None:
     note = run.notes()[0]
     assert f"{len(trained)} tokens, fewer than sizes.draft_vocab=64" in note
     assert f"{share:.2%} of the held-out response tokens" in note
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_emulated_bf16_is_told(
+    instructions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_backends, "_bf16_instructions", lambda: instructions)
+    assert emulation(settings(tmp_path)) is None
+    slow = settings(tmp_path, mixed_precision="bf16", target_dtype="bfloat16")
+    note = emulation(slow)
+    assert (note is None) == instructions
+    assert note is None or note.endswith("mixed_precision=no target_dtype=float32.")
+    assert emulation(dataclasses.replace(slow, device="cuda")) is None
 
 
 def test_notes_tell_where_the_drafter_can_be_used(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moaspec.errors import InputError, TrainingError
 from moaspec.support.extras import require
+from moaspec.train.muon import Muon
 from moaspec.train.run_config import TrainConfig, launched_processes
 
 
@@ -223,12 +224,7 @@ def new_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.O
     if config.optimizer == "adamw":
         return [adamw(parameters, config)]
     matrices = [one for one in parameters if one.ndim == 2]
-    muon = torch.optim.Muon(
-        matrices,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, for the same learning rate
-    )
+    muon = Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay)
     return [muon, adamw([one for one in parameters if one.ndim != 2], config)]
 
 

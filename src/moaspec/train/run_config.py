@@ -65,7 +65,7 @@ class TrainConfig:
             afterwards, so the paper's recipe is a peak of 20 times the paper's rate and `final_lr`
             1/20.
         optimizer: "adamw", or "muon": Muon for matrices and AdamW for vectors, with sharding=none.
-            In our runs it learned more from the same tokens; on a CPU its steps take longer.
+            In our runs it learned more from the same tokens.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
         anchors: where blocks begin: at "random" places, or at "rounds": where rounds of the current

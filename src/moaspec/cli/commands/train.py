@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,7 @@ def train(
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
         from moaspec.train.reports.plan import make_plan
+        from moaspec.train.reports.run_notes import emulation
         from moaspec.train.run_config import read_train_config
         from moaspec.train.trainer import Trainer
 
@@ -94,7 +95,9 @@ def train(
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (Screen(quiet=True),) * 2
-    unused = ReadReport()
+    unused, slow = ReadReport(), emulation(settings)
+    if slow:
+        told.print(slow)
     with _explained_sigterm(output), status("Reading examples"):
         examples = _read_examples(settings, skeleton, unused)
     with _explained_sigterm(output), status(f"Loading {settings.target}"):
@@ -107,13 +110,7 @@ def train(
         )
     with _explained_sigterm(output), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
-    for line in (*unused.lines(), *trainer.notes()):
-        told.print(line)
-    size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
-    told.print(
-        f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
-        f"from step {trainer.step}"
-    )
+    _tell_start(trainer, [*unused.lines(), *trainer.notes()], len(examples), told)
     with (
         _explained_sigterm(output),
         ProgressBar("step", settings.steps, screen=told, transient=False) as bar,
@@ -128,6 +125,17 @@ def train(
 
         ending = trainer.run(report, seconds=seconds)
     _tell_end(trainer, ending, out, told)
+
+
+def _tell_start(trainer: Trainer, notes: Sequence[str], num_examples: int, told: Screen) -> None:
+    """Notes, and how large the run is."""
+    for line in notes:
+        told.print(line)
+    size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
+    told.print(
+        f"{num_examples} examples, drafter of {size / 1e6:.1f}M parameters, "
+        f"from step {trainer.step}"
+    )
 
 
 def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) -> None:

@@ -1,5 +1,8 @@
-"""Notes on a run's draft vocabulary and drafter, before the first step."""
+"""Notes on a run's precision, draft vocabulary and drafter, before the first step."""
 
+import torch
+
+from moaspec.backends.linear_backends import compute_dtype
 from moaspec.generation.destinations import destinations
 from moaspec.train.data_order import DataOrder
 from moaspec.train.dataset.examples import coverage
@@ -11,6 +14,25 @@ USES = {
     "vllm": "vLLM",
     "device": "moaspec checkpoint export-device",
 }
+
+
+def emulation(config: TrainConfig) -> str | None:
+    """A sentence on settings in bf16 that this CPU emulates; None if there are none."""
+    on_cpu = torch.device(config.device).type == "cpu"
+    if not on_cpu or compute_dtype(torch.bfloat16) == torch.bfloat16:
+        return None
+    faster = {"mixed_precision": ("bf16", "no"), "target_dtype": ("bfloat16", "float32")}
+    changes = [
+        f"{name}={better}"
+        for name, (slow, better) in faster.items()
+        if getattr(config, name) == slow
+    ]
+    if not changes:
+        return None
+    return (
+        "This CPU has no bf16 instructions and emulates them, several times slower than float32. "
+        f"Faster here: {' '.join(changes)}."
+    )
 
 
 def run_notes(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:

@@ -1,0 +1,52 @@
+"""Muon against PyTorch's own, and in float32."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from moaspec.train import muon
+
+SHAPES = [(24, 24), (40, 16), (16, 40), (1, 8)]
+
+
+def steps(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> None:
+    gradients = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=gradients)
+        optimizer.step()
+
+
+def parameters() -> list[nn.Parameter]:
+    values = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=values)) for shape in SHAPES]
+
+
+def test_in_bf16_it_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "compute_dtype", lambda dtype: dtype)
+    mine, own = parameters(), parameters()
+    steps(muon.Muon(mine, lr=0.01, weight_decay=0.1), mine)
+    pytorchs = torch.optim.Muon(own, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    steps(pytorchs, own)
+    for a, b in zip(mine, own, strict=True):
+        assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_matrix_without_gradient_stays() -> None:
+    frozen, trained = parameters()[:2]
+    before = frozen.detach().clone()
+    steps(muon.Muon([frozen, trained], lr=0.01, weight_decay=0.1), [trained])
+    assert torch.equal(frozen, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_bf16_instructions_float32_is_used(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 would be emulated, some thirty times slower."""
+    monkeypatch.setattr(muon, "compute_dtype", lambda _: torch.float32)
+    found = muon.orthogonal(torch.randn(shape))
+    assert found.dtype == torch.float32
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
