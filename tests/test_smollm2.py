@@ -49,6 +49,11 @@ def target() -> moaspec.Target:
 
 
 @pytest.fixture(scope="module")
+def packed() -> moaspec.Target:
+    return moaspec.load_target(ALIAS, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
 def prompts(target: moaspec.Target) -> list[list[int]]:
     return [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=4)]
 
@@ -97,30 +102,30 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
 @pytest.mark.kernels
 @needs_packed_kernels
 @pytest.mark.parametrize("name", [ALIAS, REUSING])
-def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
+def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(
+    name: str, packed: moaspec.Target
+) -> None:
     """Ties included: a token has the same bits in every pass."""
-    target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    assert tiny.fast_layers(target).fused is not None
-    drafter = moaspec.load_drafter(name, target=target)
-    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
-    plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]
+    assert tiny.fast_layers(packed).fused is not None
+    drafter = moaspec.load_drafter(name, target=packed)
+    texts = [chat_ids(packed, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
+    plain = [moaspec.generate(packed, ids, max_new_tokens=48).token_ids for ids in texts]
     # Longer ones are read by PyTorch's attention first, whose bits depend on the batch.
     short = [i for i, ids in enumerate(texts) if len(ids) <= MAX_QUERIES]
     assert 3 < len(short) < len(texts)
     for shape in (moaspec.Chain(4), moaspec.Tree(3, 3, 8)):
         options: dict[str, Any] = {"drafter": drafter, "tree": shape, "max_new_tokens": 48}
         for ids, expected in zip(texts, plain, strict=True):
-            assert moaspec.generate(target, ids, **options).token_ids == expected
-        together = moaspec.generate(target, [texts[i] for i in short], **options)
+            assert moaspec.generate(packed, ids, **options).token_ids == expected
+        together = moaspec.generate(packed, [texts[i] for i in short], **options)
         assert [result.token_ids for result in together] == [plain[i] for i in short]
 
 
 @pytest.mark.kernels
 @needs_unpacking
-def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
+def test_costs_count_the_bits_that_weights_are_kept_in(packed: moaspec.Target) -> None:
     """All had counted as bf16, and a pass had seemed faster than reading them."""
-    target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    plain = parse_methods(["plain"], MethodResources(target=target))
+    plain = parse_methods(["plain"], MethodResources(target=packed))
     bound = measure_costs(plain, contexts=(32,), batches=(1,), widths=(1, 2)).bound
     # 106 million weights in layers of 4.5 to 5 bits each, 28 million of the head in 8.5.
     assert 90e6 < bound.weight_bytes < 100e6
@@ -128,14 +133,13 @@ def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
 
 @pytest.mark.kernels
 @needs_packed_kernels
-def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
-    target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
+def test_drafts_through_the_last_layers_are_accepted_more_often(packed: moaspec.Target) -> None:
+    texts = [chat_ids(packed, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     rounds = []
     for name in (ALIAS, REUSING):
-        drafting = FastMoAProposer(moaspec.load_drafter(name, target=target), target)
+        drafting = FastMoAProposer(moaspec.load_drafter(name, target=packed), packed)
         results = moaspec.generate(
-            target, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
+            packed, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
         )
         rounds.append(sum(result.num_rounds for result in results))
     assert rounds[1] < rounds[0]
@@ -143,11 +147,12 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
 
 @pytest.mark.kernels
 @needs_packed_kernels
-def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_over_the_real_vocabulary_in_one_call(
+    packed: moaspec.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts and log-probabilities equal those of the PyTorch path."""
-    target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    drafter = moaspec.load_drafter(ALIAS, target=target).to(target.dtype)
-    drafting, shape = FastMoAProposer(drafter, target), moaspec.Tree(3, 4, 36)
+    drafter = moaspec.load_drafter(ALIAS, target=packed).to(packed.dtype)
+    drafting, shape = FastMoAProposer(drafter, packed), moaspec.Tree(3, 4, 36)
     grown: list[CandidateNodes] = []
 
     def kept(one: CandidateNodes, shape: moaspec.Tree) -> DraftTree:
@@ -155,10 +160,10 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
         return best_nodes(one, shape)
 
     monkeypatch.setattr(tree_proposer, "best_nodes", kept)
-    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=3)]
+    texts = [chat_ids(packed, prompt.turns[0]) for prompt in read_prompts("bundled", limit=3)]
     for row, ids in enumerate(texts):
         known = torch.tensor([ids[:-1]])
-        kv_1TLK = target.capture(known, torch.ones_like(known)).kv_BTLK
+        kv_1TLK = packed.capture(known, torch.ones_like(known)).kv_BTLK
         (features,) = drafting.encode(kv_1TLK, torch.arange(len(ids) - 1)[None], [len(ids) - 1])
         drafting.append_features(row, features)
         for one_call in (False, True, False):  # the first reads the prompt
@@ -184,7 +189,7 @@ def by_path(grown: CandidateNodes) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, grown.scores, strict=True))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafter], float]:
     def measure(drafter: MoADrafter) -> float:
         results = moaspec.generate(
@@ -194,6 +199,11 @@ def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafte
         return emitted / sum(result.num_rounds for result in results)
 
     return measure
+
+
+@pytest.fixture(scope="module")
+def intact_tau(target: moaspec.Target, tau: Callable[[MoADrafter], float]) -> float:
+    return tau(moaspec.load_drafter(ALIAS, target=target))
 
 
 def noise_for_activations(encoder: TargetEncoder, patch: pytest.MonkeyPatch) -> None:
@@ -229,7 +239,7 @@ def zero_keys(encoder: TargetEncoder, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("damage", [noise_for_activations, permuted_layers, zero_keys])
 def test_the_drafter_lives_on_the_targets_activations(
     target: moaspec.Target,
-    drafter: MoADrafter,
+    intact_tau: float,
     tau: Callable[[MoADrafter], float],
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[TargetEncoder, pytest.MonkeyPatch], None],
@@ -237,7 +247,7 @@ def test_the_drafter_lives_on_the_targets_activations(
     """Take them away, or their order or CA's keys, and fewer drafts are accepted."""
     damaged = moaspec.load_drafter(ALIAS, target=target)
     damage(damaged.encoder, monkeypatch)
-    assert tau(damaged) < tau(drafter)
+    assert tau(damaged) < intact_tau
 
 
 def test_every_way_of_decoding_passes_the_check(
