@@ -108,7 +108,7 @@ def assert_states(verifier: RecurrentVerifier, kind: str, text: Sequence[int], p
 
 @every_kind
 def test_check_is_right(kind: str) -> None:
-    """Greedy and sampled, chain and tree, by drafters that disagree and agree, in ragged batches."""
+    """Greedy and sampled, chain and tree, drafters that disagree and agree, in ragged batches."""
     target = hybrid_models.target(kind)
     check = Check(
         target=target,

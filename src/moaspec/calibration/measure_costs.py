@@ -32,7 +32,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 32, 64)
 """Tokens of the measured passes. Costs of small ones rise in steps, such as from 8 to 9."""
 WIDTHS = (1, 2, 3, 4, 6, 8)

@@ -20,7 +20,7 @@ from moaspec.backends.cpu.quantized_weight import (
     found_codes,
     rounded,
 )
-from moaspec.backends.cpu.structures import MatrixFacts
+from moaspec.backends.cpu.structures import MatrixFacts, ScreenFacts
 
 
 class Matrix:
@@ -63,13 +63,15 @@ class Matrix:
         else:
             self._panels = coded.panels(by_output=self._by_output)
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
+        self._screen: _Screen | None = None
         self._describe()
         self._call, self._call_best = library().moaspec_product, library().moaspec_best
 
     def _describe(self) -> None:
         bias = None if self._bias is None else self._bias.data_ptr()
         self.described = MatrixFacts(
-            self._panels.data_ptr(), bias, self.inputs, self.outputs, self.bits, self._rounded
+            *(self._panels.data_ptr(), bias, self.inputs, self.outputs, self.bits, self._rounded),
+            None if self._screen is None else ctypes.addressof(self._screen.described),
         )
         self._reference = ctypes.byref(self.described)
 
@@ -88,6 +90,17 @@ class Matrix:
         """Move the panels to large pages: faster for weights that every call reads whole."""
         self.move(large_pages(self.num_bytes))
 
+    def add_screen(self) -> None:
+        """Find the largest outputs faster, with AVX2, by a copy in 7 bits; they stay exact.
+
+        The copy's outputs bound the exact ones. Only panels that may have the largest are computed.
+        """
+        if instructions() == "avx2" and self.bits == 16 and self._bias is None:
+            weight_OI = self._padded_weight()
+            if self.inputs % BLOCK == 0 and weight_OI.abs().amax() < torch.inf:
+                self._screen = _Screen(weight_OI, self.outputs)
+                self._describe()
+
     @staticmethod
     def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
         """Whether kernels support this weight on this machine."""
@@ -101,12 +114,12 @@ class Matrix:
 
     def weight(self) -> Tensor:
         """The weight, (O, I) bf16, computed from the panels in each call."""
+        return self._padded_weight()[: self.outputs]
+
+    def _padded_weight(self) -> Tensor:
         if self.bits == 16:
-            weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
-        else:
-            coded = QuantizedWeight.of(self._panels, self.bits, by_output=self._by_output)
-            weight_OI = coded.weight()
-        return weight_OI[: self.outputs]
+            return self._panels.transpose(1, 2).reshape(-1, self.inputs)
+        return QuantizedWeight.of(self._panels, self.bits, by_output=self._by_output).weight()
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:
         """The product of x, (..., I) bf16, and the transposed weight, plus the bias, (..., O).
@@ -138,6 +151,32 @@ class Matrix:
         out_T = torch.empty(len(x_TI), dtype=torch.int64)
         call(self._call_best, self._reference, x_TI, len(x_TI), self.inputs, out_T)
         return out_T
+
+
+class _Screen:
+    """Bounds on the outputs of a weight without bias; see `Screen` in `gemm.h`.
+
+    Args:
+        weight_OI: bf16, with the padding of the last panel.
+        outputs: without it.
+    """
+
+    def __init__(self, weight_OI: Tensor, outputs: int) -> None:
+        padded, inputs = weight_OI.shape
+        # A block has a float16 scale for each output, and its inputs' codes.
+        self._panels = large_pages(padded * inputs // BLOCK * (2 + BLOCK))
+        norm_O, error_O = torch.empty(2, padded)
+        call(
+            library().moaspec_round,
+            *(weight_OI.contiguous(), padded, inputs, self._panels, norm_O, error_O),
+        )
+        # Float32 sums of both products differ from exact ones by at most as much, relatively.
+        float_error = (inputs + 2 * BLOCK) * 2.0**-23
+        # A little more, because these norms are float32 sums, too.
+        self._norm_O = 1.001 * norm_O
+        self._error_O = 1.001 * (error_O + float_error * (norm_O + error_O))
+        copy = MatrixFacts(self._panels.data_ptr(), None, inputs, outputs, 8, 1, None)
+        self.described = ScreenFacts(copy, self._error_O.data_ptr(), self._norm_O.data_ptr())
 
 
 def large_pages(num_bytes: int) -> Tensor:

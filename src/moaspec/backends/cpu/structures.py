@@ -14,7 +14,14 @@ class MatrixFacts(ctypes.Structure):
     _fields_ = (
         *_fields(c_void_p, "panels bias"),
         *_fields(c_int64, "inputs outputs bits rounded"),
+        ("screen", c_void_p),
     )
+
+
+class ScreenFacts(ctypes.Structure):
+    """Bounds on the outputs of a matrix, by a copy in fewer bits."""
+
+    _fields_ = (("copy", MatrixFacts), *_fields(c_void_p, "error norm"))
 
 
 class LayerFacts(ctypes.Structure):
@@ -128,8 +135,8 @@ class CouplingFacts(ctypes.Structure):
 
 
 SHARED = (
-    *(MatrixFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts, GrowthFacts),
-    *(PassFacts, TextPassFacts, EncoderFacts, ExitFacts, DrafterFacts),
+    *(MatrixFacts, ScreenFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts),
+    *(GrowthFacts, PassFacts, TextPassFacts, EncoderFacts, ExitFacts, DrafterFacts),
 )
 """All of them, in the order of `moaspec_layouts`."""
 

@@ -16,6 +16,8 @@
 #include "w4a8.h"
 #ifdef __AVX512BF16__
 #include "quantized_blocks.h"
+#else
+#include "w7a8.h"
 #endif
 #ifdef __AMX_BF16__
 #include "amx_gemm.h"
@@ -30,6 +32,8 @@ constexpr int64_t kEncodedTokens = 16;  // tokens that are encoded at once; boun
 
 extern "C" {
 
+struct Screen;
+
 // A linear layer's weight, (outputs, inputs), in panels. The last panel is padded with outputs of weight 0.
 struct Matrix {
   const void* panels;
@@ -37,7 +41,15 @@ struct Matrix {
   int64_t inputs;
   int64_t outputs;
   int64_t bits;     // of a stored weight: 16, 8 or 4
-  int64_t rounded;  // 1: W4A8, which also rounds inputs; then `bits` is 4
+  int64_t rounded;  // 1: inputs are rounded too; W4A8 if `bits` is 4, W7A8 if it is 8
+  const Screen* screen;  // or null
+};
+
+// Bounds on a matrix's outputs, without bias: each differs from that of `copy` by at most error * |x| +
+// norm * |x - rounded x|, with Euclidean norms of x and the output's entries of `error` and `norm`.
+struct Screen {
+  Matrix copy;  // W7A8
+  const float *error, *norm;  // padded as the panels are
 };
 
 }  // extern "C"
@@ -217,6 +229,9 @@ inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows,
 // Calls use(format) with the format of a matrix.
 template <class Use>
 auto with_format(const Matrix& matrix, const Use& use) {
+#ifndef __AVX512BF16__
+  if (matrix.rounded && matrix.bits == 8) return use(W7A8Weights());
+#endif
   if (matrix.rounded) return use(W4A8Weights());
 #ifdef __AMX_BF16__
   if (matrix.bits == 4) return use(WeightsByOutput());

@@ -23,7 +23,11 @@ void add_layout(std::vector<int64_t>& all, std::initializer_list<size_t> offsets
 inline void add_parts(std::vector<int64_t>& all) {
   {
     using S = Matrix;
-    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded)});
+    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded), AT(screen)});
+  }
+  {
+    using S = Screen;
+    add_layout<S>(all, {AT(copy), AT(error), AT(norm)});
   }
   {
     using S = Layer;

@@ -25,24 +25,25 @@ class ArgMax {
  public:
   ArgMax(int64_t rows, int32_t threads)
       : rows_(rows), threads_(threads), thread_stride_(rows * kLanes + kThreadGap),
-        tops_(threads * thread_stride_, -INFINITY), outputs_(tops_.size()) {}
+        tops_(threads * thread_stride_, -INFINITY), outputs_(tops_.size()), floors_(tops_) {}
 
   // Each lane of each thread keeps its largest sum, and the first output of the panel that it came from.
   void team_find(const Matrix& matrix, const bf16* x, int64_t stride) {
-    const int64_t lanes = rows_ * kLanes;
-    float* tops = tops_.data() + omp_get_thread_num() * thread_stride_;
-    int32_t* outputs = outputs_.data() + omp_get_thread_num() * thread_stride_;
-    std::fill_n(tops, lanes, -INFINITY);
-    std::fill_n(outputs, lanes, 0);
-    multiply(matrix, x, rows_, stride, [&](int64_t row, int64_t output, Floats sums) {
-      sums = blend(first_lanes(matrix.outputs - output), sums, broadcast(-INFINITY));
-      const Floats top = load(tops + row * kLanes);
-      const Mask better = less(top, sums);
-      store(tops + row * kLanes, blend(better, sums, top));
-      masked_store(outputs + row * kLanes, better, static_cast<int32_t>(output));
-      // Panels do not come in order.
-      if (any_equal(top, sums)) keep_first(tops + row * kLanes, sums, outputs + row * kLanes, output);
-    });
+    const int64_t first = omp_get_thread_num() * thread_stride_;
+    std::fill_n(tops_.data() + first, rows_ * kLanes, -INFINITY);
+    std::fill_n(outputs_.data() + first, rows_ * kLanes, 0);
+    const auto keep = [&](int64_t row, int64_t output, Floats sums) {
+      keep_better(tops_.data() + first + row * kLanes, outputs_.data() + first + row * kLanes, output,
+                  blend(first_lanes(matrix.outputs - output), sums, broadcast(-INFINITY)));
+    };
+#ifndef __AVX512BF16__
+    if (matrix.screen) {
+      for (int64_t row = 0; row < rows_; row += kScreenedRows)
+        team_screen(matrix, x + row * stride, row, std::min(kScreenedRows, rows_ - row), stride, keep);
+      return;
+    }
+#endif
+    multiply(matrix, x, rows_, stride, keep);
   }
 
   // Reduces lanes and threads. Needs a barrier after `team_find`.
@@ -61,6 +62,54 @@ class ArgMax {
   }
 
  private:
+  static void keep_better(float* tops, int32_t* outputs, int64_t output, Floats sums) {
+    const Floats top = load(tops);
+    const Mask better = less(top, sums);
+    store(tops, blend(better, sums, top));
+    masked_store(outputs, better, static_cast<int32_t>(output));
+    // Panels do not come in order.
+    if (any_equal(top, sums)) keep_first(tops, sums, outputs, output);
+  }
+
+#ifndef __AVX512BF16__
+  // Calls keep(row, output, 16 sums) for the panels that may have the largest output of one of `rows` rows, the
+  // first of which is `first`. An output cannot be the largest if its upper bound is below another's lower bound.
+  // A comparison with NaN rules nothing out.
+  template <class Keep>
+  void team_screen(const Matrix& matrix, const bf16* x, int64_t first, int64_t rows, int64_t stride,
+                   const Keep& keep) {
+    const Screen& screen = *matrix.screen;
+    const Range panels = share_of((matrix.outputs + kLanes - 1) / kLanes);
+    const int64_t start = panels.start * kLanes, width = panels.stop * kLanes - start;
+    float* const upper = thread_buffer<Screen, float>(rows * width);
+    float* const lower = floors_.data() + omp_get_thread_num() * thread_stride_ + first * kLanes;
+    InputNorms norms[kScreenedRows];
+    for (int64_t row = 0; row < rows; row++) norms[row] = norms_of(x + row * stride, matrix.inputs);
+    std::fill_n(lower, rows * kLanes, -INFINITY);
+    multiply(screen.copy, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
+      const Floats slack = multiply_add(broadcast(norms[row].all), load(screen.error + output),
+                                        broadcast(norms[row].rounding) * load(screen.norm + output));
+      store(upper + row * width + output - start, sums + slack);
+      const Floats least = blend(first_lanes(matrix.outputs - output), sums - slack, broadcast(-INFINITY));
+      store(lower + row * kLanes, maximum(least, load(lower + row * kLanes)));  // the second one for NaN
+    });
+#pragma omp barrier
+    for (int64_t row = 0; row < rows; row++) {
+      Floats highest = broadcast(-INFINITY);
+      for (int64_t i = 0; i < threads_; i++)
+        highest = maximum(highest, load(floors_.data() + i * thread_stride_ + (first + row) * kLanes));
+      const Floats floor = broadcast(reduce_max(highest));
+      for (int64_t panel = panels.start; panel < panels.stop; panel++) {
+        if (all(less(load(upper + row * width + panel * kLanes - start), floor))) continue;
+        with_inputs(matrix, x + row * stride, 1, stride, [&](auto format, auto* inputs, int64_t length) {
+          const auto keep_sums = [&](int64_t, int64_t, Floats sums) { keep(first + row, panel * kLanes, sums); };
+          multiply_range<decltype(format)>(matrix, inputs, 1, length, {panel, panel + 1}, keep_sums);
+        });
+      }
+    }
+  }
+#endif
+
   static void keep_first(const float* tops, Floats sums, int32_t* outputs, int64_t output) {
     float numbers[kLanes];
     store(numbers, sums);
@@ -70,10 +119,12 @@ class ArgMax {
 
   // Numbers between the buffers of two threads, so that they never write to the same cache line.
   static constexpr int64_t kThreadGap = 32;
+  static constexpr int64_t kScreenedRows = 16;  // together; bounds the memory of their bounds
 
   int64_t rows_, threads_, thread_stride_;  // the last: numbers from one thread's buffer to the next
   std::vector<float> tops_;
   std::vector<int32_t> outputs_;
+  std::vector<float> floors_;  // lower bounds on the largest sums
 };
 
 // One of a row's best outputs, with the log-probability that it is chosen.
