@@ -289,16 +289,38 @@ def test_info_of_a_published_checkpoint(checkpoint: Path, cli: Cli) -> None:
     assert (facts["format"], facts["target"]) == ("published", "not recorded")
 
 
-def test_info_of_a_baseline(cli: Cli, tmp_path: Path) -> None:
+def save_eagle(directory: Path) -> None:
     layer = LayerConfig(
         hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=56
     )
     rope = {"rope_theta": 10000.0}
     config = StackConfig(layer=layer, rope_parameters=rope, target=tiny.target().identity)
-    save_baseline(EagleDrafter(config), tmp_path)
+    save_baseline(EagleDrafter(config), directory)
+
+
+def test_info_of_a_baseline(cli: Cli, tmp_path: Path) -> None:
+    save_eagle(tmp_path)
     facts = json.loads(cli("info", str(tmp_path), "--json").out)
     assert facts["format"] == "baseline (eagle)"
     assert facts["target"]["num_layers"] == 3
+
+
+def test_a_baseline_is_not_converted(cli: Cli, tmp_path: Path) -> None:
+    save_eagle(tmp_path / "eagle")
+    eagle, out = str(tmp_path / "eagle"), str(tmp_path / "out")
+    output = cli("checkpoint", "convert", eagle, out, "--to", "raw")
+    assert output.code == 2
+    assert "holds a baseline drafter; this needs a Mixture-of-Attentions" in output.error
+
+
+def test_the_output_of_a_run_names_its_drafter(
+    checkpoint: Path, cli: Cli, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    shutil.copytree(checkpoint, run / "drafter")
+    output = cli("info", str(run))
+    assert output.code == 2
+    assert f"Did you mean {run / 'drafter'}?" in output.err
 
 
 @pytest.mark.parametrize("form", ["ours", "published"])
@@ -895,7 +917,7 @@ def test_train_tells_its_phases_and_what_comes_of_it(
         "This CPU has no bf16 instructions",
         "Reading examples",
         "Preparing a drafter from 4 examples",
-        "Warm start from up to 12000 tokens: output",
+        "Warm start: output",
         "tokens, fewer than sizes.draft_vocab=60",
         "The drafter will work with: ",
         "It will not work with moaspec checkpoint convert: ",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any, get_args
@@ -228,6 +229,21 @@ def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
     assert states == [True, True, False, False]
 
 
+def test_the_warm_start_reads_each_example_once_and_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("moaspec.train.students.target_activations.TOLD_EVERY_S", 0.0)
+    capture = Mock(side_effect=Target.capture, autospec=True)
+    monkeypatch.setattr(Target, "capture", lambda self, *rest: capture(self, *rest))
+    with caplog.at_level("INFO"):
+        run = trainer(tmp_path, frozen_lsa=1.0)
+    assert capture.call_count == len(run.data.train_ids)
+    total = sum(len(run.data.examples[i]) for i in run.data.train_ids)
+    pattern = re.compile(rf"Read \d+ of {total} tokens, \d+ s left")
+    found = [text for text in caplog.messages if pattern.fullmatch(text)]
+    assert len(found) == len(run.data.train_ids) - 1
+
+
 def test_stored_means_change_little(tmp_path: Path) -> None:
     """The first loss agrees to the rounding of means and states to bf16."""
     frozen = trainer(tmp_path / "a", frozen_lsa=1.0).train_step()
@@ -251,7 +267,8 @@ def test_a_frozen_lsa_serves_reused_layers_too(tmp_path: Path) -> None:
 def test_with_a_frozen_lsa_the_target_runs_once_for_every_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
 ) -> None:
-    run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=layers, activation_cache=False)
+    run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=layers)
+    assert not (tmp_path / "activations").exists()  # the means are enough
     capture = Mock(wraps=run.target.capture)
     monkeypatch.setattr(run.target, "capture", capture)
     for _ in range(-(-len(run.data.train_ids) // run.config.batch_size)):

@@ -85,7 +85,7 @@ class TrainConfig:
             Its means over layers are then computed once per example and kept on disk, which makes
             a step much cheaper; with N > 0 the target's last layers still run.
         activation_cache: keep the target's activations on disk; for a baseline, its final states
-            only.
+            only. Without effect where `frozen_lsa` is 1, because the means are enough.
         drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
             model between the target's embeddings and its head).
         num_target_layers: N, the number of target layers that drafts reuse. Several values train

@@ -27,7 +27,7 @@ from moaspec.train.parallelism import (
     sum_over_processes,
 )
 from moaspec.train.reports.held_out_history import BestStep, held_out_score, overfitting
-from moaspec.train.reports.model_card import decoded_tau, write_card
+from moaspec.train.reports.model_card import DECODED_PROMPTS, decoded_tau, write_card
 from moaspec.train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
 from moaspec.train.reports.run_notes import run_notes
 from moaspec.train.run_config import TrainConfig, learning_rate, num_passes
@@ -293,7 +293,8 @@ class Trainer:
             self.student.save(weights, directory, facts)
             prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
             if decode and prompts:
-                log.info("Decoding held-out prompts with the drafter")
+                num_decoded = min(len(prompts), DECODED_PROMPTS)
+                log.info("Decoding %d held-out prompts with the drafter", num_decoded)
             tau = decoded_tau(directory, self.target, prompts) if decode else None
             write_card(directory, self.student, self.config, facts, self.log.rows(), tau=tau)
         self.accelerator.wait_for_everyone()

@@ -347,6 +347,10 @@ def test_the_table(tmp_path: Path) -> None:
     assert "2 x h100" in rows["time, by formula"]
     assert rows["disk, activation_cache"].startswith("on: ")
     assert rows["disk, frozen_lsa"].startswith("off: ")
+    frozen = settings(tmp_path, frozen_lsa=1.0)
+    rows = cells(plan(frozen), frozen, None)
+    assert rows["disk, activation_cache"].startswith("off: ")
+    assert rows["disk, frozen_lsa"].startswith("on: ")
     on_cpu = cells(plan(settings(tmp_path)), config, None)
     assert "memory a process" in on_cpu
     assert "time, by formula" not in on_cpu

@@ -69,17 +69,17 @@ def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str
 
 def describe(directory: Path) -> dict[str, Any]:
     """Facts of a checkpoint, its weights read and checked."""
-    from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
     from moaspec.model.checkpoint.baseline_checkpoint import read_whole
+    from moaspec.model.checkpoint.directory import BASELINE_SECTION
     from moaspec.model.checkpoint.moa_config import SECTION
     from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS, HEAD_MOMENT
 
     config, tensors = read_whole(directory)
     draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
-    ours = config.get(SECTION) or config.get(BASELINE) or {}
+    ours = config.get(SECTION) or config.get(BASELINE_SECTION) or {}
     form = "moaspec" if SECTION in config else "published"
-    if BASELINE in config:
-        form = f"baseline ({config[BASELINE]['kind']})"
+    if BASELINE_SECTION in config:
+        form = f"baseline ({config[BASELINE_SECTION]['kind']})"
     return {
         "format": form,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),

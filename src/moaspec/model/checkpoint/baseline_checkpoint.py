@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moaspec.errors import MismatchError
 from moaspec.model.baselines import KINDS, Baseline, EagleDrafter, StackConfig
-from moaspec.model.checkpoint.directory import read_config
+from moaspec.model.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec.model.checkpoint.moa_checkpoint import check_whole, consistent
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.weight_files import (
@@ -22,7 +22,6 @@ from moaspec.model.checkpoint.weight_files import (
 )
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 
-SECTION = "moaspec_baseline"
 _EAGLE_NAMES = (
     # (published, ours); the first that matches wins.
     ("spec_model.self_attn.k_proj.", "layer.key_value.k_proj."),
@@ -52,13 +51,18 @@ def save_baseline(
     write_weights(directory, tensors, shard_bytes)
     section = {"kind": drafter.kind, **dataclasses.asdict(drafter.config)}
     write_config(
-        directory, {"model_type": SECTION, SECTION: section, "training": dict(training or {})}
+        directory,
+        {
+            "model_type": BASELINE_SECTION,
+            BASELINE_SECTION: section,
+            "training": dict(training or {}),
+        },
     )
 
 
 def is_baseline(directory: str | Path) -> bool:
     """Whether the checkpoint has a baseline drafter."""
-    return SECTION in read_config(directory)
+    return BASELINE_SECTION in read_config(directory)
 
 
 def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -69,7 +73,7 @@ def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         CorruptCheckpointError: unreadable, incomplete, or no drafter.
     """
     config, tensors = read_config(directory), read_tensors(directory)
-    if SECTION in config:
+    if BASELINE_SECTION in config:
         load_baseline(directory)
     else:
         check_whole(directory, config, tensors)
@@ -90,7 +94,7 @@ def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -
     tensors = read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     with consistent(directory):
-        values = dict(read_config(directory)[SECTION])
+        values = dict(read_config(directory)[BASELINE_SECTION])
         kind = values.pop("kind")
         values["layer"] = LayerConfig(**values["layer"])
         recorded = TargetIdentity(**values["target"])

@@ -8,6 +8,7 @@ from moaspec.errors import CheckpointError, CorruptCheckpointError
 
 CONFIG_FILE = "config.json"
 DEVICE_SECTION = "moaspec_device"  # the section of a config that marks a device bundle
+BASELINE_SECTION = "moaspec_baseline"  # the one that marks a baseline drafter
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file that is read; as Python objects it may take 30 times as much."""
 
@@ -46,8 +47,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except FileNotFoundError as error:
+        trained = Path(directory) / "drafter"  # in the output of a training run
+        hint = f" Did you mean {trained}?" if (trained / CONFIG_FILE).is_file() else ""
         raise CheckpointError(
-            f"No drafter checkpoint at {directory}: {path} is missing."
+            f"No drafter checkpoint at {directory}: {path} is missing.{hint}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"Cannot read {path}: {error}") from error

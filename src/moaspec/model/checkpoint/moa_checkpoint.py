@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import CorruptCheckpointError
-from moaspec.model.checkpoint.directory import read_config
+from moaspec.errors import CorruptCheckpointError, InputError
+from moaspec.model.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec.model.checkpoint.moa_config import (
     FORMAT_VERSION,
     SECTION,
@@ -130,8 +130,14 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     Raises:
         CorruptCheckpointError: unreadable, incomplete, or of impossible sizes.
         MismatchError: it belongs to another target.
+        InputError: it is a baseline.
     """
-    config_json, tensors = read_config(directory), read_tensors(directory)
+    config_json = read_config(directory)
+    if BASELINE_SECTION in config_json:
+        raise InputError(
+            f"{directory} holds a baseline drafter; this needs a Mixture-of-Attentions drafter."
+        )
+    tensors = read_tensors(directory)
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     with consistent(directory):
         if SECTION in config_json:

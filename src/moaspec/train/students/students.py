@@ -81,7 +81,8 @@ class Student(ABC):
     ) -> None:
         config.require_vocabulary(target)
         self.target, self._config = target, config
-        directory = Path(config.output) / "activations" if config.activation_cache else None
+        kept = config.activation_cache and config.frozen_lsa < 1.0  # else the means are enough
+        directory = Path(config.output) / "activations" if kept else None
         before = [n for n in config.num_target_layers if n]
         self.activations = TargetActivations(
             target, examples, directory, before, finals_only=config.drafter != "moa"
@@ -294,11 +295,12 @@ class MoAStudent(Student):
                 fit_exits(self.target, self.module, sample, former_n=self._former_n)
             return
         if config.warm_start:
-            log.info("Warm start from up to %d tokens: LSA, SA, CA", config.warm_start_tokens)
-            warm_start(self.target, self.module, sample)
-            log.info("Warm start from up to %d tokens: output", config.warm_start_tokens)
-            again = self.activations.sample(ids, config.warm_start_tokens)
-            fit_output(self.target, self.module, again)
+            log.info("Warm start: reading up to %d tokens", config.warm_start_tokens)
+            read = list(sample)
+            log.info("Warm start: LSA, SA, CA")
+            warm_start(self.target, self.module, read)
+            log.info("Warm start: output")
+            fit_output(self.target, self.module, read)
         elif self.module.exits:
             _, result = next(self.activations.sample(ids, 1))
             for n in self.exits:

@@ -8,8 +8,10 @@ Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidde
 
 import copy
 import hashlib
+import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +26,11 @@ from moaspec.model.moa import TargetEncoder
 from moaspec.model.training_pass import TargetPass
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example, collate
+
+log = logging.getLogger(__name__)
+
+TOLD_EVERY_S = 10.0
+"""Seconds between two reports of how far a sample has been read."""
 
 
 class ExampleStore:
@@ -208,10 +215,16 @@ class TargetActivations:
 
     def sample(self, ids: Sequence[int], tokens: int) -> Iterator[tuple[Batch, TargetPass]]:
         """Batches of one example each, until they have at least `tokens` tokens in total."""
-        seen = 0
+        tokens = min(tokens, sum(len(self.examples[i]) for i in ids))
+        seen, started = 0, time.monotonic()
+        told = started
         for index in ids:
             if seen >= tokens:
                 return
+            now = time.monotonic()
+            if seen and now >= told + TOLD_EVERY_S:
+                told, left_s = now, (now - started) / seen * (tokens - seen)
+                log.info("Read %d of %d tokens, %.0f s left", seen, tokens, left_s)
             batch = collate(self.examples, [index]).to(self.target.device)
             seen += len(self.examples[index])
             yield batch, self.passes(batch)

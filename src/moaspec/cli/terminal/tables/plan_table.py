@@ -43,7 +43,8 @@ def _memory(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
 
 
 def _disk(plan: Plan, config: TrainConfig) -> Iterator[tuple[str, str]]:
-    used = {"activation_cache": config.activation_cache, "frozen_lsa": config.frozen_lsa > 0}
+    frozen = config.frozen_lsa
+    used = {"activation_cache": config.activation_cache and frozen < 1, "frozen_lsa": frozen > 0}
     for name, size in plan.cache_bytes_per_token.items():
         total = plan.cache_bytes.get(name)
         shown = f"{_size(1e6 * size)} a million" if total is None else f"{_size(total)} in all"
