@@ -308,7 +308,7 @@ def test_info_of_a_baseline(cli: Cli, tmp_path: Path) -> None:
 def test_a_baseline_is_not_converted(cli: Cli, tmp_path: Path) -> None:
     save_eagle(tmp_path / "eagle")
     eagle, out = str(tmp_path / "eagle"), str(tmp_path / "out")
-    output = cli("checkpoint", "convert", eagle, out, "--to", "raw")
+    output = cli("checkpoint", "convert", eagle, out, "--to", "raw", *saved_target(tmp_path))
     assert output.code == 2
     assert "holds a baseline drafter; this needs a Mixture-of-Attentions" in output.error
 
@@ -1027,13 +1027,18 @@ def test_train_refuses_odd_durations(text: str, cli: Cli, tmp_path: Path) -> Non
 # checkpoint
 
 
+def saved_target(directory: Path) -> tuple[str, str]:
+    """Write a target and its drafter, `ours`; options that name the target."""
+    target = tiny.fresh_target(num_attention_heads=4, hidden_size=64)
+    target.model.save_pretrained(directory / "target")
+    (directory / "target" / "model.safetensors").unlink()  # only its config is read
+    save_drafter(tiny.random_drafter(target, lsa_heads=4), directory / "ours")
+    return "--model", str(directory / "target")
+
+
 @pytest.mark.parametrize("form", ["raw", "vllm"])
 def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
-    of = tiny.fresh_target(num_attention_heads=4, hidden_size=64)
-    of.model.save_pretrained(tmp_path / "target")
-    (tmp_path / "target" / "model.safetensors").unlink()  # only its config is read
-    save_drafter(tiny.random_drafter(of, lsa_heads=4), tmp_path / "ours")
-    model = ("--model", str(tmp_path / "target"))
+    model = saved_target(tmp_path)
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert (
         cli("checkpoint", "convert", str(tmp_path / "ours"), there, "--to", form, *model).code == 0
@@ -1063,14 +1068,15 @@ def test_convert_replaces_a_drafter_and_no_other_model(cli: Cli, tmp_path: Path)
     (tmp_path / "out").mkdir()
     weights = tmp_path / "out" / "model-00001-of-00002.safetensors"
     weights.write_text("weights")
-    output = cli("checkpoint", "convert", "smollm2-135m", str(weights.parent), "--to", "moaspec")
+    model, source = saved_target(tmp_path), str(tmp_path / "ours")
+    output = cli("checkpoint", "convert", source, str(weights.parent), "--to", "moaspec", *model)
     assert output.code == 2
     assert "holds another model" in output.error
     assert list(weights.parent.iterdir()) == [weights]
     again = tmp_path / "again"
     (again / ".git").mkdir(parents=True)
     for _ in range(2):
-        output = cli("checkpoint", "convert", "smollm2-135m", str(again), "--to", "moaspec")
+        output = cli("checkpoint", "convert", source, str(again), "--to", "moaspec", *model)
         assert output.code == 0, output.error
 
 
