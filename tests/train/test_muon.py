@@ -46,7 +46,8 @@ def test_without_bf16_instructions_float32_is_used(
 ) -> None:
     """bf16 would be emulated, some thirty times slower."""
     monkeypatch.setattr(muon, "compute_dtype", lambda _: torch.float32)
-    found = muon.orthogonal(torch.randn(shape))
+    left_OX, _, right_XI = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    found = muon.orthogonal(left_OX * torch.linspace(1, 0.1, min(shape)) @ right_XI)
     assert found.dtype == torch.float32
     values = torch.linalg.svdvals(found)
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.3

@@ -41,7 +41,7 @@ class FastLMHead(LMHead):
         assert isinstance(head.linear, nn.Linear)
         self._plain, self._whole = head, _in_large_pages(PackedHead(head.linear))
         if self._whole.matrix is not None:
-            self._whole.matrix.add_screen()
+            self._whole.matrix.add_bounds()
         self._forget_rows = map_into_memory(head.linear.weight, cache_dir())
 
     def select(self, token_ids: Tensor | None) -> nn.Module:

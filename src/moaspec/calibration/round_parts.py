@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,15 @@ from moaspec.engine.result import Event
 from moaspec.target.target import Target
 
 TEXT = 64  # tokens of the text before the drafts
+
+ENGLISH = (
+    "The lighthouse stands on a small island north of the harbour. Every evening its keeper climbs "
+    "the stairs, cleans the glass and lights the lamp. Ships that come from the west see it first. "
+    "In winter, when the wind is strong, nobody can reach the island for weeks, so the keeper has "
+    "to store food, oil and books before the first storm. What he likes most is"
+)
+"""Text before the drafts. After text like that of a prompt few tokens are likely, which makes the
+search for the best one faster (`ArgMax` of the CPU kernels)."""
 
 
 @dataclass
@@ -80,7 +89,7 @@ class RoundParts:
         proposer, length = self.proposer, self.text_length
         for row in range(num_rows):
             self._encode(length - 1, row)
-        rows = [RequestText(row, [0] * length) for row in range(num_rows)]
+        rows = [RequestText(row, self.text) for row in range(num_rows)]
 
         def behind_a_pass() -> None:
             # As in a round, where the pass has filled the CPU's caches with the target's weights.
@@ -100,6 +109,13 @@ class RoundParts:
     def text_length(self) -> int:
         """Tokens of the text before the drafts."""
         return min(TEXT, self.target.max_positions // 2)
+
+    @cached_property
+    def text(self) -> list[int]:
+        """Tokens before the drafts; zeros without a tokenizer."""
+        tokenizer, length = self.target.tokenizer, self.text_length
+        ids = [] if tokenizer is None else list(tokenizer(ENGLISH)["input_ids"])
+        return [0] * (length - len(ids)) + ids[-length:]
 
     def _small_pass(self) -> None:
         self.target_pass(1, 1).run()
@@ -125,7 +141,7 @@ class TimedRounds:
             parts.proposer.share_target_cache(self._verifier.cache)
             parts.proposer.close(0)
         most = parts.target.max_positions
-        self._engine.add([0] * parts.text_length, max_new_tokens=most, shape=self._shape)
+        self._engine.add(parts.text, max_new_tokens=most, shape=self._shape)
         self._engine.step()
         if self._engine.num_active:
             self._engine.step()  # not timed: its shapes are new to PyTorch

@@ -52,6 +52,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix_OI: Tensor) -> Tensor:
     """The matrix with singular values of about 0.7 to 1.2, by Newton-Schulz iterations.
 
+    Values that are tiny beside the largest one stay below that.
+
     Returns:
         bf16, or float32 on a CPU without bf16 instructions.
     """

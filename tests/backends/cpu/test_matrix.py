@@ -63,11 +63,11 @@ def test_products_are_rounded_once(outputs: int, inputs: int, biased: bool) -> N
         assert same_bits(single.bfloat16(), matrix.product(x))
 
 
-def screened(weight_OI: Tensor) -> Matrix:
+def bounded(weight_OI: Tensor) -> Matrix:
     """With AVX2 its largest outputs are found by bounds."""
     matrix = Matrix(weight_OI, None, bits=16)
-    matrix.add_screen()
-    assert (matrix.described.screen is None) == (instructions() != "avx2")
+    matrix.add_bounds()
+    assert (matrix.described.bounds is None) == (instructions() != "avx2")
     return matrix
 
 
@@ -77,8 +77,8 @@ def test_the_best_is_the_first_of_the_largest_products(outputs: int, bits: int) 
     weight_OI = normal(outputs, 64)
     weight_OI[outputs // 2 :] = weight_OI[: outputs - outputs // 2].clone()  # every one twice
     bias = normal(outputs, seed=1) - 50.0  # all below the zeros that fill the last panel
-    plain = Matrix(weight_OI, bias, bits=bits), Matrix(weight_OI, None, bits=bits)
-    for matrix in (*plain, screened(weight_OI)):
+    matrices = [Matrix(weight_OI, bias, bits=bits), Matrix(weight_OI, None, bits=bits)]
+    for matrix in (*matrices, *([bounded(weight_OI)] if bits == 16 else [])):
         for num in (1, 2, 3):
             for rows in (0, *ROWS):
                 x = normal(rows, 64, seed=2)
@@ -94,7 +94,8 @@ def test_the_first_of_equal_products_is_found_in_whatever_order_panels_are_read(
     for first, second in ((21, 69), (5, 245), (37, 53), (100, 132)):
         weight_OI = -x.expand(256, 64).clone()  # all products are negative
         weight_OI[first] = weight_OI[second] = -x[0] / 2
-        for matrix in (Matrix(weight_OI, None, bits=bits), screened(weight_OI)):
+        matrices = [Matrix(weight_OI, None, bits=bits)]
+        for matrix in (*matrices, *([bounded(weight_OI)] if bits == 16 else [])):
             for rows in ROWS:
                 for num in (1, 2, 3):
                     with threads(num):
@@ -102,32 +103,41 @@ def test_the_first_of_equal_products_is_found_in_whatever_order_panels_are_read(
 
 
 @pytest.mark.parametrize("outputs", [30, 5000])
-@pytest.mark.parametrize("size", [1e-35, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("size", [*(10.0**power for power in range(-36, -14, 2)), 1e-3, 1, 1e30])
 def test_bounds_rule_out_no_largest_product(size: float, outputs: int) -> None:
-    """Weights and inputs of any size, also in one row, and products that nearly tie."""
+    """Weights and inputs of any size, also in one row, and products that nearly tie.
+
+    Squares of small inputs underflow.
+    """
     weight_OI = normal(outputs, 96) * torch.logspace(-3, 3, outputs)[:, None].bfloat16()
     weight_OI[outputs // 2 :] = weight_OI[: outputs - outputs // 2] * (1 + 2.0**-7)
+    weight_OI[3] *= 1e-20
+    weight_OI[4] *= 1e20  # beyond float16's scales
     x = size * normal(40, 96, seed=1)
     x[:, ::7] *= 100.0
     x[::2] += (size * weight_OI[outputs // 3]).bfloat16()
-    assert torch.equal(screened(weight_OI).best(x), Matrix(weight_OI, None).best(x))
+    assert torch.equal(bounded(weight_OI).best(x), Matrix(weight_OI, None).best(x))
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 0.0])
 def test_odd_inputs_have_the_best_of_exact_products(odd: float) -> None:
     weight_OI, x = normal(100, 64), normal(3, 64, seed=1)
     x[1, 5], x[2] = odd, 0.0
-    assert torch.equal(screened(weight_OI).best(x), Matrix(weight_OI, None).best(x))
+    assert torch.equal(bounded(weight_OI).best(x), Matrix(weight_OI, None).best(x))
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_odd_weights_have_the_best_of_exact_products(odd: float) -> None:
+    weight_OI, x = normal(100, 64), normal(3, 64, seed=1)
+    weight_OI[3, 4] = odd
+    assert torch.equal(bounded(weight_OI).best(x), Matrix(weight_OI, None).best(x))
 
 
 def test_what_has_no_bounds() -> None:
-    """A bias, odd inputs, or weights that are not finite."""
-    infinite_OI = normal(20, 64)
-    infinite_OI[3, 4] = torch.inf
-    biased = Matrix(normal(20, 64), normal(20))
-    for matrix in (biased, Matrix(normal(20, 34), None), Matrix(infinite_OI, None)):
-        matrix.add_screen()
-        assert matrix.described.screen is None
+    """A bias, or inputs that do not fill blocks."""
+    for matrix in (Matrix(normal(20, 64), normal(20)), Matrix(normal(20, 34), None)):
+        matrix.add_bounds()
+        assert matrix.described.bounds is None
 
 
 @pytest.mark.slow
@@ -136,7 +146,7 @@ def test_the_best_is_found_by_fewer_threads_than_were_asked_for() -> None:
     code = (
         "import torch; from moaspec.backends.cpu.matrix import Matrix; torch.set_num_threads(4);"
         "weight = -torch.ones(256, 64).bfloat16(); weight[37] = -0.5;"
-        "matrix = Matrix(weight, None); matrix.add_screen();"
+        "matrix = Matrix(weight, None); matrix.add_bounds();"
         "print(matrix.best(torch.ones(1, 64).bfloat16()).tolist())"
     )
     limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
@@ -400,7 +410,7 @@ def test_a_matrix_may_be_moved(bits: int) -> None:
 
 
 def test_a_matrix_with_bounds_may_be_moved() -> None:
-    matrix, x = screened(normal(OUTPUTS, 96)), normal(3, 96, seed=2)
+    matrix, x = bounded(normal(OUTPUTS, 96)), normal(3, 96, seed=2)
     before = matrix.best(x)
     matrix.use_large_pages()
     assert torch.equal(matrix.best(x), before)

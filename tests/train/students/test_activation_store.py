@@ -14,7 +14,7 @@ import tiny
 from moaspec.errors import TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.target_activations import TargetActivations
+from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 
 EXAMPLES = [Example(p, t[:9]) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -82,4 +82,7 @@ def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 0))
     with pytest.raises(TrainingError, match="activation_cache=false"):
         new_cache(tmp_path)
+    encoder = tiny.random_drafter(tiny.target()).encoder
+    with pytest.raises(TrainingError, match="frozen_lsa=0"):
+        LayerMeanCache(TargetActivations(tiny.target(), EXAMPLES, None), encoder, tmp_path)
     assert not list(tmp_path.glob("*.bf16"))

@@ -20,13 +20,14 @@ from moaspec.backends.cpu.quantized_weight import (
     found_codes,
     rounded,
 )
-from moaspec.backends.cpu.structures import MatrixFacts, ScreenFacts
+from moaspec.backends.cpu.structures import MatrixFacts, OutputBoundsFacts
 
 
 class Matrix:
     """A linear layer's weight in panels of 16 outputs.
 
-    Their layouts are in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h` and `w4a8.h`.
+    Their layouts are in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h`, `w4a8.h` and, of
+    copies for bounds, `w7a8.h`.
 
     A weight that was dequantised from 4 or 8 bits, with a scale and perhaps a zero point for each
     32 inputs (GGUF's Q4_1 and Q8_0), is recognised and stored in these bits. Kernels then read a
@@ -63,17 +64,20 @@ class Matrix:
         else:
             self._panels = coded.panels(by_output=self._by_output)
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
-        self._screen: _Screen | None = None
+        self._bounds: _OutputBounds | None = None
+        self.described = MatrixFacts(
+            None, None, self.inputs, self.outputs, self.bits, self._rounded
+        )
+        self._reference = ctypes.byref(self.described)
         self._describe()
         self._call, self._call_best = library().moaspec_product, library().moaspec_best
 
     def _describe(self) -> None:
-        bias = None if self._bias is None else self._bias.data_ptr()
-        self.described = MatrixFacts(
-            *(self._panels.data_ptr(), bias, self.inputs, self.outputs, self.bits, self._rounded),
-            None if self._screen is None else ctypes.addressof(self._screen.described),
-        )
-        self._reference = ctypes.byref(self.described)
+        self.described.panels = self._panels.data_ptr()
+        if self._bias is not None:
+            self.described.bias = self._bias.data_ptr()
+        if self._bounds is not None:
+            self.described.bounds = ctypes.addressof(self._bounds.described)
 
     @property
     def num_bytes(self) -> int:
@@ -90,16 +94,16 @@ class Matrix:
         """Move the panels to large pages: faster for weights that every call reads whole."""
         self.move(large_pages(self.num_bytes))
 
-    def add_screen(self) -> None:
-        """Find the largest outputs faster, with AVX2, by a copy in 7 bits; they stay exact.
+    def add_bounds(self) -> None:
+        """With AVX2, let a copy of the weight in 7 bits make `best` faster.
 
-        The copy's outputs bound the exact ones. Only panels that may have the largest are computed.
+        The copy's outputs bound the exact ones. Only panels that may have the largest output are
+        computed, so the result stays the same. A weight with a bias gets no copy.
         """
-        if instructions() == "avx2" and self.bits == 16 and self._bias is None:
-            weight_OI = self._padded_weight()
-            if self.inputs % BLOCK == 0 and weight_OI.abs().amax() < torch.inf:
-                self._screen = _Screen(weight_OI, self.outputs)
-                self._describe()
+        has_bounds = instructions() == "avx2" and self.bits == 16 and self._bias is None
+        if has_bounds and self.inputs % BLOCK == 0:
+            self._bounds = _OutputBounds(self._padded_weight(), self.outputs)
+            self._describe()
 
     @staticmethod
     def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
@@ -153,8 +157,8 @@ class Matrix:
         return out_T
 
 
-class _Screen:
-    """Bounds on the outputs of a weight without bias; see `Screen` in `gemm.h`.
+class _OutputBounds:
+    """Bounds on the outputs of a weight without bias; see `OutputBounds` in `gemm.h`.
 
     Args:
         weight_OI: bf16, with the padding of the last panel.
@@ -167,16 +171,16 @@ class _Screen:
         self._panels = large_pages(padded * inputs // BLOCK * (2 + BLOCK))
         norm_O, error_O = torch.empty(2, padded)
         call(
-            library().moaspec_round,
+            library().moaspec_round_to_7_bits,
             *(weight_OI.contiguous(), padded, inputs, self._panels, norm_O, error_O),
         )
-        # Float32 sums of both products differ from exact ones by at most as much, relatively.
+        # Both norms are float32 sums, which round, and squares may underflow.
+        norm_O, error_O = (1.001 * x + 1e-17 for x in (norm_O, error_O))
+        # The rounding of the float32 sums of both products is at most this share of |weights| |x|.
         float_error = (inputs + 2 * BLOCK) * 2.0**-23
-        # A little more, because these norms are float32 sums, too.
-        self._norm_O = 1.001 * norm_O
-        self._error_O = 1.001 * (error_O + float_error * (norm_O + error_O))
+        self._norm_O, self._error_O = norm_O, error_O + float_error * (norm_O + error_O)
         copy = MatrixFacts(self._panels.data_ptr(), None, inputs, outputs, 8, 1, None)
-        self.described = ScreenFacts(copy, self._error_O.data_ptr(), self._norm_O.data_ptr())
+        self.described = OutputBoundsFacts(copy, self._error_O.data_ptr(), self._norm_O.data_ptr())
 
 
 def large_pages(num_bytes: int) -> Tensor:

@@ -14,11 +14,11 @@ class MatrixFacts(ctypes.Structure):
     _fields_ = (
         *_fields(c_void_p, "panels bias"),
         *_fields(c_int64, "inputs outputs bits rounded"),
-        ("screen", c_void_p),
+        ("bounds", c_void_p),
     )
 
 
-class ScreenFacts(ctypes.Structure):
+class OutputBoundsFacts(ctypes.Structure):
     """Bounds on the outputs of a matrix, by a copy in fewer bits."""
 
     _fields_ = (("copy", MatrixFacts), *_fields(c_void_p, "error norm"))
@@ -135,7 +135,7 @@ class CouplingFacts(ctypes.Structure):
 
 
 SHARED = (
-    *(MatrixFacts, ScreenFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts),
+    *(MatrixFacts, OutputBoundsFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts),
     *(GrowthFacts, PassFacts, TextPassFacts, EncoderFacts, ExitFacts, DrafterFacts),
 )
 """All of them, in the order of `moaspec_layouts`."""

@@ -135,7 +135,8 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     config_json = read_config(directory)
     if BASELINE_SECTION in config_json:
         raise InputError(
-            f"{directory} holds a baseline drafter; this needs a Mixture-of-Attentions drafter."
+            f"{directory} holds a baseline drafter; only a Mixture-of-Attentions drafter can be "
+            "converted, exported, trained further or used in vLLM."
         )
     tensors = read_tensors(directory)
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)

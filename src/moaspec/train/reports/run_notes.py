@@ -30,8 +30,8 @@ def emulation(config: TrainConfig) -> str | None:
     if not changes:
         return None
     return (
-        "This CPU has no bf16 instructions and emulates them, several times slower than float32. "
-        f"Faster here: {' '.join(changes)}."
+        "This CPU has neither AVX512-BF16 nor AMX. Without bf16 instructions bf16 is emulated, "
+        f"several times slower than float32. Faster: {' '.join(changes)}."
     )
 
 

@@ -29,7 +29,7 @@ from moaspec.train.dataset.examples import Batch, Example, collate
 
 log = logging.getLogger(__name__)
 
-TOLD_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 """Seconds between two reports of how far a sample has been read."""
 
 
@@ -40,6 +40,7 @@ class ExampleStore:
         directory: of the files; created if missing.
         examples: in a fixed order.
         widths: values per token of each named array.
+        without: the setting with which a run needs no such store.
 
     Raises:
         TrainingError: too little disk space; the message says how much is needed.
@@ -51,6 +52,8 @@ class ExampleStore:
         examples: Sequence[Example],
         widths: Mapping[str, int],
         device: torch.device,
+        *,
+        without: str,
     ) -> None:
         self._device = device
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,16 +61,15 @@ class ExampleStore:
         self._ends = lengths.cumsum()
         self._starts = self._ends - lengths
         tokens = int(self._ends[-1])
-        _require_room(directory, tokens * bytes_per_token(widths))
+        _require_room(directory, tokens * bytes_per_token(widths), without)
         self._files: dict[str, np.memmap] = {}
         for name, width in widths.items():
-            path = _sized(directory / f"{name}-{tokens}x{width}.bf16", 2 * tokens * width)
+            path = directory / f"{name}-{tokens}x{width}.bf16"
+            _allocate(path, 2 * tokens * width, without)
             self._files[name] = np.memmap(path, np.int16, mode="r+", shape=(tokens, width))
-        self._done = np.memmap(
-            _sized(directory / f"done-{len(examples)}-{'+'.join(widths)}.bool", len(examples)),
-            dtype=np.bool_,
-            mode="r+",
-        )
+        path = directory / f"done-{len(examples)}-{'+'.join(widths)}.bool"
+        _allocate(path, len(examples), without)
+        self._done = np.memmap(path, dtype=np.bool_, mode="r+")
 
     def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
@@ -141,25 +143,25 @@ def fingerprint(
     return digest.hexdigest()[:16]
 
 
-def _require_room(directory: Path, num_bytes: int) -> None:
+def _require_room(directory: Path, num_bytes: int, without: str) -> None:
     held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
     free = shutil.disk_usage(directory).free + held
     if free < num_bytes * 1.02:
         raise TrainingError(
             f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "
             f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
-            "with activation_cache=false."
+            f"with {without}."
         )
 
 
-def _sized(path: Path, num_bytes: int) -> Path:
+def _allocate(path: Path, num_bytes: int, without: str) -> None:
     """Create a file of this size, unless a file of this size exists.
 
     The space is allocated at once: if the disk fills later, writing to a mapped file kills the
     process.
     """
     if path.exists() and path.stat().st_size == num_bytes:
-        return path
+        return
     try:
         with path.open("wb") as file:
             if hasattr(os, "posix_fallocate"):
@@ -169,9 +171,8 @@ def _sized(path: Path, num_bytes: int) -> Path:
         path.unlink(missing_ok=True)
         raise TrainingError(
             f"Keeping activations needs {num_bytes / 1e9:.3g} GB for {path}: {error}. Free some "
-            "space, use fewer examples or train with activation_cache=false."
+            f"space, use fewer examples or train with {without}."
         ) from error
-    return path
 
 
 class TargetActivations:
@@ -202,7 +203,8 @@ class TargetActivations:
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
             directory /= fingerprint(examples, target.identity)
-            self._store = ExampleStore(directory, examples, widths, target.device)
+            without = "activation_cache=false"
+            self._store = ExampleStore(directory, examples, widths, target.device, without=without)
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
@@ -217,13 +219,13 @@ class TargetActivations:
         """Batches of one example each, until they have at least `tokens` tokens in total."""
         tokens = min(tokens, sum(len(self.examples[i]) for i in ids))
         seen, started = 0, time.monotonic()
-        told = started
+        reported = started
         for index in ids:
             if seen >= tokens:
                 return
             now = time.monotonic()
-            if seen and now >= told + TOLD_EVERY_S:
-                told, left_s = now, (now - started) / seen * (tokens - seen)
+            if seen and now >= reported + REPORT_EVERY_S:
+                reported, left_s = now, (now - started) / seen * (tokens - seen)
                 log.info("Read %d of %d tokens, %.0f s left", seen, tokens, left_s)
             batch = collate(self.examples, [index]).to(self.target.device)
             seen += len(self.examples[index])
@@ -275,7 +277,8 @@ class LayerMeanCache:
         widths = mean_widths(identity, activations.before)
         directory /= f"{name}-all-bf16" if bf16 else name
         device = activations.target.device
-        self._store = ExampleStore(directory, activations.examples, widths, device)
+        examples = activations.examples
+        self._store = ExampleStore(directory, examples, widths, device, without="frozen_lsa=0")
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""

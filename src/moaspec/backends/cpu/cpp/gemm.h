@@ -32,7 +32,7 @@ constexpr int64_t kEncodedTokens = 16;  // tokens that are encoded at once; boun
 
 extern "C" {
 
-struct Screen;
+struct OutputBounds;
 
 // A linear layer's weight, (outputs, inputs), in panels. The last panel is padded with outputs of weight 0.
 struct Matrix {
@@ -42,12 +42,12 @@ struct Matrix {
   int64_t outputs;
   int64_t bits;     // of a stored weight: 16, 8 or 4
   int64_t rounded;  // 1: inputs are rounded too; W4A8 if `bits` is 4, W7A8 if it is 8
-  const Screen* screen;  // or null
+  const OutputBounds* bounds;  // or null
 };
 
-// Bounds on a matrix's outputs, without bias: each differs from that of `copy` by at most error * |x| +
-// norm * |x - rounded x|, with Euclidean norms of x and the output's entries of `error` and `norm`.
-struct Screen {
+// A copy of a matrix without bias, and how far its outputs may be off. Output o differs from the copy's by at
+// most error[o] * |x| + norm[o] * |x - rounded x|; |.| is the Euclidean norm.
+struct OutputBounds {
   Matrix copy;  // W7A8
   const float *error, *norm;  // padded as the panels are
 };

@@ -23,10 +23,10 @@ void add_layout(std::vector<int64_t>& all, std::initializer_list<size_t> offsets
 inline void add_parts(std::vector<int64_t>& all) {
   {
     using S = Matrix;
-    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded), AT(screen)});
+    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded), AT(bounds)});
   }
   {
-    using S = Screen;
+    using S = OutputBounds;
     add_layout<S>(all, {AT(copy), AT(error), AT(norm)});
   }
   {

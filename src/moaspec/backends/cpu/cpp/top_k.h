@@ -25,7 +25,11 @@ class ArgMax {
  public:
   ArgMax(int64_t rows, int32_t threads)
       : rows_(rows), threads_(threads), thread_stride_(rows * kLanes + kThreadGap),
-        tops_(threads * thread_stride_, -INFINITY), outputs_(tops_.size()), floors_(tops_) {}
+        tops_(threads * thread_stride_, -INFINITY), outputs_(tops_.size()) {
+#ifndef __AVX512BF16__
+    lower_bounds_ = tops_;
+#endif
+  }
 
   // Each lane of each thread keeps its largest sum, and the first output of the panel that it came from.
   void team_find(const Matrix& matrix, const bf16* x, int64_t stride) {
@@ -37,9 +41,9 @@ class ArgMax {
                   blend(first_lanes(matrix.outputs - output), sums, broadcast(-INFINITY)));
     };
 #ifndef __AVX512BF16__
-    if (matrix.screen) {
-      for (int64_t row = 0; row < rows_; row += kScreenedRows)
-        team_screen(matrix, x + row * stride, row, std::min(kScreenedRows, rows_ - row), stride, keep);
+    if (matrix.bounds) {
+      for (int64_t row = 0; row < rows_; row += kBoundedRows)
+        team_find_by_bounds(matrix, x + row * stride, row, std::min(kBoundedRows, rows_ - row), stride, keep);
       return;
     }
 #endif
@@ -76,37 +80,46 @@ class ArgMax {
   // first of which is `first`. An output cannot be the largest if its upper bound is below another's lower bound.
   // A comparison with NaN rules nothing out.
   template <class Keep>
-  void team_screen(const Matrix& matrix, const bf16* x, int64_t first, int64_t rows, int64_t stride,
+  void team_find_by_bounds(const Matrix& matrix, const bf16* x, int64_t first, int64_t rows, int64_t stride,
                    const Keep& keep) {
-    const Screen& screen = *matrix.screen;
+    const OutputBounds& bounds = *matrix.bounds;
     const Range panels = share_of((matrix.outputs + kLanes - 1) / kLanes);
     const int64_t start = panels.start * kLanes, width = panels.stop * kLanes - start;
-    float* const upper = thread_buffer<Screen, float>(rows * width);
-    float* const lower = floors_.data() + omp_get_thread_num() * thread_stride_ + first * kLanes;
-    InputNorms norms[kScreenedRows];
+    float* const upper = thread_buffer<OutputBounds, float>(rows * width);
+    float* const lower = lower_bounds_.data() + omp_get_thread_num() * thread_stride_ + first * kLanes;
+    InputNorms norms[kBoundedRows];
     for (int64_t row = 0; row < rows; row++) norms[row] = norms_of(x + row * stride, matrix.inputs);
     std::fill_n(lower, rows * kLanes, -INFINITY);
-    multiply(screen.copy, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
-      const Floats slack = multiply_add(broadcast(norms[row].all), load(screen.error + output),
-                                        broadcast(norms[row].rounding) * load(screen.norm + output));
+    multiply(bounds.copy, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
+      const Floats slack = multiply_add(broadcast(norms[row].inputs), load(bounds.error + output),
+                                        broadcast(norms[row].rounding) * load(bounds.norm + output));
       store(upper + row * width + output - start, sums + slack);
       const Floats least = blend(first_lanes(matrix.outputs - output), sums - slack, broadcast(-INFINITY));
       store(lower + row * kLanes, maximum(least, load(lower + row * kLanes)));  // the second one for NaN
     });
 #pragma omp barrier
+    Floats floors[kBoundedRows];  // the highest lower bound of each row
     for (int64_t row = 0; row < rows; row++) {
       Floats highest = broadcast(-INFINITY);
       for (int64_t i = 0; i < threads_; i++)
-        highest = maximum(highest, load(floors_.data() + i * thread_stride_ + (first + row) * kLanes));
-      const Floats floor = broadcast(reduce_max(highest));
-      for (int64_t panel = panels.start; panel < panels.stop; panel++) {
-        if (all(less(load(upper + row * width + panel * kLanes - start), floor))) continue;
-        with_inputs(matrix, x + row * stride, 1, stride, [&](auto format, auto* inputs, int64_t length) {
-          const auto keep_sums = [&](int64_t, int64_t, Floats sums) { keep(first + row, panel * kLanes, sums); };
-          multiply_range<decltype(format)>(matrix, inputs, 1, length, {panel, panel + 1}, keep_sums);
-        });
-      }
+        highest = maximum(highest, load(lower_bounds_.data() + i * thread_stride_ + (first + row) * kLanes));
+      floors[row] = broadcast(reduce_max(highest));
     }
+    const auto may_have_largest = [&](int64_t panel) {
+      for (int64_t row = 0; row < rows; row++)
+        if (!all(less(load(upper + row * width + panel * kLanes - start), floors[row]))) return true;
+      return false;
+    };
+    with_inputs(matrix, x, rows, stride, [&](auto format, auto* inputs, int64_t length) {
+      for (int64_t panel = panels.start; panel < panels.stop; panel++) {
+        const int64_t begin = panel;
+        while (panel < panels.stop && may_have_largest(panel)) panel++;
+        if (panel > begin)
+          multiply_range<decltype(format)>(
+              matrix, inputs, rows, length, {begin, panel},
+              [&](int64_t row, int64_t at, Floats sums) { keep(first + row, at * kLanes, sums); });
+      }
+    });
   }
 #endif
 
@@ -119,12 +132,12 @@ class ArgMax {
 
   // Numbers between the buffers of two threads, so that they never write to the same cache line.
   static constexpr int64_t kThreadGap = 32;
-  static constexpr int64_t kScreenedRows = 16;  // together; bounds the memory of their bounds
+  static constexpr int64_t kBoundedRows = 16;  // together; bounds the memory of their bounds
 
   int64_t rows_, threads_, thread_stride_;  // the last: numbers from one thread's buffer to the next
   std::vector<float> tops_;
   std::vector<int32_t> outputs_;
-  std::vector<float> floors_;  // lower bounds on the largest sums
+  std::vector<float> lower_bounds_;  // lower bounds on the largest sums
 };
 
 // One of a row's best outputs, with the log-probability that it is chosen.

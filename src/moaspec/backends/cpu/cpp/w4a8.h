@@ -6,8 +6,6 @@
 // draft step reads a third of the bytes of bf16.
 #pragma once
 
-#include <cmath>
-
 #include "weight_layout.h"
 
 namespace {
@@ -36,21 +34,6 @@ inline void as_inputs(const bf16* from, int64_t count, RoundedInputs* to) {
     block.sums[0] = block.sums[1] = 0;
     for (int i = 0; i < kLanes; i++) block.sums[i % 2] += both[i];
   }
-}
-
-// Euclidean norms of `count` inputs, and of what rounding changes in them, at most.
-struct InputNorms { float all, rounding; };
-
-inline InputNorms norms_of(const bf16* x, int64_t count) {
-  float all = 0, rounding = 0;
-  for (int64_t i = 0; i < count; i += kBlock) {
-    const Floats numbers[2] = {load(x + i), load(x + i + kLanes)};
-    all += reduce_sum(multiply_add(numbers[0], numbers[0], numbers[1] * numbers[1]));
-    const float most = reduce_max(maximum(absolute(numbers[0]), absolute(numbers[1])));
-    const float off = most > kMinMagnitude ? most / 253 : most;  // half a step, and a little more
-    rounding += kBlock * off * off;
-  }
-  return {std::sqrt(all), std::sqrt(rounding)};
 }
 
 // The format of W4A8 weights.

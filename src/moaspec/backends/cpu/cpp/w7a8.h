@@ -1,4 +1,4 @@
-// W7A8: weights of 7 bits, each in a byte, times inputs of 8 bits, for bounds on exact products (`Screen` in
+// W7A8: weights of 7 bits, each in a byte, times inputs of 8 bits, for bounds on exact products (`OutputBounds` in
 // gemm.h). For AVX2 alone, which multiplies twice as many of them in a cycle as float32 numbers.
 //
 // A panel is the first 8 outputs, then the others: (2, I / 32 blocks, block). A block has 8 float16 scales, then
@@ -7,10 +7,29 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "w4a8.h"
 
 namespace {
+
+constexpr float kMinSquares = 1e-30f;  // smaller sums of squares may have lost terms to underflow
+
+// Euclidean norms of `count` inputs, and of what rounding changes in them, at most.
+struct InputNorms { float inputs, rounding; };
+
+inline InputNorms norms_of(const bf16* x, int64_t count) {
+  float squares = 0, rounding = 0;
+  for (int64_t i = 0; i < count; i += kBlock) {
+    const Floats numbers[2] = {load(x + i), load(x + i + kLanes)};
+    squares += reduce_sum(multiply_add(numbers[0], numbers[0], numbers[1] * numbers[1]));
+    const float most = reduce_max(maximum(absolute(numbers[0]), absolute(numbers[1])));
+    const float off = most > kMinMagnitude ? most / 253 : most;  // half a step, and a little more
+    rounding += kBlock * off * off;
+  }
+  if (!(squares > kMinSquares)) return {INFINITY, INFINITY};  // no bound
+  return {std::sqrt(squares), std::sqrt(rounding)};
+}
 
 // The format of W7A8 weights.
 struct W7A8Weights {
@@ -80,7 +99,7 @@ extern "C" {
 
 // Rounds a weight, (outputs, inputs), to panels. `outputs` is a multiple of 16, `inputs` of 32. Each output gets the
 // Euclidean norms of its rounded weights and of their rounding errors.
-void moaspec_round(const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* panels, float* norms,
+void moaspec_round_to_7_bits(const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* panels, float* norms,
                    float* errors, int32_t threads) {
   const int64_t blocks = inputs / kBlock;
 #pragma omp parallel for num_threads(threads)
