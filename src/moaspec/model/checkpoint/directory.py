@@ -8,7 +8,7 @@ from moaspec.errors import CheckpointError, CorruptCheckpointError
 
 CONFIG_FILE = "config.json"
 DEVICE_SECTION = "moaspec_device"  # the section of a config that marks a device bundle
-BASELINE_SECTION = "moaspec_baseline"  # the one that marks a baseline drafter
+BASELINE_SECTION = "moaspec_baseline"  # marks a baseline drafter
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file that is read; as Python objects it may take 30 times as much."""
 

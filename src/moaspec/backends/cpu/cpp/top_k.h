@@ -81,7 +81,7 @@ class ArgMax {
   // A comparison with NaN rules nothing out.
   template <class Keep>
   void team_find_by_bounds(const Matrix& matrix, const bf16* x, int64_t first, int64_t rows, int64_t stride,
-                   const Keep& keep) {
+                           const Keep& keep) {
     const OutputBounds& bounds = *matrix.bounds;
     const Range panels = share_of((matrix.outputs + kLanes - 1) / kLanes);
     const int64_t start = panels.start * kLanes, width = panels.stop * kLanes - start;

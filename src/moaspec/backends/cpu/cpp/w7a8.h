@@ -100,7 +100,7 @@ extern "C" {
 // Rounds a weight, (outputs, inputs), to panels. `outputs` is a multiple of 16, `inputs` of 32. Each output gets the
 // Euclidean norms of its rounded weights and of their rounding errors.
 void moaspec_round_to_7_bits(const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* panels, float* norms,
-                   float* errors, int32_t threads) {
+                             float* errors, int32_t threads) {
   const int64_t blocks = inputs / kBlock;
 #pragma omp parallel for num_threads(threads)
   for (int64_t output = 0; output < outputs; output++) {
