@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from rich.progress import track
 from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -41,11 +41,18 @@ BOOTSTRAPS = 1000
 INTERVAL = (0.05, 0.95)
 Text = tuple[list[int], list[int]]  # prompt, answer
 Counts = np.ndarray  # tokens and rounds of every text, (n, 2)
+Parts = Callable[[Sequence[Text]], tuple[Verifier, Proposer | None]]
+Load = Callable[[Target, str], Parts]
 
 
 def main() -> None:
     """Print one line per drafter and shape, then one line of JSON."""
-    options = parser(__doc__, threads=1)
+    measure(text_options(__doc__).parse_args(), local)
+
+
+def text_options(description: str | None) -> argparse.ArgumentParser:
+    """The options that `measure` takes."""
+    options = parser(description, threads=1)
     options.add_argument("--suite", default="bundled")
     options.add_argument("--limit", type=int, help="Prompts of each file.")
     options.add_argument("--max-new-tokens", type=int, default=128)
@@ -53,7 +60,15 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=7)
     options.add_argument("--drafters", nargs="+", help="Several instead of --drafter.")
     options.add_argument("--shapes", nargs="+", default=["tree:6x8x62"])
-    args = options.parse_args()
+    return options
+
+
+def measure(args: argparse.Namespace, load: Load) -> None:
+    """Write the texts, then print the tau of each drafter along them.
+
+    Args:
+        load: returns verifier and proposer of a drafter for each batch of texts, from its name.
+    """
     if args.max_new_tokens < 2:
         raise SystemExit("--max-new-tokens must be at least 2: the first token is no round's.")
     args.drafters = args.drafters or [args.drafter]
@@ -70,13 +85,25 @@ def main() -> None:
     for shape in args.shapes:
         base = None
         for name in args.drafters:
-            counts = drafted(
-                target, name, shape, texts, sampling=sampling, max_new_tokens=args.max_new_tokens
-            )
+            options = {
+                "max_new_tokens": args.max_new_tokens,
+                "stop_token_ids": target.stop_token_ids,
+                "shape": parse_shape(shape),
+                "sampling": sampling,
+            }
+            counts = drafted(target, load(target, name), f"{name} {shape}", texts, options)
             base = counts if base is None else base
             figures[f"{name} {shape}"] = found = figure(sets, counts, base)
             print(_line(f"{name} {shape}", found), flush=True)
     print(json.dumps({"setting": vars(args) | setting(target), "figures": figures}))
+
+
+def local(target: Target, name: str) -> Parts:
+    """Parts of a trained drafter."""
+    path, _, exit_ = name.partition("@n")
+    drafter = load_drafter(path, target=target).to(target.dtype)
+    number = int(exit_) if exit_ else None
+    return lambda _: local_parts(target, drafter, num_target_layers=number)
 
 
 def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespace) -> list[Text]:
@@ -144,33 +171,14 @@ class KnownText:
 
 
 def drafted(
-    target: Target,
-    name: str,
-    shape: str,
-    texts: Sequence[Text],
-    *,
-    sampling: SamplingParams,
-    max_new_tokens: int,
+    target: Target, parts: Parts, name: str, texts: Sequence[Text], options: dict[str, Any]
 ) -> Counts:
     """Tokens and rounds of every text."""
-    path, _, exit_ = name.partition("@n")
-    drafter = load_drafter(path, target=target).to(target.dtype)
-    number = int(exit_) if exit_ else None
     found: list[tuple[int, int]] = []
-    for start in track(range(0, len(texts), BATCH), f"{name} {shape}", console=CONSOLE):
+    for start in track(range(0, len(texts), BATCH), name, console=CONSOLE):
         batch = texts[start : start + BATCH]
-        inner, drafting = local_parts(target, drafter, num_target_layers=number)
-        engine = Engine(
-            KnownText(inner, batch),
-            drafting,
-            target=target,
-        )
-        options = {
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": target.stop_token_ids,
-            "shape": parse_shape(shape),
-            "sampling": sampling,
-        }
+        inner, drafting = parts(batch)
+        engine = Engine(KnownText(inner, batch), drafting, target=target)
         for result in _results(engine, batch, options):
             found.append((sum(result.accept_lengths), result.num_rounds))
     return np.array(found)

@@ -9,9 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tiny
+from moaspec.drafting.tree_shapes import Chain
+from moaspec.drafting.protocols import RequestText
+from moaspec.train.data_order import blocks_at
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.run_config import TrainConfig
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from add_change import add_change
 from batch_writer import BatchWriter, Job
+from eagle3 import Eagle3Proposer, captured, new_head
 
 STOPS = {5, 11}
 
@@ -71,3 +79,33 @@ def test_a_share_of_a_change_is_added_where_weights_are_common(tmp_path: Path) -
     assert found.keys() == kept.keys() - {"w"}
     assert all(torch.equal(tensor, kept[name]) for name, tensor in found.items())
     assert (output / "config.json").read_text(encoding="utf-8") == "{}"
+
+
+@torch.no_grad()
+def test_eagle_3_drafts_what_it_is_trained_on() -> None:
+    """A chain's drafts are the training pass's choices along the text that they continue."""
+    target = tiny.target()
+    config = TrainConfig(target="tiny", data=("unused",), output="unused", drafter="eagle")
+    head = new_head(target, config, None)
+    for weight in head.parameters():
+        weight.mul_(4)  # or drafts would hardly depend on states
+    texts = [([*prompt, *own], begin) for prompt, own in _texts() for begin in (5, 9)]
+    for text, begin in texts:
+        proposer = Eagle3Proposer(head, target)
+        proposer.append_features(0, captured(target, text[:begin]))
+        (tree,) = proposer.propose([RequestText(0, text[: begin + 1])], Chain(4))
+        drafted = [*text[: begin + 1], *tree.tokens]
+        batch = collate([Example(tuple(drafted[:2]), tuple(drafted[2:]))], [0])
+        begins_BT = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
+        begins_BT[0, [4, begin]] = True
+        states_TG = captured(target, drafted)
+        states_TG[begin:].normal_()  # what a round does not know yet
+        embeddings_BTE = target.embed(batch.input_ids_BT)
+        states_BTE = head(embeddings_BTE, states_TG[None], batch, blocks_at(batch, begins_BT))
+        chosen = target.head(states_BTE[0, begin:-1]).argmax(-1).tolist()
+        assert chosen == list(tree.tokens)
+        assert len(set(chosen)) > 1
+
+
+def _texts() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return list(zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True))
