@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.drafting.protocols import RequestText
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.train.data_order import blocks_at
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.run_config import TrainConfig

@@ -513,6 +513,11 @@ def test_notes_tell_where_the_drafter_can_be_used(tmp_path: Path) -> None:
     save_published(drafter, tmp_path / "raw", "raw", target=target.identity, context=target.config)
 
 
+def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
+    assert "reaches 25% of" in trainer(tmp_path / "a", steps=2, warmup_steps=8).notes()[0]
+    assert "learning rate" not in " ".join(trainer(tmp_path / "b", steps=3).notes())
+
+
 def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By held-out tau; a resumed run remembers them."""
     taus = {2: 1.5, 4: 1.9, 6: 1.7, 8: 1.8}

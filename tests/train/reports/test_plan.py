@@ -35,6 +35,7 @@ from moaspec.train.reports.plan import (
     GPUs,
     Plan,
     active_parameters,
+    cpu_operations_per_s,
     expected_tau,
     make_plan,
 )
@@ -333,8 +334,11 @@ def test_keys_that_published_configs_cannot_record(field: str, kind: str, tmp_pa
     )
 
 
-def cells(found: Plan, config: TrainConfig, gpus: GPUs | None) -> dict[str, str]:
-    return {row[0]: row[1] for row in plan_table(found, config, gpus).rows}
+def cells(
+    found: Plan, config: TrainConfig, gpus: GPUs | None, cpu_operations_per_s: float = 0.0
+) -> dict[str, str]:
+    rows = plan_table(found, config, gpus, cpu_operations_per_s).rows
+    return {row[0]: row[1] for row in rows}
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -354,3 +358,12 @@ def test_the_table(tmp_path: Path) -> None:
     on_cpu = cells(plan(settings(tmp_path)), config, None)
     assert "memory a process" in on_cpu
     assert "time, by formula" not in on_cpu
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_time_on_this_cpu(precision: Any, tmp_path: Path) -> None:
+    config = settings(tmp_path, mixed_precision=precision)
+    rate = cpu_operations_per_s(config)
+    assert rate > 1e7
+    rows = cells(plan(config), config, None, plan(config).operations / 3600)
+    assert rows["time, by formula"].startswith("at least 1.0 h on this CPU: ")

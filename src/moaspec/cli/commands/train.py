@@ -159,7 +159,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     with loading(str(path)):
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
-        from moaspec.train.reports.plan import GPUs, make_plan
+        from moaspec.train.reports.plan import GPUs, cpu_operations_per_s, make_plan
         from moaspec.train.run_config import launched_processes, read_train_config
 
         gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)
@@ -178,7 +178,12 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     if settings.data:
         with status("Reading examples"):
             found = plan(_read_examples(settings, skeleton, ReadReport()))
-    show_table(plan_table(found, settings, gpus if on_gpus else None))
+    if on_gpus:
+        table = plan_table(found, settings, gpus)
+    else:
+        set_threads(settings.threads or None)
+        table = plan_table(found, settings, None, cpu_operations_per_s(settings))
+    show_table(table)
 
 
 def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport) -> list[Example]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,8 @@ MEASURED_TAU = {
 Source: docs/drafters.md and lab/log/drafter-runs.md."""
 PAPER_TAU = "4.22 (Llama-3-8B, N=0) after 186,000 steps of 32 sequences, arXiv 2410.03804"
 LOGIT_COPIES = 6  # tensors as large as a chunk's logits that are in memory at once
+PRODUCT_SIZE, PRODUCTS_S = 512, 0.3
+"""Rows and columns of matrices whose products are timed on a CPU, and for how long."""
 PROBE_TOKENS = 8
 """Few tokens, so that attention's matrices, which fused kernels do not keep, count little."""
 
@@ -86,6 +89,25 @@ class GPUs:
         if found is None or found[2] not in GPUS or found[1] == "0":
             raise InputError(f"Unknown GPU {text!r}: give one of {', '.join(GPUS)}, or 8xh100.")
         return cls(found[2], int(found[1] or 1))
+
+    @property
+    def operations_per_s(self) -> float:
+        return GPUS[self.name][0] * UTILISATION * self.count
+
+
+def cpu_operations_per_s(config: TrainConfig) -> float:
+    """Operations a second of matrix products on this CPU, in the precision of training: measured.
+
+    The threads are PyTorch's.
+    """
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
+    matrix @ matrix  # the first product prepares
+    started, products, spent_s = time.perf_counter(), 0, 0.0
+    while spent_s < PRODUCTS_S:
+        matrix @ matrix
+        products, spent_s = products + 1, time.perf_counter() - started
+    return 2 * products * PRODUCT_SIZE**3 / spent_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +136,9 @@ class Plan:
     def num_parameters(self) -> int:
         return sum(self.parameters.values())
 
-    def hours(self, gpus: GPUs) -> float:
+    def hours(self, operations_per_s: float) -> float:
         """Hours of the run, from its operations alone."""
-        return self.operations / (GPUS[gpus.name][0] * UTILISATION * gpus.count) / 3600
+        return self.operations / operations_per_s / 3600
 
 
 def make_plan(

@@ -36,8 +36,18 @@ def emulation(config: TrainConfig) -> str | None:
 
 
 def run_notes(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:
-    """Sentences on the draft vocabulary, and on where the drafter can be used."""
-    return [*_vocabulary(student, config, data), *_uses(student)]
+    """Sentences on learning rate, draft vocabulary, and where the drafter can be used."""
+    return [*_warmup(config), *_vocabulary(student, config, data), *_uses(student)]
+
+
+def _warmup(config: TrainConfig) -> list[str]:
+    steps, warmup = config.steps, config.warmup_steps
+    if warmup < steps:
+        return []
+    return [
+        f"The learning rate reaches {min(1, steps / warmup):.0%} of learning_rate, because "
+        f"warmup_steps={warmup} is not below steps={steps}."
+    ]
 
 
 def _vocabulary(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:

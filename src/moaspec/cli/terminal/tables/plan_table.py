@@ -14,14 +14,21 @@ if TYPE_CHECKING:
 PLACES = {"publish": "published forms", "vllm": "vLLM", "device": "device bundle"}
 
 
-def plan_table(plan: Plan, config: TrainConfig, gpus: GPUs | None) -> Table:
-    """The plan as a table of two columns. `gpus`: that it will train on; None for a CPU."""
+def plan_table(
+    plan: Plan, config: TrainConfig, gpus: GPUs | None, cpu_operations_per_s: float = 0.0
+) -> Table:
+    """The plan as a table of two columns.
+
+    Args:
+        gpus: that it will train on; None for a CPU.
+        cpu_operations_per_s: of matrix products; 0 shows no time on a CPU.
+    """
     rows = [
         ("drafter", f"{_count(plan.num_parameters)} parameters: {_counts(plan.parameters)}"),
         ("target", f"{config.target}, {_count(plan.target_parameters)} parameters"),
         *_memory(plan, gpus),
         *_disk(plan, config),
-        *_time(plan, gpus),
+        *_time(plan, gpus, cpu_operations_per_s),
         *_places(plan),
     ]
     return Table(("", ""), rows)
@@ -57,7 +64,7 @@ def _disk(plan: Plan, config: TrainConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _time(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
+def _time(plan: Plan, gpus: GPUs | None, cpu_operations_per_s: float) -> Iterator[tuple[str, str]]:
     from moaspec.train.reports.plan import MEASURED_TAU, PAPER_TAU, UTILISATION, expected_tau
 
     most = " at most"
@@ -72,8 +79,15 @@ def _time(plan: Plan, gpus: GPUs | None) -> Iterator[tuple[str, str]]:
     if gpus is not None:
         yield (
             "time, by formula",
-            f"{plan.hours(gpus):,.1f} h on {gpus.count} x {gpus.name} at {UTILISATION:.0%} of "
-            f"its bf16 operations ({plan.operations:.1e} in all)",
+            f"{plan.hours(gpus.operations_per_s):,.1f} h on {gpus.count} x {gpus.name} at "
+            f"{UTILISATION:.0%} of its bf16 operations ({plan.operations:.1e} in all)",
+        )
+    elif cpu_operations_per_s:
+        yield (
+            "time, by formula",
+            f"at least {plan.hours(cpu_operations_per_s):,.1f} h on this CPU: "
+            f"{plan.operations:.1e} operations, and its matrix products do "
+            f"{cpu_operations_per_s:.1e} a second",
         )
     curve = [f"{tau} after {_count(tokens)}" for tokens, tau in MEASURED_TAU.items()]
     yield (
