@@ -35,7 +35,7 @@ demo: install
 	$(BIN)/moaspec demo
 
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST)

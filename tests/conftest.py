@@ -51,11 +51,16 @@ settings.load_profile("any-speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One model family is enough for the fast tests."""
+    """One model family is enough for the fast tests; files with slow tests come first.
+
+    Workers take whole files in this order, so at the end no long one keeps a worker from ending.
+    """
     for item in items:
         family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
         if family not in (None, "llama"):
             item.add_marker(pytest.mark.slow)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_unconfigure() -> None:

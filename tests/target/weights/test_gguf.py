@@ -50,6 +50,22 @@ def test_a_directory_with_one_is_the_same(file: Path, cache: Path) -> None:
     assert "quantization_config" not in json.loads((kept / "config.json").read_text())
 
 
+def test_a_file_is_parsed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers parses it four times, in half of the time that a first start takes."""
+    import gguf as package
+
+    parsed, reader = [], package.GGUFReader
+
+    def counted(path: str) -> object:
+        parsed.append(path)
+        return reader(path)
+
+    monkeypatch.setattr(package, "GGUFReader", counted)
+    moaspec.load_target(file)
+    assert len(parsed) == 1
+    assert package.GGUFReader is counted
+
+
 def test_names_end_in_any_case(file: Path) -> None:
     shouted = file.rename(file.with_suffix(".GGUF"))
     assert moaspec.load_target(shouted).identity == moaspec.load_target(file.parent).identity

@@ -146,7 +146,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
         with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
             why_not()
     if must_dequantise(MODEL):
-        with steps("Dequantising the model's weights", "once; timed elsewhere: 20 to 60 s"):
+        with steps("Dequantising the model's weights", "once; timed elsewhere: 15 to 60 s"):
             find_weights(MODEL)
     with steps(f"Loading {MODEL} and its drafter"):
         sources = MethodSources(MODEL, dtype=chosen_dtype(dtype))

@@ -1,5 +1,6 @@
 """Convert GGUF files to directories that transformers loads in seconds."""
 
+import functools
 import hashlib
 import logging
 import re
@@ -124,7 +125,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     parts = parts_of(gguf)
     size = sum(one.stat().st_size for one in parts)
     require_room(final.parent, (EXPANSION + (len(parts) > 1)) * size)
-    said = "Dequantising the weights of %s, once; those of 135M took 20 to 60 s on other machines."
+    said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s on other machines."
     log.info(said, name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
@@ -164,6 +165,23 @@ def _named_errors(
         ) from error
 
 
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Parse the file and its names once; transformers does both for every part that it loads."""
+    import gguf as package  # here: few targets are GGUF files
+
+    names = "GGUFReader", "get_tensor_name_map"
+    kept = {name: getattr(package, name) for name in names}
+    try:
+        for name, made in kept.items():
+            setattr(package, name, functools.cache(made))
+        yield
+    finally:
+        for name, made in kept.items():
+            setattr(package, name, made)
+
+
+@_parsed_once()
 def _read(name: str, gguf: Path) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
