@@ -92,19 +92,28 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of one process."""
+    directory = tmp_path_factory.mktemp("one")
+    train(write_config(directory), directory / "run", f"steps={STEPS}")
+    return directory / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", *SHARDINGS])
-def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path) -> None:
+def test_two_processes_give_the_loss_curve_of_one(
+    sharding: str, of_one: Path, tmp_path: Path
+) -> None:
     """With the same global batch; the last batch of an epoch has one row, so one process idles."""
-    config = write_config(tmp_path)
-    train(config, tmp_path / "one", f"steps={STEPS}")
-    train(config, tmp_path / "two", f"steps={STEPS}", f"sharding={sharding}", processes=2)
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    config, of_two = write_config(tmp_path), tmp_path / "two"
+    train(config, of_two, f"steps={STEPS}", f"sharding={sharding}", processes=2)
+    one, two = losses(of_one), losses(of_two)
     assert len(one) == STEPS
     # Gradients are summed in another order: float32 rounding, grown by a few steps of AdamW,
     # which divides tiny gradients by their own size.
     assert two == pytest.approx(one, rel=2e-3)
-    loaded = [StateFiles(tmp_path / name / "state").load() for name in ("one", "two")]
+    loaded = [StateFiles(output / "state").load() for output in (of_one, of_two)]
     assert loaded[0] is not None
     assert loaded[1] is not None
     assert set(loaded[0][0]) == set(loaded[1][0])
@@ -114,15 +123,14 @@ def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path)
     ):
         # A step changes a weight by up to the learning rate of 4e-3, whatever its gradient's size.
         assert_close(loaded[0][0][name], loaded[1][0][name], rtol=0, atol=2e-3)
-    moaspec.load_drafter(tmp_path / "two" / "drafter", target=tiny.target())
+    moaspec.load_drafter(of_two / "drafter", target=tiny.target())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_run_goes_on_with_other_processes(sharding: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_processes(sharding: str, of_one: Path, tmp_path: Path) -> None:
     """One step in two processes, the next in one, the rest in two again."""
     config, moved = write_config(tmp_path), tmp_path / "moved"
-    train(config, tmp_path / "whole", f"steps={STEPS}")
     flags = (f"steps={STEPS}", "--for", "0.001s")
     train(config, moved, *flags, f"sharding={sharding}", processes=2, code=75)
     assert len(losses(moved)) == 1
@@ -130,7 +138,7 @@ def test_a_run_goes_on_with_other_processes(sharding: str, tmp_path: Path) -> No
     assert len(losses(moved)) == 2
     train(config, moved, f"steps={STEPS}", f"sharding={sharding}", processes=2)
     # The same tolerance, for the same reason.
-    assert losses(moved) == pytest.approx(losses(tmp_path / "whole"), rel=2e-3)
+    assert losses(moved) == pytest.approx(losses(of_one), rel=2e-3)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "deepspeed"])
