@@ -219,13 +219,13 @@ class Eagle3Student(BaselineStudent):
 
 
 def new_head(target: Target, config: TrainConfig, vocabulary: Tensor | None) -> Eagle3Head:
-    """Random weights, but for the last norm, which is the target's."""
+    """Random weights, but for the last norm, a tenth of the target's: first drafts are unsure."""
     torch.manual_seed(config.seed)
     stack: Any = unfilled_drafter(target, config, vocabulary)
     head = Eagle3Head(stack.config, vocabulary)
     random_weights(head)
     base: Any = target.model.base_model
-    head.norm.weight.data.copy_(base.norm.weight)
+    head.norm.weight.data.copy_(0.1 * base.norm.weight)
     return head.float().to(target.device)
 
 
