@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
 """Fields of a part that the joined file lacks, or that its writer adds itself."""
+_PARSING = threading.Lock()
 EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -170,15 +172,16 @@ def _parsed_once() -> Iterator[None]:
     """Parse the file and its names once; transformers does both for every part that it loads."""
     import gguf as package  # here: few targets are GGUF files
 
-    names = "GGUFReader", "get_tensor_name_map"
-    kept = {name: getattr(package, name) for name in names}
-    try:
-        for name, made in kept.items():
-            setattr(package, name, functools.cache(made))
-        yield
-    finally:
-        for name, made in kept.items():
-            setattr(package, name, made)
+    with _PARSING:
+        names = "GGUFReader", "get_tensor_name_map"
+        kept = {name: getattr(package, name) for name in names}
+        try:
+            for name, made in kept.items():
+                setattr(package, name, functools.cache(made))
+            yield
+        finally:
+            for name, made in kept.items():
+                setattr(package, name, made)
 
 
 @_parsed_once()
