@@ -25,13 +25,14 @@ from common import load_target, parser, setting
 from rich.console import Console
 from rich.progress import track
 
-from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
+from moaspec import GenerationResult, SamplingParams, Target, generate
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.sampling.params import GREEDY
 
@@ -101,9 +102,10 @@ def measure(args: argparse.Namespace, load: Load) -> None:
 def local(target: Target, name: str) -> Parts:
     """Parts of a trained drafter."""
     path, _, exit_ = name.partition("@n")
-    drafter = load_drafter(path, target=target).to(target.dtype)
     number = int(exit_) if exit_ else None
-    return lambda _: local_parts(target, drafter, num_target_layers=number)
+    return lambda _: local_parts(
+        target, load_any_drafter(path, target=target), num_target_layers=number
+    )
 
 
 def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespace) -> list[Text]:
