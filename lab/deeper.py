@@ -37,9 +37,14 @@ class DeeperDrafter(MoADrafter):
         super().__init__(config, draft_token_ids)
         kind: Any = DecoderLayer if self.second == "sa" else CrossAttentionLayer
         shape = config.self_attention if self.second == "sa" else config.cross_attention
-        self.layer = kind(shape, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
-        self.memory = KeyValueProjection(config.cross_attention) if self.second == "ca" else None
-        random_weights(self.layer)
+        with torch.random.fork_rng():  # all other weights begin as without this layer
+            self.layer = kind(shape, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
+            own = KeyValueProjection(config.cross_attention) if self.second == "ca" else None
+        self.memory = own
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the second layer the identity."""
         nn.init.zeros_(self.layer.self_attn.o_proj.weight)
         nn.init.zeros_(self.layer.mlp.down_proj.weight)
 
@@ -80,6 +85,15 @@ class DeeperDrafter(MoADrafter):
         return found
 
 
+def start(drafter: DeeperDrafter) -> None:
+    """Random weights, as without the second layer, which is the identity."""
+    with torch.random.fork_rng():
+        random_weights(drafter)
+    for part in (drafter.encoder, drafter.decoder, drafter.exits):
+        random_weights(part)
+    drafter.begin()
+
+
 def main() -> None:
     """Train, and print held-out accuracy and simulated tau."""
     options = argparse.ArgumentParser(description="Train MoA with one more layer.")
@@ -94,7 +108,8 @@ def main() -> None:
         config.data, vocab_size=target.vocab_size, max_length=config.max_length
     )
     DeeperDrafter.second = args.second
-    setattr(students, "MoADrafter", DeeperDrafter)  # noqa: B010 - no public hook
+    for name, own in (("MoADrafter", DeeperDrafter), ("random_weights", start)):
+        setattr(students, name, own)  # there is no public hook
     trainer = Trainer(target, examples, config)
     module = trainer.student.module
     print(f"{sum(one.numel() for one in module.parameters()):,} parameters", flush=True)
