@@ -57,7 +57,7 @@ class DeeperDrafter(MoADrafter):
         *,
         staircase_B: Tensor | None = None,  # noqa: ARG002 - not in these configs
     ) -> Tensor:
-        """See `BlockTraining`."""
+        """As `BlockTraining`, with the second layer."""
         position_BT = positions(attention_mask_BT)
         seen, verified = (
             text_mask(attention_mask_BT),

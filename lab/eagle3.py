@@ -254,7 +254,7 @@ class _Eagle3Round(_EagleRound):
 
 
 class KnownStates:
-    """A verifier's inner one that knows all texts' states.
+    """A verifier inside `KnownText` which returns the states of known texts.
 
     Args:
         texts: prompts and answers; no prompt is the beginning of another text.
@@ -278,7 +278,7 @@ class KnownStates:
         return results
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Forget the states of a row."""
         self._rows.pop(row, None)
 
 
