@@ -28,12 +28,14 @@ from rich.progress import track
 from moaspec import GenerationResult, SamplingParams, Target, generate
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.other_proposers.baseline_proposers import baseline_drafting
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.drafters import load_any_drafter
+from moaspec.generation.drafters import read_drafter
 from moaspec.generation.local_engine import local_parts
+from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import GREEDY
 
 CONSOLE = Console(stderr=True)
@@ -102,10 +104,11 @@ def measure(args: argparse.Namespace, load: Load) -> None:
 def local(target: Target, name: str) -> Parts:
     """Parts of a trained drafter."""
     path, _, exit_ = name.partition("@n")
-    number = int(exit_) if exit_ else None
-    return lambda _: local_parts(
-        target, load_any_drafter(path, target=target), num_target_layers=number
-    )
+    module = read_drafter(path, target=target).to(device=target.device, dtype=target.dtype)
+    if isinstance(module, MoADrafter):
+        number = int(exit_) if exit_ else None
+        return lambda _: local_parts(target, module, num_target_layers=number)
+    return lambda _: local_parts(target, baseline_drafting(module, target))
 
 
 def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespace) -> list[Text]:

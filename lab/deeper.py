@@ -102,7 +102,8 @@ def main() -> None:
     options.add_argument("overrides", nargs="*")
     args = options.parse_args()
     config = read_train_config(args.config, args.overrides)
-    torch.set_num_threads(config.threads or 1)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     target = load_target(config.target, dtype=config.target_dtype, packed=False)
     examples = read_examples(
         config.data, vocab_size=target.vocab_size, max_length=config.max_length
@@ -118,8 +119,8 @@ def main() -> None:
         loss, hits = parts.total / parts.count, parts.hits / parts.count
         print(f"step {trainer.step}: loss {loss:.5f}, {hits:.0%} right", flush=True)
         if trainer.step % config.save_every == 0 or trainer.step == config.steps:
-            (found,) = trainer.measure().values()
-            print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
+            for found in trainer.measure().values():
+                print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
 
 
 if __name__ == "__main__":

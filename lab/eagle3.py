@@ -49,7 +49,6 @@ from moaspec.train.students.warm_start import random_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import known_texts
-from common import ALIAS
 
 
 def layers_before(num_layers: int) -> tuple[int, int, int]:
@@ -168,7 +167,7 @@ class Eagle3Head(EagleDrafter):
             rows_B1 = torch.arange(B, device=index_T.device)[:, None]
             places.append(torch.where(index_BW < T, rows_B1 * T + index_BW, B * T).flatten())
         whole = embeddings_BTE.new_zeros(B * T + 1, E)
-        whole = whole.index_copy(0, torch.cat(places), torch.cat(outputs))
+        whole = whole.index_copy(0, torch.cat(places), torch.cat(outputs).to(whole.dtype))
         return self.norm(whole[:-1].view(B, T, E))
 
 
@@ -293,7 +292,8 @@ def captured(target: Target, token_ids: Sequence[int]) -> Tensor:
 def train(args: argparse.Namespace) -> None:
     """Train the head, print held-out figures, and write its weights."""
     config = read_train_config(args.config, args.overrides)
-    torch.set_num_threads(config.threads or 1)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     target = load_target(config.target, dtype=config.target_dtype, packed=False)
     examples = read_examples(
         config.data, vocab_size=target.vocab_size, max_length=config.max_length
@@ -307,13 +307,13 @@ def train(args: argparse.Namespace) -> None:
         loss, hits = parts.total / parts.count, parts.hits / parts.count
         print(f"step {trainer.step}: loss {loss:.5f}, {hits:.0%} right", flush=True)
         if trainer.step % config.save_every == 0 or trainer.step == config.steps:
-            (found,) = trainer.measure().values()
-            print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
             weights = {name: part.bfloat16() for name, part in module.state_dict().items()}
             torch.save(
                 {"weights": weights, "ids": module.draft_token_ids, "config": module.config},
                 trainer.output / "head.pt",
             )
+            for found in trainer.measure().values():
+                print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
 
 
 def load_head(path: Path) -> Eagle3Head:
@@ -325,11 +325,12 @@ def load_head(path: Path) -> Eagle3Head:
 
 
 def load_parts(target: Target, name: str) -> known_texts.Parts:
-    """Verifier and proposer of a head that `train` wrote, or of another drafter."""
+    """Verifier and proposer of a head that `train` wrote, in float32, or of another drafter."""
     if not name.endswith(".pt"):
         return known_texts.local(target, name)
-    head = load_head(Path(name))
-    exact = load_target(ALIAS, dtype="float32", packed=False)
+    device = str(target.device)
+    exact = load_target(target.name, dtype="float32", device=device, packed=False)
+    head = load_head(Path(name)).to(device)
     return lambda texts: (KnownStates(exact, texts), Eagle3Proposer(head, exact))
 
 

@@ -17,11 +17,12 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.train.data_order import blocks_at, random_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.run_config import TrainConfig
+from moaspec.train.students import students
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from add_change import add_change
 from batch_writer import BatchWriter, Job
-from deeper import DeeperDrafter
+from deeper import DeeperDrafter, start
 from eagle3 import Eagle3Proposer, captured, new_head
 
 STOPS = {5, 11}
@@ -113,12 +114,14 @@ def test_eagle_3_drafts_what_it_is_trained_on() -> None:
 @pytest.mark.parametrize("second", ["sa", "ca"])
 def test_a_deeper_drafter_begins_as_it_was(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its second layer learns."""
+    target, examples = tiny.target(), [Example(*text) for text in _texts()]
+    config = TrainConfig(target="tiny", data=("unused",), output="unused")
+    drafter = students.new_drafter(target, config, examples)
     monkeypatch.setattr(DeeperDrafter, "second", second)
-    target = tiny.target()
-    drafter = tiny.random_drafter(target).requires_grad_(requires_grad=True)
-    deeper = DeeperDrafter(drafter.config)
-    deeper.load_state_dict(drafter.state_dict(), strict=False)
-    batch = collate([Example(*text) for text in _texts()], range(len(_texts())))
+    monkeypatch.setattr(students, "MoADrafter", DeeperDrafter)
+    monkeypatch.setattr(students, "random_weights", start)
+    deeper = students.new_drafter(target, config, examples)
+    batch = collate(examples, range(len(examples)))
     found = target.capture(batch.input_ids_BT, batch.attention_mask_BT)
     blocks = random_blocks(batch, shortest=3, longest=5, generator=torch.Generator())
     embeddings_BTE = target.embed(batch.input_ids_BT)

@@ -36,7 +36,7 @@ from moaspec.train.dataset.examples import Example, response_counts
 from moaspec.train.reports.held_out_history import BestStep
 from moaspec.train.reports.model_card import decoded_tau
 from moaspec.train.reports.run_log import StepMetrics
-from moaspec.train.reports.run_notes import emulation
+from moaspec.train.reports.run_notes import emulation, setting_notes
 from moaspec.train.run_config import TrainConfig, learning_rate, staircase_probability
 from moaspec.train.stopping import StopCause
 from moaspec.train.students.drafter_sizes import DrafterSizes
@@ -514,8 +514,9 @@ def test_notes_tell_where_the_drafter_can_be_used(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
-    assert "reaches 25% of" in trainer(tmp_path / "a", steps=2, warmup_steps=8).notes()[0]
-    assert "learning rate" not in " ".join(trainer(tmp_path / "b", steps=3).notes())
+    (note,) = setting_notes(settings(tmp_path, steps=2, warmup_steps=8))
+    assert "reaches 25% of" in note
+    assert not setting_notes(settings(tmp_path, steps=8, warmup_steps=8))
 
 
 def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

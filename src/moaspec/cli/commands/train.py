@@ -77,7 +77,7 @@ def train(
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.parallelism import new_accelerator
         from moaspec.train.reports.plan import make_plan
-        from moaspec.train.reports.run_notes import emulation
+        from moaspec.train.reports.run_notes import setting_notes
         from moaspec.train.run_config import read_train_config
         from moaspec.train.trainer import Trainer
 
@@ -95,9 +95,9 @@ def train(
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (Screen(quiet=True),) * 2
-    unused, slow = ReadReport(), emulation(settings)
-    if slow:
-        told.print(slow)
+    unused = ReadReport()
+    for note in setting_notes(settings):
+        told.print(note)
     with _explained_sigterm(output), status("Reading examples"):
         examples = _read_examples(settings, skeleton, unused)
     with _explained_sigterm(output), status(f"Loading {settings.target}"):
@@ -160,9 +160,11 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         from moaspec.target.registry import read_skeleton
         from moaspec.target.weights.quantised import prepare_config
         from moaspec.train.reports.plan import GPUs, cpu_operations_per_s, make_plan
+        from moaspec.train.reports.run_notes import setting_notes
         from moaspec.train.run_config import launched_processes, read_train_config
 
         gpus, settings = GPUs.parse(gpu), read_train_config(path, overrides)
+        set_threads(settings.threads or None)
         if settings.data:
             require_sources(settings.data)
         skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
@@ -178,12 +180,12 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     if settings.data:
         with status("Reading examples"):
             found = plan(_read_examples(settings, skeleton, ReadReport()))
-    if on_gpus:
-        table = plan_table(found, settings, gpus)
-    else:
-        set_threads(settings.threads or None)
-        table = plan_table(found, settings, None, cpu_operations_per_s(settings))
-    show_table(table)
+    for note in setting_notes(settings):
+        console.err.print(note)
+    rate = 0.0
+    if settings.device == "cpu":
+        rate = launched_processes() * cpu_operations_per_s(settings)
+    show_table(plan_table(found, settings, gpus if on_gpus else None, rate))
 
 
 def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport) -> list[Example]:

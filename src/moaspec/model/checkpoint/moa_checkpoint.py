@@ -137,7 +137,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
         raise InputError(
             f"{directory} holds a baseline drafter; only a Mixture-of-Attentions drafter can be "
             "converted, exported, trained further, used in vLLM or loaded by load_drafter. "
-            "`moaspec generate --drafter` decodes with it."
+            "`moaspec generate --drafter` takes baselines too."
         )
     tensors = read_tensors(directory)
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)

@@ -35,6 +35,7 @@ _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
 """Fields of a part that the joined file lacks, or that its writer adds itself."""
 _PARSING = threading.Lock()
+"""Held while the package `gguf` is patched, for all threads."""
 EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -169,7 +170,7 @@ def _named_errors(
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Parse the file and its names once; transformers does both for every part that it loads."""
+    """Parse the file once, and build its table of names once; transformers repeats both."""
     import gguf as package  # here: few targets are GGUF files
 
     with _PARSING:

@@ -35,19 +35,23 @@ def emulation(config: TrainConfig) -> str | None:
     )
 
 
+def setting_notes(config: TrainConfig) -> list[str]:
+    """Sentences on settings that cost time or learning, before anything is loaded."""
+    notes, slow = [], emulation(config)
+    if slow is not None:
+        notes.append(slow)
+    if config.warmup_steps > config.steps:
+        notes.append(
+            f"The learning rate reaches {100 * config.steps / config.warmup_steps:.2g}% of "
+            f"learning_rate, because warmup_steps={config.warmup_steps} is above "
+            f"steps={config.steps}."
+        )
+    return notes
+
+
 def run_notes(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:
-    """Sentences on learning rate, draft vocabulary, and where the drafter can be used."""
-    return [*_warmup(config), *_vocabulary(student, config, data), *_uses(student)]
-
-
-def _warmup(config: TrainConfig) -> list[str]:
-    steps, warmup = config.steps, config.warmup_steps
-    if warmup < steps:
-        return []
-    return [
-        f"The learning rate reaches {min(1, steps / warmup):.0%} of learning_rate, because "
-        f"warmup_steps={warmup} is not below steps={steps}."
-    ]
+    """Sentences on the draft vocabulary, and on where the drafter can be used."""
+    return [*_vocabulary(student, config, data), *_uses(student)]
 
 
 def _vocabulary(student: Student, config: TrainConfig, data: DataOrder) -> list[str]:

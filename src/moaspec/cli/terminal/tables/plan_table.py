@@ -21,7 +21,7 @@ def plan_table(
 
     Args:
         gpus: that it will train on; None for a CPU.
-        cpu_operations_per_s: of matrix products; 0 shows no time on a CPU.
+        cpu_operations_per_s: of linear layers; 0 shows no time on a CPU.
     """
     rows = [
         ("drafter", f"{_count(plan.num_parameters)} parameters: {_counts(plan.parameters)}"),
@@ -86,8 +86,8 @@ def _time(plan: Plan, gpus: GPUs | None, cpu_operations_per_s: float) -> Iterato
         yield (
             "time, by formula",
             f"at least {plan.hours(cpu_operations_per_s):,.1f} h on this CPU: "
-            f"{plan.operations:.1e} operations, and its matrix products do "
-            f"{cpu_operations_per_s:.1e} a second",
+            f"{plan.operations:.1e} operations, and linear layers do "
+            f"{cpu_operations_per_s:.1e} a second at most",
         )
     curve = [f"{tau} after {_count(tokens)}" for tokens, tau in MEASURED_TAU.items()]
     yield (
