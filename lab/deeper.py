@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eagle3 import new_trainer, train_and_print
 from torch import Tensor, nn
 
-from moaspec import load_target
 from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.layers import CrossAttentionLayer, DecoderLayer, KeyValueProjection
 from moaspec.model.layers import masked_attention as attention
 from moaspec.model.masks import memory_mask, text_mask
 from moaspec.model.moa import MoADrafter
 from moaspec.model.training_pass import positions
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import read_train_config
 from moaspec.train.students import students
 from moaspec.train.students.warm_start import random_weights
-from moaspec.train.trainer import Trainer
 
 
 class DeeperDrafter(MoADrafter):
@@ -101,26 +98,10 @@ def main() -> None:
     options.add_argument("config", type=Path)
     options.add_argument("overrides", nargs="*")
     args = options.parse_args()
-    config = read_train_config(args.config, args.overrides)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    target = load_target(config.target, dtype=config.target_dtype, packed=False)
-    examples = read_examples(
-        config.data, vocab_size=target.vocab_size, max_length=config.max_length
-    )
     DeeperDrafter.second = args.second
     for name, own in (("MoADrafter", DeeperDrafter), ("random_weights", start)):
         setattr(students, name, own)  # there is no public hook
-    trainer = Trainer(target, examples, config)
-    module = trainer.student.module
-    print(f"{sum(one.numel() for one in module.parameters()):,} parameters", flush=True)
-    while trainer.step < config.steps:
-        parts = trainer.train_step()
-        loss, hits = parts.total / parts.count, parts.hits / parts.count
-        print(f"step {trainer.step}: loss {loss:.5f}, {hits:.0%} right", flush=True)
-        if trainer.step % config.save_every == 0 or trainer.step == config.steps:
-            for found in trainer.measure().values():
-                print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
+    train_and_print(new_trainer(args))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.students import BaselineStudent, StudentOutput, unfilled_drafter
 from moaspec.train.students.target_activations import ExampleStore, TargetActivations, fingerprint
 from moaspec.train.students.warm_start import random_weights
+from moaspec.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import known_texts
@@ -289,8 +290,8 @@ def captured(target: Target, token_ids: Sequence[int]) -> Tensor:
     return torch.cat([found[n][0].float() for n in before], -1)
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train the head, print held-out figures, and write its weights."""
+def new_trainer(args: argparse.Namespace) -> Trainer:
+    """The trainer of a config and its overrides."""
     config = read_train_config(args.config, args.overrides)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -298,22 +299,38 @@ def train(args: argparse.Namespace) -> None:
     examples = read_examples(
         config.data, vocab_size=target.vocab_size, max_length=config.max_length
     )
-    setattr(trainer_module, "BaselineStudent", Eagle3Student)  # noqa: B010 - no public hook
-    trainer = trainer_module.Trainer(target, examples, config)
-    module = trainer.student.module
-    print(f"{sum(one.numel() for one in module.parameters()):,} parameters", flush=True)
-    while trainer.step < config.steps:
+    trainer = Trainer(target, examples, config)
+    size = sum(one.numel() for one in trainer.student.module.parameters())
+    print(f"{size:,} parameters", flush=True)
+    return trainer
+
+
+def train_and_print(trainer: Trainer, save: Callable[[], None] = lambda: None) -> None:
+    """Train to the end; call `save` and print held-out figures where the config says."""
+    while trainer.step < trainer.config.steps:
         parts = trainer.train_step()
         loss, hits = parts.total / parts.count, parts.hits / parts.count
         print(f"step {trainer.step}: loss {loss:.5f}, {hits:.0%} right", flush=True)
-        if trainer.step % config.save_every == 0 or trainer.step == config.steps:
-            weights = {name: part.bfloat16() for name, part in module.state_dict().items()}
-            torch.save(
-                {"weights": weights, "ids": module.draft_token_ids, "config": module.config},
-                trainer.output / "head.pt",
-            )
+        if trainer.step % trainer.config.save_every == 0 or trainer.step == trainer.config.steps:
+            save()
             for found in trainer.measure().values():
                 print(f"held out: {found.accuracy}, simulated tau {found.tau}", flush=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train the head, and write its weights."""
+    setattr(trainer_module, "BaselineStudent", Eagle3Student)  # noqa: B010 - no public hook
+    trainer = new_trainer(args)
+    module = trainer.student.module
+
+    def save() -> None:
+        weights = {name: part.bfloat16() for name, part in module.state_dict().items()}
+        torch.save(
+            {"weights": weights, "ids": module.draft_token_ids, "config": module.config},
+            trainer.output / "head.pt",
+        )
+
+    train_and_print(trainer, save)
 
 
 def load_head(path: Path) -> Eagle3Head:
