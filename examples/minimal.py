@@ -40,6 +40,11 @@ class KeyValues:
         if self.key is not None and self.value is not None:
             self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
 
+    def self_attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append the keys and values of the text's last tokens, and attend with their queries."""
+        self.append(key, value)
+        return self.attend(query, causal=True)
+
     def attend(self, query: Tensor, *, causal: bool) -> Tensor:
         """Attention of the text's last tokens; causal, or over all keys."""
         assert self.key is not None
@@ -58,11 +63,11 @@ class DraftCache:
     """What the drafter keeps of a text.
 
     Attributes:
-        text: SA's keys and values, of every token of the text.
+        text: keys and values of SA's layers, of every token of the text.
         memory: CA's keys and values, of every token that the target has processed.
     """
 
-    text: KeyValues = field(default_factory=KeyValues)
+    text: list[KeyValues]
     memory: KeyValues = field(default_factory=KeyValues)
 
 
@@ -81,17 +86,16 @@ def draft(
     """A chain of tokens that may follow the text. SA reads tokens; CA reads the memory."""
     decoder = drafter.decoder
     drafts: list[int] = []
-    unread = text[0 if cache.text.key is None else cache.text.key.shape[2] :]
+    first = cache.text[0].key
+    unread = text[0 if first is None else first.shape[2] :]
     for _ in range(DRAFT_LENGTH):
         stop = len(text) + len(drafts)
         positions_BT = torch.arange(stop - len(unread), stop)[None]
 
-        def self_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache.text.append(key, value)
-            return cache.text.attend(query, causal=True)
-
         x_BTE = target.get_input_embeddings()(torch.tensor([unread]))
-        x_BTE = decoder.run_self_attention(x_BTE, decoder.self_rope(positions_BT), self_attend)
+        x_BTE = decoder.run_self_attention(
+            x_BTE, decoder.self_rope(positions_BT), [layer.self_attend for layer in cache.text]
+        )
         states_BTE = decoder.run_cross_attention(
             x_BTE[:, -1:],
             decoder.cross_rope(positions_BT[:, -1:]),
@@ -118,7 +122,8 @@ def generate(
         The generated ids, which are those that the target alone generates, and how many target
         passes they took.
     """
-    target_cache, draft_cache = DynamicCache(), DraftCache()
+    target_cache = DynamicCache()
+    draft_cache = DraftCache([KeyValues() for _ in drafter.decoder.text_layers])
     logits = target(torch.tensor([prompt_ids]), past_key_values=target_cache).logits[0]
     text, num_passes = [*prompt_ids, int(logits[-1].argmax())], 1
     encode(drafter, target_cache, 0, draft_cache.memory)
@@ -138,7 +143,8 @@ def generate(
         num_rejected = num_verified + 1 + len(drafts) - (len(text) - 1)
         if num_rejected:
             target_cache.crop(-num_rejected)
-        draft_cache.text.crop(len(text) - 1)
+        for layer in draft_cache.text:
+            layer.crop(len(text) - 1)
         encode(drafter, target_cache, num_verified, draft_cache.memory)
     return text[len(prompt_ids) :][:max_new_tokens], num_passes
 

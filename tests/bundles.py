@@ -43,6 +43,7 @@ def save_drafter_and_target(
     *,
     trimmed: bool | Tensor = False,
     num_target_layers: tuple[int, ...] = (0,),
+    sa_layers: int = 1,
     **changes: Any,
 ) -> None:
     """A tiny target in `directory / "target"` and a random drafter in `directory / "drafter"`.
@@ -52,7 +53,7 @@ def save_drafter_and_target(
     target = save_target(directory / "target", family, **changes)
     ids = trimmed if isinstance(trimmed, Tensor) else DRAFT_IDS if trimmed else None
     torch.manual_seed(1)
-    config = drafter_config(target, DrafterSizes(), num_target_layers)
+    config = drafter_config(target, DrafterSizes(sa_layers=sa_layers), num_target_layers)
     save_drafter(MoADrafter(config, ids), directory / "drafter")
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.train.data_order import blocks_at, random_blocks
+from moaspec.train.data_order import blocks_at
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.run_config import TrainConfig
-from moaspec.train.students import students
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from add_change import add_change
 from batch_writer import BatchWriter, Job
-from deeper import DeeperDrafter, start
 from eagle3 import Eagle3Proposer, captured, new_head
 
 STOPS = {5, 11}
@@ -109,28 +105,6 @@ def test_eagle_3_drafts_what_it_is_trained_on() -> None:
         chosen = target.head(states_BTE[0, begin:-1]).argmax(-1).tolist()
         assert chosen == list(tree.tokens)
         assert len(set(chosen)) > 1
-
-
-@pytest.mark.parametrize("second", ["sa", "ca"])
-def test_a_deeper_drafter_begins_as_it_was(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its second layer learns."""
-    target, examples = tiny.target(), [Example(*text) for text in _texts()]
-    config = TrainConfig(target="tiny", data=("unused",), output="unused")
-    drafter = students.new_drafter(target, config, examples)
-    monkeypatch.setattr(DeeperDrafter, "second", second)
-    monkeypatch.setattr(students, "MoADrafter", DeeperDrafter)
-    monkeypatch.setattr(students, "random_weights", start)
-    deeper = students.new_drafter(target, config, examples)
-    batch = collate(examples, range(len(examples)))
-    found = target.capture(batch.input_ids_BT, batch.attention_mask_BT)
-    blocks = random_blocks(batch, shortest=3, longest=5, generator=torch.Generator())
-    embeddings_BTE = target.embed(batch.input_ids_BT)
-    inputs = embeddings_BTE, found.kv_BTLK, batch.attention_mask_BT, blocks.last_verified_BT
-    _, expected_BTE = drafter(*inputs)
-    _, states_BTE = deeper(*inputs)
-    assert_close(states_BTE, expected_BTE)
-    states_BTE.square().sum().backward()
-    assert deeper.layer.self_attn.o_proj.weight.grad.abs().max() > 0
 
 
 def _texts() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -220,10 +220,15 @@ def taught_drafter(
 
 
 def trained_drafter(
-    of: Target, examples: Sequence[Example], *, steps: int, num_target_layers: int = 0
+    of: Target,
+    examples: Sequence[Example],
+    *,
+    steps: int,
+    num_target_layers: int = 0,
+    **sizes: Any,
 ) -> MoADrafter:
     """A drafter trained on these examples for this many passes."""
-    drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
+    drafter = random_drafter(of, **sizes).train().requires_grad_(requires_grad=True)
     batch = collate(examples, range(len(examples)))
     labels_BT = batch.input_ids_BT.roll(-1, dims=1)
     generator = torch.Generator().manual_seed(0)

@@ -79,10 +79,10 @@ def test_drafting_a_chain_is_the_training_pass(
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize(("layers", "sa_layers"), [(0, 1), (2, 1), (0, 3)])
 @pytest.mark.parametrize("chunk", [512, 5])
 def test_every_round_drafts_what_the_training_pass_does(
-    family: str, layers: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    family: str, layers: int, sa_layers: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the window, before and after LongRoPE's switch, whatever the batch mates are.
 
@@ -90,7 +90,7 @@ def test_every_round_drafts_what_the_training_pass_does(
     """
     monkeypatch.setattr("moaspec.drafting.tree_proposer.READ_CHUNK_TOKENS", chunk)
     target = tiny.target(family)
-    drafter = tiny.random_drafter(target)
+    drafter = tiny.random_drafter(target, sa_layers=sa_layers)
     propose = MoAProposer.propose
     lengths: list[int] = []
 

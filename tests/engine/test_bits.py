@@ -58,10 +58,12 @@ def fused_target(family: str) -> Target:
 
 
 @functools.cache
-def parts(family: str, exits: tuple[int, ...] = (0,)) -> tuple[Target, MoADrafter]:
+def parts(
+    family: str, exits: tuple[int, ...] = (0,), sa_layers: int = 1
+) -> tuple[Target, MoADrafter]:
     """A fused target, and a drafter that disagrees with it."""
     target = fused_target(family)
-    drafter = random_drafter(target, exits=exits).bfloat16()
+    drafter = random_drafter(target, exits=exits, sa_layers=sa_layers).bfloat16()
     for n in drafter.exits:
         drafter.adapter(int(n)).scale.fill_(3.0)  # type: ignore[union-attr]
     return target, drafter
@@ -193,19 +195,22 @@ def test_so_it_is_through_exits_and_reused_layers(
 ) -> None:
     law = DRAFTED_BY["sampled" if behind else "greedy"]
     options = {"exits": exits, "num_target_layers": num_target_layers, "behind": behind}
+    options["sa_layers"] = 2 if behind else 1
     assert both_ways(monkeypatch, family, shape, law, **options)
 
 
+@pytest.mark.parametrize("sa_layers", [1, 2, 3])
 @pytest.mark.parametrize(("num_target_layers", "behind"), [(0, 0), (0, 3), (2, 0), (2, 200)])
 def test_so_it_is_after_a_long_text(
-    num_target_layers: int, behind: int, monkeypatch: pytest.MonkeyPatch
+    num_target_layers: int, behind: int, sa_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = [5 * i % 64 for i in range(230)]
+    text = [5 * i % 64 for i in range(430)]
     assert both_ways(
         monkeypatch,
         *("llama", DRAWN[3]),
         num_target_layers=num_target_layers,
         behind=behind,
+        sa_layers=sa_layers,
         prompts=[text],
     )
 
@@ -407,10 +412,11 @@ def drafts(
     exits: tuple[int, ...] = (0,),
     num_target_layers: int = 0,
     behind: int = 0,
+    sa_layers: int = 1,
     prompts: Sequence[Sequence[int]] = ALL_PROMPTS,
 ) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
-    target, drafter = parts(family, exits)
+    target, drafter = parts(family, exits, sa_layers)
     drafting = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     if num_target_layers:
         drafting.share_target_cache(LocalVerifier(target).cache)

@@ -962,6 +962,41 @@ def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path)
         )
 
 
+def test_an_earlier_drafter_gets_further_layers_that_change_nothing_at_first(
+    tmp_path: Path,
+) -> None:
+    first = trainer(tmp_path / "first", steps=3)
+    first.run()
+    earlier = str(tmp_path / "first" / "drafter")
+    same = trainer(tmp_path / "same", initial=earlier)
+    second = trainer(tmp_path / "second", initial=earlier, sizes=DrafterSizes(sa_layers=3))
+    part = first.data.next_batch(0)
+    with torch.no_grad():
+        (expected,), (found,) = (
+            one.student.run(module(one), part, 0).exits for one in (same, second)
+        )
+    assert_close(found.drafted_ME, expected.drafted_ME)
+    second.run()
+    directory = str(tmp_path / "second" / "drafter")
+    drafter = moaspec.load_drafter(directory, target=second.target)
+    assert drafter.config.self_attention_layers == 3
+    for layer in drafter.decoder.text_layers[1:]:
+        assert layer.self_attn.o_proj.weight.abs().max() > 0
+        assert layer.mlp.down_proj.weight.abs().max() > 0
+    kept = trainer(tmp_path / "third", initial=directory)
+    assert module(kept).config.self_attention_layers == 3
+    with pytest.raises(InputError, match=r"sa_layers=2.*has 3, and a run can only add layers"):
+        trainer(tmp_path / "fourth", initial=directory, sizes=DrafterSizes(sa_layers=2))
+
+
+def test_a_new_drafter_with_several_layers_of_sa_trains(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=3, sizes=DrafterSizes(sa_layers=2))
+    before = run.measure()
+    run.run()
+    assert len(module(run).decoder.text_layers) == 2
+    assert run.measure() != before
+
+
 def _explained(found_ME: Tensor, wanted_ME: Tensor) -> float:
     """The share of the variance."""
     missed = (found_ME - wanted_ME).square().sum()

@@ -90,6 +90,7 @@ export const MANIFEST: Manifest = {
   },
   fingerprint: "ab",
   self_attention: { num_kv_heads: 1, head_dim: 2 },
+  self_attention_layers: 1,
   cross_attention: { num_kv_heads: 1, head_dim: 2 },
   num_target_layers: 0,
   top: 1,

@@ -65,6 +65,11 @@ test("a manifest with versions, or without as in earlier releases", async () => 
   }
 });
 
+test("a manifest of an earlier release", async () => {
+  const { self_attention_layers, ...earlier } = good;
+  expect((await readBundle(reading(earlier))).manifest.self_attention_layers).toBe(self_attention_layers);
+});
+
 test("a manifest with the largest caches: as many numbers as two keys may have", async () => {
   const sizes = { num_kv_heads: 512, head_dim: 128 };
   const large = (changes: object) => readBundle(reading({ ...good, self_attention: sizes, cross_attention: sizes, ...changes }));
@@ -108,6 +113,11 @@ const MANIFESTS: Record<string, unknown> = {
   "keys of 2^40 numbers": { ...good, self_attention: { num_kv_heads: 2 ** 20, head_dim: 2 ** 20 } },
   "a vocabulary below zero": { ...good, target: { ...good.target, vocab_size: -97 } },
   "positions as text": { ...good, max_positions: "400" },
+  "no layer of SA": { ...good, self_attention_layers: 0 },
+  "2^30 layers of SA": { ...good, self_attention_layers: 2 ** 30 },
+  "1024 wide layers of SA": {
+    ...good, self_attention_layers: 1024, self_attention: { num_kv_heads: 512, head_dim: 128 },
+  },
   "2^30 reused layers": { ...good, num_target_layers: 2 ** 30 },
   "more reused layers than the target has": { ...good, num_target_layers: 2 },
   "a target of 2^20 layers": { ...good, target: { ...good.target, num_layers: 2 ** 20 } },

@@ -13,7 +13,7 @@ from torch import nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, fast_attention
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter
-from moaspec.backends.cpu.fused_layers import TextStack
+from moaspec.backends.cpu.fused_layers import FusedStack, TextStack
 from moaspec.backends.fast_drafter import (
     FastAttentionBlock,
     FastExitAdapter,
@@ -140,8 +140,9 @@ class FastMoAProposer(MoAProposer):
 
     def _new_kernels(self, last: LastLayers | None) -> FusedDrafter | None:
         target, num, decoder = self.target, self.num_target_layers, self.module.decoder
-        sa, ca = decoder.self_attention, decoder.cross_attention
-        if not isinstance(sa, FastAttentionBlock) or not isinstance(ca, FastAttentionBlock):
+        layers, ca = decoder.text_layers, decoder.cross_attention
+        text_layers = [one for one in layers if isinstance(one, FastAttentionBlock)]
+        if len(text_layers) < len(layers) or not isinstance(ca, FastAttentionBlock):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
         if head is None or target.embeddings is None:
@@ -156,7 +157,8 @@ class FastMoAProposer(MoAProposer):
             return None
         table = target.model.base_model.embed_tokens
         self._hooks = table._forward_hooks, table._forward_pre_hooks
-        text = TextStack(sa.stack, angle_rows(decoder.self_rope))
+        sa = FusedStack([one.fused for one in text_layers], text_layers[0].stack.scale, moved=False)
+        text = TextStack(sa, angle_rows(decoder.self_rope), num=len(text_layers))
         memory = TextStack(ca.stack, angle_rows(decoder.cross_rope))
         reused = None
         if last is not None:

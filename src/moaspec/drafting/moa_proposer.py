@@ -57,7 +57,7 @@ class MoAProposer(TreeProposer):
         layers = config.num_target_layers[0] if num_target_layers is None else num_target_layers
         check_num_target_layers(layers, drafter, target)
         self.module, head = self.modules(drafter, target)
-        text = KVCache(target, config.self_attention)
+        text = KVCache(target, config.self_attention, config.self_attention_layers)
         super().__init__(target, drafter.draft_token_ids, text, head)
         self.num_target_layers = layers
         self.target_cache: KVCache | None = None
@@ -133,10 +133,9 @@ class MoADraftRound(DraftRound):
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
-        (attend,) = self._attentions(batch)
         decoder = self.proposer.module.decoder
         return decoder.run_self_attention(
-            embeddings, decoder.self_rope(batch.position_ids_BT), attend
+            embeddings, decoder.self_rope(batch.position_ids_BT), self._attentions(batch)
         )
 
     def finish(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> Tensor:

@@ -86,6 +86,7 @@ class DrafterConfig:
         layer_self_attention: LSA, over the target's layers; width K.
         self_attention: SA, over the text and its drafts; width E.
         cross_attention: CA, from SA's output to the output of `aggregate`; width E.
+        self_attention_layers: number of SA's layers, all of one shape; the paper has one.
         rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context length, which some scalings need.
@@ -111,6 +112,7 @@ class DrafterConfig:
     layer_self_attention: LayerConfig
     self_attention: LayerConfig
     cross_attention: LayerConfig
+    self_attention_layers: int = 1
     rms_norm_eps: float = 1e-5
     hidden_act: str = "silu"
     rope_theta: float = 10000.0
@@ -137,11 +139,7 @@ class DrafterConfig:
         for name, (got, expected) in widths.items():
             if got != expected:
                 raise ShapeError(f"{name} must be {expected} wide, got {got}.")
-        numbers = self.num_target_layers
-        whole = all(isinstance(n, int) and 0 <= n <= MAX_LAYERS for n in numbers)
-        if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
-            shown = f"{str(numbers)[:80]}"
-            raise ShapeError(f"num_target_layers must be integers >= 0, got {shown}.")
+        self._check_layers()
         for name in ("trained_positions", "prompt_window"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -153,6 +151,15 @@ class DrafterConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ShapeError(f"{name} must be a positive number, got {value!r}.")
+
+    def _check_layers(self) -> None:
+        count, numbers = self.self_attention_layers, self.num_target_layers
+        if not isinstance(count, int) or not 1 <= count <= MAX_LAYERS:
+            raise ShapeError(f"self_attention_layers must be an integer >= 1, got {count!r}.")
+        whole = all(isinstance(n, int) and 0 <= n <= MAX_LAYERS for n in numbers)
+        if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
+            shown = f"{str(numbers)[:80]}"
+            raise ShapeError(f"num_target_layers must be integers >= 0, got {shown}.")
 
     def _check_acceptance(self) -> None:
         for exit_rates in (self.acceptance, *self.further_acceptance):

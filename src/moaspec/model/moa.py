@@ -20,6 +20,7 @@ Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E h
 layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -126,7 +127,10 @@ class DraftDecoder(nn.Module):
         super().__init__()
         eps, act = config.rms_norm_eps, config.hidden_act
         sa, ca = config.self_attention, config.cross_attention
-        self.self_attention = DecoderLayer(sa, eps=eps, hidden_act=act)
+        first, *further = (
+            DecoderLayer(sa, eps=eps, hidden_act=act) for _ in range(config.self_attention_layers)
+        )
+        self.self_attention, self.further_self_attention = first, nn.ModuleList(further)
         self.self_rope = scaled_rope(
             sa.head_dim,
             {"rope_theta": config.rope_theta, **config.rope_parameters},
@@ -136,13 +140,25 @@ class DraftDecoder(nn.Module):
         self.cross_attention = CrossAttentionLayer(ca, eps=eps, hidden_act=act)
         self.cross_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
+    @property
+    def text_layers(self) -> list[DecoderLayer]:
+        """SA's layers, in order."""
+        return [self.self_attention, *cast(Iterable[DecoderLayer], self.further_self_attention)]
+
     def run_self_attention(
-        self, embeddings_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend
+        self, embeddings_BTE: Tensor, cos_sin: CosSin, attends: Iterable[SelfAttend]
     ) -> Tensor:
-        """SA: depends on the tokens alone, so verified tokens never need recomputing."""
+        """SA: depends on the tokens alone, so verified tokens never need recomputing.
+
+        Args:
+            attends: of each layer.
+        """
         if self.without_text:
             return embeddings_BTE
-        return self.self_attention(embeddings_BTE, cos_sin, attend)
+        x_BTE = embeddings_BTE
+        for layer, attend in zip(self.text_layers, attends, strict=False):
+            x_BTE = layer(x_BTE, cos_sin, attend)
+        return x_BTE
 
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
         """CA: each token attends to the encoder's keys and values of verified tokens."""

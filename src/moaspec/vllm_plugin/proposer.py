@@ -96,13 +96,14 @@ class VLLMMoAProposer(CustomProposer):
         layers = self.target_layers()
         device, dtype = next(target.parameters()).device, self.vllm_config.model_config.dtype
         drafter = self._load_drafter().to(device, dtype).requires_grad_(False)
-        index = len(layers)
+        config, index = drafter.config, len(layers)
+        own = range(index, index + config.self_attention_layers)
         self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
             head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
-            self_attention=self._paged(index, drafter.config.self_attention, "self_attn"),
-            cross_attention=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
+            text_layers=[self._paged(i, config.self_attention, "self_attn") for i in own],
+            cross_attention=self._paged(own.stop, config.cross_attention, "cross_attn"),
             target_layers=layers,
             share=self.share,
         )

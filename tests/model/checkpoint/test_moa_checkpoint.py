@@ -20,6 +20,8 @@ import tiny
 from block_drafts import block_logits
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+from moaspec.model.checkpoint.moa_config import SECTION
+from moaspec.model.checkpoint.published import published_problem
 from moaspec.model.checkpoint.tensor_names import to_module_name, to_published_name
 from moaspec.model.checkpoint.weight_files import replace_file
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
@@ -228,6 +230,22 @@ def test_several_reused_layers_are_kept(tmp_path: Path) -> None:
     config = drafter_config(tiny.target(), DrafterSizes())
     drafter = MoADrafter(dataclasses.replace(config, num_target_layers=(2, 0)))
     assert load(saved(tmp_path, drafter)).config.num_target_layers == (2, 0)
+
+
+def test_several_layers_of_sa_are_kept(tmp_path: Path) -> None:
+    target = tiny.fresh_target(num_key_value_heads=6)
+    drafter = tiny.random_drafter(target, publishable=True, sa_layers=3)
+    loaded = load(saved(tmp_path, drafter), target)
+    assert loaded.config.self_attention_layers == 3
+    assert_same(loaded, drafter)
+    section = json.loads((tmp_path / CONFIG).read_text())
+    del section[SECTION]["self_attention_layers"]  # as in earlier versions
+    (tmp_path / CONFIG).write_text(json.dumps(section))
+    with pytest.raises(CorruptCheckpointError, match=r"unexpected.*further_self_attention\.0\."):
+        load(tmp_path, target)
+    problem = published_problem(drafter, "raw", target=target.identity, context=target.config)
+    assert problem is not None
+    assert "self_attention_layers would be read as 1 and is 3" in problem
 
 
 def test_names_on_disk_are_the_published_ones(tmp_path: Path) -> None:

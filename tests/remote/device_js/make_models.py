@@ -114,13 +114,13 @@ def make(directory: Path) -> None:
         Example(tuple(prompt[-40:]), tuple(text.token_ids))
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    drafter = tiny.trained_drafter(target, examples, steps=60)
+    drafter = tiny.trained_drafter(target, examples, steps=60, sa_layers=2)
     # Without a recorded N, bundles may have any.
     drafter.config = dataclasses.replace(drafter.config, target=None)
     save_drafter(drafter, directory / "drafter")
     version = copy.deepcopy(drafter)
     with torch.no_grad():
-        for layer in (version.decoder.self_attention, version.decoder.cross_attention):
+        for layer in (*version.decoder.text_layers, version.decoder.cross_attention):
             layer.mlp.down_proj.weight.neg_()
     save_drafter(version, directory / "version")
     forms: dict[str, Weights] = {

@@ -185,6 +185,10 @@ CORRUPT: dict[str, Callable[[Path], object]] = {
     "huge sizes": lambda bundle: edit(bundle, max_positions=MOST + 1),
     "halves": lambda bundle: edit(bundle, cross_attention={"num_kv_heads": 1.5, "head_dim": 8}),
     "half a layer": lambda bundle: edit(bundle, num_target_layers=0.5),
+    "no layer of SA": lambda bundle: edit(bundle, self_attention_layers=0),
+    "many layers of SA": lambda bundle: edit(
+        bundle, self_attention_layers=1024, self_attention=sizes()
+    ),
     "layers below zero": lambda bundle: edit(bundle, num_target_layers=-1),
     "layers without sizes": lambda bundle: edit(bundle, num_target_layers=1, target={}),
     "no number": lambda bundle: edit(bundle, max_positions=None),
@@ -208,6 +212,13 @@ def test_a_damaged_bundle(bundle: Path, name: str) -> None:
     CORRUPT[name](bundle)
     with pytest.raises(CorruptCheckpointError, match="Export it again"):
         read_manifest(bundle)
+
+
+def test_a_bundle_of_an_earlier_release(bundle: Path) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    del manifest["self_attention_layers"]
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    assert read_manifest(bundle).self_attention_layers == 1
 
 
 def test_the_largest_caches(bundle: Path) -> None:

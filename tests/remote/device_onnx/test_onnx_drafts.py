@@ -200,6 +200,19 @@ def test_reused_target_layers(
         assert onnx_chain(device, context) == torch_chain(target, drafter, context)
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_several_layers_of_sa(tmp_path: Path, number: int) -> None:
+    save_drafter_and_target(tmp_path, num_target_layers=(number,), sa_layers=3)
+    device = OnnxDrafter(bundle(tmp_path))
+    target, drafter = models(tmp_path)
+    for context in contexts(drafter, 20, target if number else None, number):
+        expected = log_q(target, drafter, context)
+        placed(device, context)
+        got = device.run(context.token_ids, 0)
+        np.testing.assert_allclose(got.log_q, expected[got.token_ids], **tiny.TOLERANCE)
+        assert onnx_chain(device, context) == torch_chain(target, drafter, context)
+
+
 def test_layers_of_other_families_are_refused(tmp_path: Path) -> None:
     save_drafter_and_target(tmp_path, "qwen3", num_target_layers=(1,))
     with pytest.raises(InputError, match="built as Llama's"):

@@ -154,7 +154,7 @@ def _first_layer_error(target: Target, drafter: MoADrafter) -> tuple[float, floa
     found = decoder.run_self_attention(
         embedded,
         decoder.self_rope(positions(ones)),
-        lambda q, k, v: masked_attention(q, k, v, text_mask(ones)),
+        [lambda q, k, v: masked_attention(q, k, v, text_mask(ones))],
     )
     layer = target.capture(ids, ones, before=(target.num_layers - 1,))
     wanted = layer.before[target.num_layers - 1]

@@ -46,6 +46,7 @@ export interface Manifest {
   readonly target: TargetIdentity;
   readonly fingerprint: string;
   readonly self_attention: CacheSizes;
+  readonly self_attention_layers: number;
   readonly cross_attention: CacheSizes;
   readonly num_target_layers: number;
   readonly top: number;
@@ -111,6 +112,9 @@ export function parseManifest(json: Uint8Array): Manifest {
     target,
     fingerprint: found.text("fingerprint"),
     self_attention: cacheSizes(found.object("self_attention")),
+    // Missing in bundles of earlier releases.
+    self_attention_layers:
+      found.value("self_attention_layers") === undefined ? 1 : found.size("self_attention_layers", 1, MAX_LAYERS),
     cross_attention: cacheSizes(found.object("cross_attention")),
     num_target_layers: found.size("num_target_layers", 0, target.num_layers),
     top: found.size("top"),
@@ -120,9 +124,14 @@ export function parseManifest(json: Uint8Array): Manifest {
     files: files(found.object("files")),
     ...versionsOf(found),
   };
-  const all = [manifest.self_attention, ...activationSizes(manifest)];
+  const all = [...textSizes(manifest), ...activationSizes(manifest)];
   checkWidth("the keys of a token have", all.reduce((sum, one) => sum + width(one), 0), MAX_TOTAL_WIDTH);
   return manifest;
+}
+
+/** Sizes of the caches of SA's layers. */
+export function textSizes({ self_attention, self_attention_layers }: Manifest): CacheSizes[] {
+  return new Array<CacheSizes>(self_attention_layers).fill(self_attention);
 }
 
 /** Sizes of the caches that a server's activations fill: CA's, then those of each reused layer. */

@@ -4,7 +4,7 @@ import { concatenated } from "../protocol/activations.js";
 import type { MemoryParts } from "../protocol/activations.js";
 import type { Drafts } from "../sampling/ranking.js";
 import type { Bundle } from "./bundle.js";
-import { activationSizes, GRAPH_FILE } from "./manifest.js";
+import { activationSizes, GRAPH_FILE, textSizes } from "./manifest.js";
 import type { CacheSizes, Manifest } from "./manifest.js";
 
 /** onnxruntime-web, or another package with the interface of onnxruntime-common. */
@@ -45,8 +45,8 @@ interface Cache extends CacheSizes {
   readonly isWritten: boolean;
 }
 
-/** The caches of a bundle's graph: SA's, CA's, and those of the reused target layers. */
-function cachesOf(manifest: Manifest): { text: Cache; memory: Cache[] } {
+/** The caches of a bundle's graph: of SA's layers, and CA's with those of the reused target layers. */
+function cachesOf(manifest: Manifest): { texts: Cache[]; memories: Cache[] } {
   const named = (name: string, number: string, sizes: CacheSizes): Cache => ({
     key: `${name}_key${number}`,
     value: `${name}_value${number}`,
@@ -56,8 +56,8 @@ function cachesOf(manifest: Manifest): { text: Cache; memory: Cache[] } {
   });
   const [own, ...layers] = activationSizes(manifest);
   return {
-    text: named("text", "", manifest.self_attention),
-    memory: [named("memory", "", own!), ...layers.map((sizes, i) => named("layer", `_${i}`, sizes))],
+    texts: textSizes(manifest).map((sizes, i) => named("text", i ? `_${i}` : "", sizes)),
+    memories: [named("memory", "", own!), ...layers.map((sizes, i) => named("layer", `_${i}`, sizes))],
   };
 }
 
@@ -71,7 +71,7 @@ function cachesOf(manifest: Manifest): { text: Cache; memory: Cache[] } {
  */
 export class OnnxDrafter implements Drafter {
   private numSlots = 0;
-  private readonly text: Cache;
+  private readonly texts: readonly Cache[];
   /** Those that activations fill. */
   private readonly memories: readonly Cache[];
   private readonly data = new Map<string, Float32Array>();
@@ -87,13 +87,13 @@ export class OnnxDrafter implements Drafter {
     private readonly runtime: OnnxRuntime,
     private readonly options: InferenceSession.SessionOptions,
   ) {
-    const { text, memory } = cachesOf(manifest);
-    [this.text, this.memories] = [text, memory];
+    const { texts, memories } = cachesOf(manifest);
+    [this.texts, this.memories] = [texts, memories];
     this.reserve(Math.min(FIRST_SLOTS, manifest.max_positions));
   }
 
   private get caches(): readonly Cache[] {
-    return [this.text, ...this.memories];
+    return [...this.texts, ...this.memories];
   }
 
   /**
@@ -150,11 +150,12 @@ export class OnnxDrafter implements Drafter {
 
   /** Draft once, and find out whether the runtime writes into given tensors. */
   private async tryOut(): Promise<void> {
-    const before = this.data.get(this.text.key)!;
+    const { key } = this.texts[0]!;
+    const before = this.data.get(key)!;
     this.inPlace = true;
     const { logQ } = await this.run([0], 0);
     if (!Array.from(logQ).every(Number.isFinite)) throw new BundleError("a draft's probability is not finite");
-    this.inPlace = this.data.get(this.text.key) === before && before.some((value) => value !== 0);
+    this.inPlace = this.data.get(key) === before && before.some((value) => value !== 0);
     for (const { key, value, isWritten } of this.caches) {
       if (isWritten) for (const name of [key, value]) this.data.get(name)!.fill(0);
     }

@@ -152,23 +152,29 @@ class Slots:
 
 
 class FusedStack:
-    """Consecutive layers in one call, with their weights in one contiguous buffer.
+    """Consecutive layers in one call.
 
     Args:
-        layers: in order. Their weights are moved; a weight shared by several is moved once. A layer
-            without keys and values of its own (CA) attends to stored ones only.
+        layers: in order. A layer without keys and values of its own (CA) attends to stored ones
+            only.
+        moved: move their weights into one contiguous buffer; a weight shared by several is moved
+            once.
     """
 
-    def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], scale: float, *, moved: bool = True) -> None:
         self.layers, self.scale = tuple(layers), scale
-        matrices = dict.fromkeys(matrix for layer in layers for matrix in layer.matrices)
+        if moved:
+            self._move_weights()
+        self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
+        self._call = library().moaspec_stack
+
+    def _move_weights(self) -> None:
+        matrices = dict.fromkeys(matrix for layer in self.layers for matrix in layer.matrices)
         sizes = [matrix.num_bytes for matrix in matrices]
         for matrix, room in zip(matrices, large_pages(sum(sizes)).split(sizes), strict=True):
             matrix.move(room)
-        for layer in layers:
+        for layer in self.layers:
             layer.describe()
-        self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
-        self._call = library().moaspec_stack
 
     def run(
         self,

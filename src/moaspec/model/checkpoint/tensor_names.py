@@ -19,6 +19,8 @@ RENAMED = (
     ("cross_attention.self_attn.v_proj.", "encoder.memory_key_value.v_proj."),
     ("cross_attention.", "decoder.cross_attention."),
     ("Ekv2E.", "encoder.projection."),
+    # Parts that no published drafter has.
+    ("further_self_attention.", "decoder.further_self_attention."),
     ("exits.", "exits."),
 )
 SHARED_NORM = "encoder.memory_norm."

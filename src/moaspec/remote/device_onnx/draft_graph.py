@@ -1,9 +1,9 @@
 """The drafter's part on a device as one ONNX graph: embedding, SA, CA, reused target layers, head.
 
 One run stores keys and values of T tokens in slots start ... start + T - 1, and drafts the token
-after the last of them. So one graph processes a prompt (T tokens) and drafts (T = 1). SA is one
-layer: with N = 0 it computes only keys and values of all tokens but the last. With N > 0 the
-tokens without activations (`memory_mask`) pass CA and the target's last layers, too.
+after the last of them. So one graph processes a prompt (T tokens) and drafts (T = 1). With N = 0
+SA's last layer computes only keys and values of all tokens but the last. With N > 0 the tokens
+without activations (`memory_mask`) pass CA and the target's last layers, too.
 
 Caches have as many slots as the caller gives them. Text and layer caches are inputs and outputs;
 bound to one buffer they are written in place, without a copy. CA's and the reused layers' keys and
@@ -11,13 +11,14 @@ values of verified tokens come from the server: the caller writes them at their 
 
     inputs   token_ids (T,) int64, start (1,) int64, memory_mask (M,) bool,
              text_key, text_value (J, S, D), memory_key, memory_value (C, M, D) float32,
+             text_key_i, text_value_i of SA's further layers, i > 0,
              layer_key_n, layer_value_n (target's KV heads, S, target's head dim) for n < N; M = S
-    outputs  new_text_key, new_text_value, new_layer_key_n, new_layer_value_n as above,
+    outputs  new_text_key, new_layer_key_n and so on as above,
              top_token_ids (K,) int64, top_log_q (K,) float32, the most probable first
 
-Legend: T tokens, W tokens that are computed whole (N = 0: the last alone), S text slots,
-M memory slots, J KV heads, C CA's, H query heads, G query heads of a KV head, R = G W, D head dim,
-E hidden size, V draft vocabulary, K drafts per run.
+Legend: T tokens, W tokens that are computed whole (N = 0: the last alone), X is T or W, S text
+slots, M memory slots, J KV heads, C CA's, H query heads, G query heads of a KV head, R = G X,
+D head dim, E hidden size, V draft vocabulary, K drafts per run.
 """
 
 from collections.abc import Sequence
@@ -141,8 +142,7 @@ class DraftGraph(GraphBuilder):
         """Index of the first of W tokens."""
         self.positions_W = self.newest(self.positions_T)
         self.slots_S = self._up_to(self._size("text_key", 1))
-        position_W1 = self.op("Unsqueeze", self.positions_W, self.constant([1]))
-        self.earlier_WS = self.op("LessOrEqual", self.slots_S, position_W1)
+        self.earlier_WS = self._earlier(self.positions_W)
 
     def build(self) -> onnx.ModelProto:
         table = self.matrix(to_numpy(self.target.embedding_VE))
@@ -190,21 +190,38 @@ class DraftGraph(GraphBuilder):
 
     def run_self_attention(self, x_TE: str) -> str:
         """Store keys and values of all tokens; SA's output for W of them, (W, E)."""
-        layer, sizes = self.drafter.decoder.self_attention, self.drafter.config.self_attention
-        rope = self.drafter.decoder.self_rope
-        normed_TE = self.norm(x_TE, layer.input_layernorm)
-        new = self.keys_and_values(normed_TE, layer.key_value, self.positions_T, sizes, rope)
-        heads = sizes.num_kv_heads
-        key, value = (self.store(f"text_{k}", new[k], self.positions_T, heads) for k in new)
-        query = self.queries(self.newest(normed_TE), layer, sizes, rope)
-        hidden = self.hidden(self.earlier_WS, sizes)
-        return self.finish(self.newest(x_TE), layer, self.attend(query, key, value, hidden, sizes))
+        sizes, decoder = self.drafter.config.self_attention, self.drafter.decoder
+        for layer, caches in zip(decoder.text_layers, self.text_caches, strict=True):
+            normed_TE = self.norm(x_TE, layer.input_layernorm)
+            new = self.keys_and_values(
+                normed_TE, layer.key_value, self.positions_T, sizes, decoder.self_rope
+            )
+            key, value = (
+                self.store(cache, new[name], self.positions_T, sizes.num_kv_heads)
+                for name, cache in caches.items()
+            )
+            positions, earlier = self.positions_T, ""
+            if layer is decoder.text_layers[-1]:
+                x_TE, normed_TE = self.newest(x_TE), self.newest(normed_TE)
+                positions, earlier = self.positions_W, self.earlier_WS
+            hidden = self.hidden(earlier or self._earlier(positions), sizes)
+            query = self.queries(normed_TE, layer, positions, sizes, decoder.self_rope)
+            x_TE = self.finish(x_TE, layer, self.attend(query, key, value, hidden, sizes))
+        return x_TE
+
+    @property
+    def text_caches(self) -> list[dict[str, str]]:
+        """Names of the caches of keys and values of each of SA's layers."""
+        numbers = range(self.drafter.config.self_attention_layers)
+        ends = [f"_{number}" if number else "" for number in numbers]
+        return [{name: f"text_{name}{end}" for name in ("key", "value")} for end in ends]
 
     def run_cross_attention(self, x_WE: str) -> str:
         """CA's output, (W, E)."""
         layer, sizes = self.drafter.decoder.cross_attention, self.drafter.config.cross_attention
         normed_WE = self.norm(x_WE, layer.input_layernorm)
-        query = self.queries(normed_WE, layer, sizes, self.drafter.decoder.cross_rope)
+        rope = self.drafter.decoder.cross_rope
+        query = self.queries(normed_WE, layer, self.positions_W, sizes, rope)
         hidden_M = self.op("Where", "memory_mask", self.constant(0.0), self.constant(HIDDEN))
         attention = self.attend(query, "memory_key", "memory_value", hidden_M, sizes)
         return self.finish(x_WE, layer, attention)
@@ -228,7 +245,7 @@ class DraftGraph(GraphBuilder):
             part = layer.self_attn
             new = self.keys_and_values(normed_WE, part, at, sizes, rope)
             key, value = (self.store(f"layer_{k}_{index}", new[k], at, heads, held) for k in new)
-            query = self.queries(normed_WE, layer, sizes, rope)
+            query = self.queries(normed_WE, layer, at, sizes, rope)
             x_WE = self.finish(x_WE, layer, self.attend(query, key, value, hidden, sizes))
         return self.norm(x_WE, reused.norm)
 
@@ -256,27 +273,34 @@ class DraftGraph(GraphBuilder):
         new_JTD = self.op("Transpose", new_TJD, perm=[1, 0, 2])
         return self.op("ScatterND", cache, slots, new_JTD, name=f"new_{cache}")
 
-    def queries(self, normed_WE: str, layer: Any, sizes: LayerConfig, rope: Any) -> str:
+    def queries(
+        self, normed_XE: str, layer: Any, positions_X: str, sizes: LayerConfig, rope: Any
+    ) -> str:
         """Rotated and scaled queries by KV head, (J, R, D)."""
-        query = self.linear(normed_WE, layer.self_attn.q_proj)
+        query = self.linear(normed_XE, layer.self_attn.q_proj)
         query = self.op("Reshape", query, self.constant([-1, sizes.num_heads, sizes.head_dim]))
-        query = self.rotated(query, self.positions_W, rope, sizes.head_dim)
+        query = self.rotated(query, positions_X, rope, sizes.head_dim)
         query = self.op("Mul", query, self.constant(sizes.head_dim**-0.5))
         heads = sizes.num_kv_heads
         query = self.op("Reshape", query, self.constant([0, heads, -1, sizes.head_dim]))
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])
         return self.op("Reshape", query, self.constant([heads, -1, sizes.head_dim]))
 
-    def hidden(self, visible_WS: str, sizes: LayerConfig) -> str:
+    def hidden(self, visible_XS: str, sizes: LayerConfig) -> str:
         """The mask of R queries, (R, S): added to their scores."""
-        hidden_WS = self.op("Where", visible_WS, self.constant(0.0), self.constant(HIDDEN))
+        hidden_XS = self.op("Where", visible_XS, self.constant(0.0), self.constant(HIDDEN))
         groups = sizes.num_heads // sizes.num_kv_heads
-        return self.op("Tile", hidden_WS, self.constant([groups, 1]))
+        return self.op("Tile", hidden_XS, self.constant([groups, 1]))
+
+    def _earlier(self, positions_X: str) -> str:
+        """Which slots hold tokens up to each of these positions, (X, S)."""
+        position_X1 = self.op("Unsqueeze", positions_X, self.constant([1]))
+        return self.op("LessOrEqual", self.slots_S, position_X1)
 
     def attend(
         self, query_JRD: str, key_JSD: str, value_JSD: str, hidden: str, sizes: LayerConfig
     ) -> str:
-        """The attention's output, heads side by side, (W, H * D)."""
+        """The attention's output, heads side by side, (X, H * D)."""
         scores = self.op("MatMul", query_JRD, self.op("Transpose", key_JSD, perm=[0, 2, 1]))
         weights = self.op("Softmax", self.op("Add", scores, hidden), axis=-1)
         output = self.op("MatMul", weights, value_JSD)
@@ -370,7 +394,7 @@ class DraftGraph(GraphBuilder):
             (one.num_kv_heads, slots, one.head_dim)
             for one, slots in ((config.self_attention, "S"), (config.cross_attention, slots))
         )
-        caches = {"text_key": text, "text_value": text}
+        caches = {name: text for pair in self.text_caches for name in pair.values()}
         if reused:
             shape = (reused.sizes.num_kv_heads, "S", reused.sizes.head_dim)
             for index in range(len(reused.layers)):

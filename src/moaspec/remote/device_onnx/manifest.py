@@ -52,6 +52,7 @@ class Manifest:
         weights: see `onnx_ops.Weights`.
         opset: version of ONNX's operators.
         self_attention, cross_attention: `num_kv_heads` and `head_dim` of the caches.
+        self_attention_layers: of SA, which have a cache each.
         num_target_layers: N; the reused layers' caches have the sizes of `target`.
         draft_vocabulary: number of tokens that can be drafted.
         top: how many tokens a run returns.
@@ -78,6 +79,7 @@ class Manifest:
     rope_growth: int | None
     stop_token_ids: list[int]
     files: dict[str, dict[str, Any]]
+    self_attention_layers: int = 1
     versions: Versions | None = None
 
     def write(self, directory: Path) -> None:
@@ -165,13 +167,16 @@ def _check_numbers(manifest: Manifest) -> None:
     whole = isinstance(reused, int) and isinstance(layers, int)
     if not whole or not 0 <= reused <= layers <= MAX_LAYERS:
         raise ValueError(f"it has {reused!r} reused layers of {layers!r}")
+    own = manifest.self_attention_layers
+    if not isinstance(own, int) or not 1 <= own <= MAX_LAYERS:
+        raise ValueError(f"it has {own!r} layers of SA")
     sizes = [manifest.self_attention, manifest.cross_attention, manifest.target]
     numbers = [one[name] for one in sizes for name in ("num_kv_heads", "head_dim")]
     for number in (*numbers, manifest.max_positions):
         if not isinstance(number, int) or not 1 <= number <= MOST:
             raise ValueError(f"{number!r} is no size of a cache")
     widths = [one["num_kv_heads"] * one["head_dim"] for one in sizes]
-    total = widths[0] + widths[1] + reused * widths[2]
+    total = own * widths[0] + widths[1] + reused * widths[2]
     if max(widths) > MAX_WIDTH or total > MAX_TOTAL_WIDTH:
         raise ValueError(
             f"its caches have {total} numbers a token, at most {MAX_TOTAL_WIDTH} are allowed"

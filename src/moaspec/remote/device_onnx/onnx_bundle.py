@@ -158,6 +158,7 @@ def _write(
         fingerprint=fingerprint(drafter),
         opset=OPSET,
         self_attention=_cache_sizes(drafter.config.self_attention),
+        self_attention_layers=drafter.config.self_attention_layers,
         cross_attention=_cache_sizes(drafter.config.cross_attention),
         draft_vocabulary=vocabulary,
         top=min(TOP, vocabulary),

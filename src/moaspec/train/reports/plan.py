@@ -226,7 +226,7 @@ def _parameters(module: Any) -> dict[str, int]:
     parts = {
         "LSA": _count(encoder.layer_self_attention),
         "projection": _count(encoder.projection),
-        "SA": _count(decoder.self_attention),
+        "SA": sum(map(_count, decoder.text_layers)),
         "CA": _count(decoder.cross_attention) + _count(encoder.memory_key_value),
         "exits": _count(module.exits),
     }

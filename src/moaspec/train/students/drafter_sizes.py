@@ -42,6 +42,8 @@ class DrafterSizes:
         lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
         lsa_kv_heads: key and value heads of LSA.
         lsa_intermediate: MLP width of LSA; default K.
+        sa_layers: layers of SA; default 1, as in the paper. A run from an `initial` drafter can add
+            some, which begin as the identity.
         sa_intermediate, ca_intermediate: MLP widths; default: the target's.
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
@@ -55,6 +57,7 @@ class DrafterSizes:
     lsa_heads: int = 0
     lsa_kv_heads: int = 0
     lsa_intermediate: int = 0
+    sa_layers: int = 0
     sa_intermediate: int = 0
     sa_kv_heads: int = 0
     ca_intermediate: int = 0
@@ -163,6 +166,7 @@ def drafter_config(
         ),
         self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
         cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
+        self_attention_layers=sizes.sa_layers or 1,
         rms_norm_eps=norm_eps(config),
         hidden_act=activation_name(config),
         rope_theta=float(rope_parameters["rope_theta"]),

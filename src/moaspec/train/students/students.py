@@ -42,7 +42,12 @@ from moaspec.train.students.losses import (
 )
 from moaspec.train.students.output_fit import fit_output, layer_inputs, non_massive_states
 from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
-from moaspec.train.students.warm_start import fit_exits, random_weights, warm_start
+from moaspec.train.students.warm_start import (
+    fit_exits,
+    random_weights,
+    skip_further_layers,
+    warm_start,
+)
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +177,8 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     if isinstance(drafter, MoADrafter) and keys_rotate_alike(target.config):
         _record_length(drafter, examples)
     random_weights(drafter)
+    if isinstance(drafter, MoADrafter):
+        skip_further_layers(drafter)
     return drafter.float().to(target.device)
 
 
@@ -189,14 +196,14 @@ def unfilled_drafter(
 def load_initial_drafter(
     target: TargetBase, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
-    """Load the drafter `config.initial` in float32, and adapt its vocabulary and N.
+    """Load the drafter `config.initial` in float32, and adapt its vocabulary, SA's layers and N.
 
     Returns:
         The drafter, and its former N if it got new exits, which `fit_exits` initialises.
 
     Raises:
-        InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
-            other N than `config.num_target_layers`.
+        InputError: its vocabulary is larger than `config.sizes.draft_vocab`, it has more layers
+            than `config.sizes.sa_layers`, or exits for other N than `config.num_target_layers`.
     """
     source = find_drafter(config.initial)
     drafter = load_checkpoint(source, target.identity, target.config).to(target.dtype).float()
@@ -206,24 +213,34 @@ def load_initial_drafter(
             f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
             f"{wanted}. Set it to the same; only a drafter without exits can get others."
         )
-    grows = had != wanted
-    if grows:
+    shape, layers = drafter.config, config.sizes.sa_layers or drafter.config.self_attention_layers
+    if layers < shape.self_attention_layers:
+        raise InputError(
+            f"sizes.sa_layers={layers}: initial={config.initial} has "
+            f"{shape.self_attention_layers}, and a run can only add layers; 0 keeps them."
+        )
+    shape = dataclasses.replace(shape, self_attention_layers=layers)
+    if had != wanted:
         shape = dataclasses.replace(
-            drafter.config,
+            shape,
             num_target_layers=wanted,
             adapter=len(wanted) == 1,
             acceptance=(),
             further_acceptance=(),
         )
+    if shape != drafter.config:
+        torch.manual_seed(config.seed)
         grown = MoADrafter(shape, drafter.draft_token_ids)
-        grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
+        random_weights(grown)
+        skip_further_layers(grown)
+        grown.load_state_dict(drafter.state_dict(), strict=False)  # without what is new
         drafter = grown
     drafter.config = dataclasses.replace(drafter.config, target=target.identity)
     if drafter.config.trained_positions:
         _record_length(drafter, examples)
     _grow_vocabulary(drafter, config, examples)
     drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
-    return drafter, had[0] if grows else None
+    return drafter, had[0] if had != wanted else None
 
 
 def _record_length(drafter: MoADrafter, examples: Sequence[Example]) -> None:

@@ -22,7 +22,7 @@ H query heads, C KV heads, D head dim, X distances.
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, tee
+from itertools import islice, repeat, tee
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,16 @@ def random_weights(drafter: nn.Module) -> None:
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def skip_further_layers(drafter: MoADrafter) -> None:
+    """Make SA's layers after the first return their input; they can learn from there."""
+    for layer in drafter.decoder.text_layers[1:]:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            nn.init.zeros_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
 
 @torch.no_grad()
@@ -352,5 +362,5 @@ def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
     return decoder.run_self_attention(
         target.embed(batch.input_ids_BT).float(),
         decoder.self_rope(positions(batch.attention_mask_BT)),
-        lambda q, k, v: masked_attention(q, k, v, mask),
+        repeat(lambda q, k, v: masked_attention(q, k, v, mask)),
     )[0]

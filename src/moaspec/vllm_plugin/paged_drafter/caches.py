@@ -68,10 +68,10 @@ class PagedLayer:
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention of one layer in one draft step: a `SelfAttend` or a `CrossAttend`."""
+    """Attention of one layer for single queries: a `SelfAttend` or a `CrossAttend`."""
 
     layer: PagedLayer
-    metadata: Any  # vLLM's attention metadata for one query per request
+    metadata: Any  # vLLM's attention metadata for single queries
     # Slots where SA stores the new tokens' keys and values first; None for CA.
     slots_N: Tensor | None = None
 
@@ -110,7 +110,6 @@ class CacheGroup:
             group for groups in runner.attn_groups for group in groups if name in group.layer_names
         )
         self._runner = runner
-        self._starts = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
 
     @property
     def table(self) -> Any:
@@ -145,20 +144,20 @@ class CacheGroup:
         return np.multiply(blocks, self.block_size, dtype=np.int64) + offset
 
     def queries(self, rows_R: Integers, first_R: Integers | None = None) -> CommonAttentionMetadata:
-        """The common metadata of a draft: one query for each request of these batch indices.
+        """The common metadata of single queries, such as one for each request of a draft.
 
         Args:
-            rows_R: batch indices.
+            rows_R: batch index of each query's request.
             first_R: first block that each query reads; None: block 0.
         """
         count, table_RM = len(rows_R), self.table.get_device_tensor(int(rows_R.max()) + 1)
-        if count < len(table_RM):
+        if not np.array_equal(rows_R, np.arange(len(table_RM))):
             table_RM = table_RM[torch.from_numpy(rows_R).to(table_RM.device)]
         if first_R is not None:
             width = table_RM.shape[1]
             place_RM = (first_R[:, None] + np.arange(width)).clip(max=width - 1)
             table_RM = table_RM.gather(1, torch.from_numpy(place_RM).to(table_RM.device))
-        starts = self._starts[: count + 1]
+        starts = torch.arange(count + 1, dtype=torch.int32)
         return CommonAttentionMetadata(
             query_start_loc=starts.to(table_RM.device),
             query_start_loc_cpu=starts,
@@ -175,7 +174,7 @@ class CacheGroup:
     def metadata(
         self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor, longest: int
     ) -> Any:
-        """Metadata of one query per request for this layer's attention backend.
+        """Metadata of single queries for this layer's attention backend.
 
         Args:
             queries: from `queries`; modified in place.

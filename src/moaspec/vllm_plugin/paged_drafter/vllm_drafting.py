@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 
+from moaspec.errors import ServingError
 from moaspec.model.layers import CosSin
 from moaspec.model.moa import MoADrafter
 from moaspec.vllm_plugin.paged_drafter.cache_reader import CacheReader, HeadShare, require_kept
@@ -34,8 +35,8 @@ class DrafterParts:
     drafter: MoADrafter  # packed for this CPU, see `packed_copy`
     embed: Embed
     head: DraftHead
-    # self_attention, cross_attention: its layers in vLLM's cache.
-    self_attention: PagedLayer
+    # text_layers, cross_attention: SA's layers and CA in vLLM's cache.
+    text_layers: Sequence[PagedLayer]
     cross_attention: PagedLayer
     target_layers: Sequence[Any]  # vLLM's attention layers of the target, in order
     share: HeadShare  # of the target's KV heads
@@ -57,9 +58,14 @@ class PagedDrafter:
         require_kept(runner, parts.target_layers)
         self._reader = CacheReader(parts.target_layers, parts.share)
         self._target_group = CacheGroup(runner, parts.target_layers[0].layer_name)
-        self._self_group = CacheGroup(runner, parts.self_attention.name)
+        self._self_group = CacheGroup(runner, parts.text_layers[0].name)
         self._cross_group = CacheGroup(runner, parts.cross_attention.name)
         own, cross = self._self_group, self._cross_group
+        if not {layer.name for layer in parts.text_layers} <= set(own.group.layer_names):
+            raise ServingError(
+                "vLLM keeps the layers of the drafter's self-attention in several cache groups for "
+                "this target. Use a drafter with one such layer (sizes.sa_layers=1)."
+            )
         self._self_encoded = EncodedTokens(own.num_blocks, own.block_size)
         self._cross_encoded = EncodedTokens(cross.num_blocks, cross.block_size)
         self._window = parts.drafter.config.prompt_window
@@ -158,10 +164,17 @@ class PagedDrafter:
         slots_N = self._slots(self._self_group, row_N, position_N)
         host_2N = torch.from_numpy(np.stack((ids_N, position_N)))
         ids, position_1N = host_2N.to(slots_N.device).split(1)
-        cos_sin = decoder.self_rope(position_1N)
-        parts.self_attention.write(
-            *decoder.self_attention.keys_values(parts.embed(ids[0])[None], cos_sin), slots_N
-        )
+        cos_sin, x_1NE = decoder.self_rope(position_1N), parts.embed(ids[0])[None]
+        *before, last = zip(decoder.text_layers, parts.text_layers, strict=True)
+        if before:
+            # Each token reads its text up to itself, like a draft of its own.
+            group, lengths_N = self._self_group, _lengths(position_N + 1)
+            queries, longest = group.queries(row_N), int(position_N.max()) + 1
+            metadata = group.metadata(queries, slots_N, lengths_N, longest)
+            for layer, paged in before:
+                x_1NE = layer(x_1NE, cos_sin, PagedAttend(paged, metadata, slots_N))
+        layer, paged = last
+        paged.write(*layer.keys_values(x_1NE, cos_sin), slots_N)
 
     def _slots(self, group: CacheGroup, row_N: Integers, position_N: Integers) -> Tensor:
         """Cache slots of tokens, int64, on the device."""
@@ -182,15 +195,15 @@ class PagedDrafter:
         # Number of tokens that CA reads, then those before each drafted token.
         step_S1 = np.arange(depth)[:, None]
         token_R, position_SR, slots_SR = self._on_device(row_R, root_R, position_R + step_S1)
-        cross_attend, *self_attends = self._attends(row_R, slots_SR, position_R)
+        cross_attend, self_attends = self._attends(row_R, slots_SR, position_R)
         self_rope = _by_step(decoder.self_rope(position_SR))
         cross_rope = _by_step(decoder.cross_rope(position_SR))
         drafted = []
-        for attend, self_cos_sin, cross_cos_sin in zip(
+        for attends, self_cos_sin, cross_cos_sin in zip(
             self_attends, self_rope, cross_rope, strict=True
         ):
             states_1RE = decoder.run_self_attention(
-                parts.embed(token_R)[None], self_cos_sin, attend
+                parts.embed(token_R)[None], self_cos_sin, attends
             )
             states_1RE = decoder.run_cross_attention(states_1RE, cross_cos_sin, cross_attend)
             token_R = parts.head.best(parts.drafter.adapt(states_1RE, 0)[0])
@@ -210,8 +223,8 @@ class PagedDrafter:
 
     def _attends(
         self, row_R: Integers, slots_SR: Tensor, position_R: Integers
-    ) -> Iterator[PagedAttend]:
-        """Yield the attention of CA, used in all draft steps, then that of SA for each step.
+    ) -> tuple[PagedAttend, list[list[PagedAttend]]]:
+        """The attention of CA, used in all draft steps, and that of SA's layers for each step.
 
         Args:
             row_R: batch indices of the requests.
@@ -223,16 +236,18 @@ class PagedDrafter:
         first_R = np.array([self._first_block(row) for row in row_R])
         known_R = position_R - first_R * cross_group.block_size
         queries = cross_group.queries(row_R, first_R if first_R.any() else None)
-        yield PagedAttend(
+        cross = PagedAttend(
             parts.cross_attention,
             cross_group.metadata(queries, slots[0], _lengths(known_R), int(known_R.max())),
         )
         queries, longest = self._self_group.queries(row_R), int(position_R.max())
+        steps = []
         for step, slots_R in enumerate(slots, start=1):
             metadata = self._self_group.metadata(
                 queries, slots_R, _lengths(position_R + step), longest + step
             )
-            yield PagedAttend(parts.self_attention, metadata, slots_R)
+            steps.append([PagedAttend(one, metadata, slots_R) for one in parts.text_layers])
+        return cross, steps
 
 
 def _lengths(lengths_R: Integers) -> Tensor:

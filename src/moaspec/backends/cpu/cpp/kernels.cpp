@@ -48,6 +48,7 @@ struct Exit {
 // `cos` and `sin` of passes have rows for the unread tokens, then one for each level of drafts.
 struct Drafter {
   const Layer *text, *memory;
+  int64_t text_layers;
   const Layer* last;  // the first of the reused target layers
   int64_t reused;     // number of reused target layers, 0 or more
   const Exit* exit;   // or null
@@ -183,10 +184,16 @@ struct TreePasses {
     for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
   }
 
-  // Stores SA's keys and values of the next `count` unread tokens, x, (count, E), from slot `start` on.
-  void store_text(const Layer& storing, const bf16* x, int64_t start, int64_t count, const LayerScratch& shared) {
-    set_tokens(start, count, 0, nullptr);
-    team_store(storing, x, count, shared, text, start_);
+  // Stores the keys and values of the next `count` unread tokens, x, (count, E), in all layers of SA, from slot
+  // `start` on. `storing` is the last layer `without_queries`.
+  void store_text(const Drafter& drafter, const Layer& storing, bf16* x, int64_t start, int64_t count,
+                  const uint8_t* masks, PassScratch& shared) {
+    const int64_t before = drafter.text_layers - 1;
+    set_tokens(start, count, start + count, masks);
+    team_stack(drafter.text, before, text, x, shared);
+    text.cache += before * text.layer;
+    team_store(storing, x, count, shared.layer, text, start_);
+    text.cache -= before * text.layer;
   }
 
   // The next tokens share a position. Its angles are `rows` rows further on.
@@ -210,16 +217,16 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   const int64_t finished = drafter.finished, rows = std::max(finished, growth.breadth);
   const int64_t stored = tokens - finished;  // only their keys and values in SA are needed
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
-  std::vector<bf16> x(std::max(rows, std::min(stored, kChunkRows)) * width);
+  const int64_t chunk = std::min(stored, kChunkRows), text_rows = std::max(rows, chunk);
+  std::vector<bf16> x(text_rows * width);
   const auto embed = [&](int64_t token, int64_t row) {
     std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
   };
   // An unread token sees the text up to itself.
-  std::vector<uint8_t> mask(rows * slots, 0);
+  std::vector<uint8_t> mask(rows * slots, 0), stored_mask(drafter.text_layers > 1 ? chunk * slots : 0, 0);
   for (int64_t i = 0; i < finished; i++) std::fill_n(mask.data() + i * slots, start + stored + i + 1, 1);
-  const Layer storing = without_queries(*drafter.text);
-  scratch_for(storing, stored);  // makes the shared buffers large enough
-  PassScratch text_scratch(drafter.text, 1, drafter.text_pass.attention, rows);
+  const Layer storing = without_queries(drafter.text[drafter.text_layers - 1]);
+  PassScratch text_scratch(drafter.text, drafter.text_layers, drafter.text_pass.attention, text_rows);
   PassScratch memory_scratch(drafter.memory, 1, drafter.memory_pass.attention, rows);
   PassScratch last_scratch(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
   if (drafter.reused) memory_scratch.layer = last_scratch.layer;
@@ -231,8 +238,11 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
     for (int64_t first = 0; first < stored; first += kChunkRows) {
       const int64_t count = std::min(kChunkRows, stored - first);
 #pragma omp for
-      for (int64_t i = 0; i < count; i++) embed(unread[first + i], i);
-      passes.store_text(storing, x.data(), start + first, count, text_scratch.layer);
+      for (int64_t i = 0; i < count; i++) {
+        embed(unread[first + i], i);
+        if (drafter.text_layers > 1) std::fill_n(stored_mask.data() + i * slots, start + first + i + 1, 1);
+      }
+      passes.store_text(drafter, storing, x.data(), start + first, count, stored_mask.data(), text_scratch);
     }
 #pragma omp for
     for (int64_t i = 0; i < finished; i++) embed(unread[stored + i], i);
@@ -244,7 +254,7 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
         passes.advance_angles(level == 1 ? finished : 1);
       }
       const int64_t count = passes.text.attention.tokens;
-      team_stack(drafter.text, 1, passes.text, x.data(), text_scratch);
+      team_stack(drafter.text, drafter.text_layers, passes.text, x.data(), text_scratch);
       team_stack(drafter.memory, 1, passes.memory, x.data(), memory_scratch);
       if (drafter.exit) team_exit(*drafter.exit, x.data(), count);
       if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, x.data(), last_scratch);
@@ -299,7 +309,7 @@ const int64_t* moaspec_layouts(int64_t* count) {
     }
     {
       using S = Drafter;
-      add_layout<S>(found, {AT(text), AT(memory), AT(last), AT(reused), AT(exit), AT(text_pass),
+      add_layout<S>(found, {AT(text), AT(memory), AT(text_layers), AT(last), AT(reused), AT(exit), AT(text_pass),
                             AT(memory_pass), AT(last_pass), AT(finished), AT(head), AT(names), AT(embeddings),
                             AT(width)});
     }
