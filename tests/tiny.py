@@ -212,11 +212,11 @@ def agreeing_drafter(family: str, num_target_layers: int = 0) -> MoADrafter:
 
 
 def taught_drafter(
-    of: Target, texts: Sequence[Sequence[int]], num_target_layers: int = 0
+    of: Target, texts: Sequence[Sequence[int]], num_target_layers: int = 0, **sizes: Any
 ) -> MoADrafter:
     """A drafter that has learned these continuations of PROMPTS by heart."""
     examples = [Example(p, tuple(t)) for p, t in zip(PROMPTS, texts, strict=True)]
-    return trained_drafter(of, examples, steps=100, num_target_layers=num_target_layers)
+    return trained_drafter(of, examples, steps=100, num_target_layers=num_target_layers, **sizes)
 
 
 def trained_drafter(

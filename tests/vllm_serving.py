@@ -46,7 +46,7 @@ class Models:
 
 
 def write_models(root: Path) -> Models:
-    """A Llama-like target, a random drafter, and a drafter that learned its texts."""
+    """A Llama-like target, a random drafter, and one with two SA layers that learned its texts."""
     of = tiny.fresh_target(tokenizer=tiny.tokenizer(), **SIZES)
     models = Models(of, root / "target", root / "random", root / "taught")
     of.model.save_pretrained(models.path)
@@ -54,7 +54,7 @@ def write_models(root: Path) -> Models:
     of.tokenizer.save_pretrained(models.path)
     save_drafter(tiny.random_drafter(of), models.random)
     texts = [tiny.own_text(of, prompt) for prompt in tiny.PROMPTS]
-    save_drafter(tiny.taught_drafter(of, texts), models.taught)
+    save_drafter(tiny.taught_drafter(of, texts, sa_layers=2), models.taught)
     return models
 
 

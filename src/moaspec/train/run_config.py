@@ -78,8 +78,8 @@ class TrainConfig:
         initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
             are its N, unless it has no exits and `num_target_layers` names others: then each N gets
             an exit, initialised by regression. `warm_start` and `sizes` have no effect, except
-            `sizes.draft_vocab`: if not 0, the vocabulary grows to this size by the most frequent
-            other tokens of the data.
+            `sizes.draft_vocab`, to which the vocabulary grows by the most frequent other tokens of
+            the data, and `sizes.sa_layers`, if they are not 0.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
         frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes

@@ -383,7 +383,7 @@ SMOLLM2 = "smollm2-135m"
 
 
 def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
-    """SmolLM2 with this drafter, and 200 beginnings of English texts."""
+    """SmolLM2 with this drafter, and 100 beginnings of English texts."""
     target = load_target(SMOLLM2, dtype="float32", packed=False)
     drafter = load_drafter(name, target=target)
     assert target.tokenizer is not None
@@ -399,7 +399,7 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
         key, value = verdict.features
         cache_2NHSD = verifier.cache.data[-number:, :, 0].transpose(0, 1)
         layers = cache_2NHSD.clone() if number else None
-        for length in range(40, 240, 2):
+        for length in range(40, 240, 4):
             seen = length - 1
             parts = key[:, :, :seen], value[:, :, :seen]
             last = None if layers is None else layers[..., :seen, :]
@@ -422,14 +422,14 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
 def test_chains_of_smollm2(
     tmp_path: Path, name: str, bounds: dict[Weights, tuple[float, int | None]]
 ) -> None:
-    """Chains of 200 contexts; eight bits exchange drafts that are about equally probable.
+    """Chains of 100 contexts; eight bits exchange drafts that are about equally probable.
 
     Args:
         bounds: the least share of equal chains, and most megabytes, of each format of weights.
     """
     target, drafter, found = real(name)
     expected = [torch_chain(target, drafter, one) for one in found]
-    assert len(expected) == 200
+    assert len(expected) == 100
     for weights, (least, most_mb) in bounds.items():
         export_onnx(SMOLLM2, name, tmp_path / weights, weights=weights)
         size = sum(file.stat().st_size for file in (tmp_path / weights).iterdir())
