@@ -209,6 +209,7 @@ def test_the_fingerprint_tells_settings_apart() -> None:
         fingerprint(half),
         fingerprint(tiny.target(), drafter()),
         fingerprint(tiny.target(), drafter(sa_intermediate=24)),
+        fingerprint(tiny.target(), drafter(sa_layers=2)),
         fingerprint(tiny.target(), tiny.random_drafter(tiny.target())),
         fingerprint(tiny.target(), drafter(), 1),
     ]

@@ -154,7 +154,7 @@ def fingerprint(
         default = sizes["num_target_layers"][0]
         ids = drafter.draft_token_ids
         names = ("layer_self_attention", "self_attention", "cross_attention")
-        facts["drafter"] = {name: sizes[name] for name in names} | {
+        facts["drafter"] = {name: sizes[name] for name in (*names, "self_attention_layers")} | {
             "num_target_layers": default if num_target_layers is None else num_target_layers,
             "draft_vocabulary": None if ids is None else len(ids),
             "exits": len(drafter.exits),
