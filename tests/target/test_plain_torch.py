@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ import torch
 import moaspec
 import tiny
 from moaspec.backends.fast_target import accelerate
-from moaspec.target.target import Target
+from moaspec.target import registry
+from moaspec.target.target import Target, plain_torch
 
 PROMPT = tiny.PROMPTS[1]
 NEW_TOKENS = 8
@@ -115,3 +119,29 @@ def test_the_hook_too(name: str) -> None:
     with SURROUNDINGS[name]():
         found = model.generate(**asked, do_sample=False, custom_generate=moaspec.custom_generate())
     assert found.tolist() == expected.tolist()
+
+
+def test_a_model_that_another_thread_loads_changes_no_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dtype is the default one meanwhile; what began meanwhile would restore that."""
+    tiny.model("llama").save_pretrained(tmp_path)
+    loading, found, read = threading.Event(), [torch.get_default_dtype()], registry._auto_class
+
+    class Slow:
+        def from_pretrained(self, *args: Any, **options: Any) -> Any:
+            with _default_dtype(torch.bfloat16):
+                loading.set()
+                waiting.wait(0.3)
+                return read(options["config"]).from_pretrained(*args, **options)
+
+    waiting = threading.Event()
+    monkeypatch.setattr(registry, "_auto_class", lambda _: Slow())
+    with ThreadPoolExecutor(3) as pool:
+        loaded = [pool.submit(moaspec.load_target, tmp_path, dtype="bfloat16") for _ in range(2)]
+        assert loading.wait(60)
+        waiting.set()
+        with plain_torch():
+            found.append(torch.get_default_dtype())
+        found += [torch.get_default_dtype() for one in loaded if one.result()]
+    assert {*found, torch.get_default_dtype()} == {torch.float32}

@@ -29,7 +29,7 @@ from moaspec.target.generic.rules import require_generic_config
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
-from moaspec.target.target import Target
+from moaspec.target.target import PROCESS_SETTINGS, Target
 from moaspec.target.weights.adapter import adapter_hash, merged
 from moaspec.target.weights.gguf import (
     dequantised,
@@ -97,7 +97,7 @@ def read_skeleton(
 
 def skeleton_of(config: Any, dtype: str) -> Any:
     """A model of transformers on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), PROCESS_SETTINGS:
         return _auto_class(config).from_config(
             config,
             **_loading_options(config, dtype),
@@ -230,7 +230,7 @@ def _load_model(source: str, name: str, dtype: str) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
     config = _read_config(source, name)
     prepare_config(config, name)
-    with _in_this_thread():
+    with PROCESS_SETTINGS, _in_this_thread():
         loaded: Any = _auto_class(config).from_pretrained(
             source,
             config=config,

@@ -8,6 +8,7 @@ Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim,
 K = 2 * H * D, V vocabulary.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
@@ -20,6 +21,10 @@ from moaspec.errors import UnsupportedTargetError
 from moaspec.target import families
 from moaspec.target.decoder_layers import DecoderLayers, LMHead, WatchLayer, WriteKV
 from moaspec.target.target_base import TargetBase
+
+PROCESS_SETTINGS = threading.RLock()
+"""Held while settings of the whole process differ from the caller's. While transformers builds a
+model, its dtype is torch's default dtype; a second thread would restore that for good."""
 
 
 @contextmanager
@@ -35,7 +40,8 @@ def plain_torch() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         if made.dtype != torch.float32:
-            stack.callback(torch.set_default_dtype, made.dtype)
+            stack.enter_context(PROCESS_SETTINGS)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
         if made.device.type != "cpu":
             stack.enter_context(torch.device("cpu"))

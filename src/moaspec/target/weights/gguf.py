@@ -7,7 +7,6 @@ import re
 import shutil
 import struct
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,13 +28,12 @@ from moaspec.support.paths import (
     trusted,
 )
 from moaspec.target.families import require_supported
+from moaspec.target.target import PROCESS_SETTINGS
 
 log = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
 """Fields of a part that the joined file lacks, or that its writer adds itself."""
-_PARSING = threading.Lock()
-"""Held while the package `gguf` is patched, for all threads."""
 EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -173,7 +171,7 @@ def _parsed_once() -> Iterator[None]:
     """Parse the file once, and build its table of names once; transformers repeats both."""
     import gguf as package  # here: few targets are GGUF files
 
-    with _PARSING:
+    with PROCESS_SETTINGS:
         names = "GGUFReader", "get_tensor_name_map"
         kept = {name: getattr(package, name) for name in names}
         try:
