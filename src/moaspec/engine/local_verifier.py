@@ -5,7 +5,8 @@ tree nodes of all requests, K one layer's key and value.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,19 +30,6 @@ CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
 
 PREFILL_CHUNK_TOKENS = 1024
 """Most prompt tokens in one pass; bounds the memory of its mask and activations."""
-
-
-class _Stopwatch:
-    """Sums the seconds of the blocks that it is entered for."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._started
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class LocalVerifier(Verifier):
         self.prompt_window: int = getattr(proposer, "prompt_window", 0)
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
         self._hidden = HiddenStates() if "hidden" in self._needs else None
-        self._target_time = _Stopwatch()  # passes and head of the current call
+        self._target_s = 0.0  # passes and head of the current call
         rules = PositionRules.of(target)
         self._rules = None if rules.are_plain else rules
         self._device = target.device  # `device` of a module searches its parameters
@@ -113,8 +101,14 @@ class LocalVerifier(Verifier):
         if self._hidden is not None:
             self._hidden.clear()
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._target_s += time.perf_counter() - started
+
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        self._target_time = _Stopwatch()
+        self._target_s = 0.0
         rows = self._prefill(requests)
         found = self._in_one_call(rows[0]) if len(rows) == 1 else None
         states, chosen = found or (self._states(rows), None)
@@ -131,7 +125,7 @@ class LocalVerifier(Verifier):
         accepted = [len(decision.accepted) for decision in decisions]
         features = self._features(requests, accepted)
         encode_s = time.perf_counter() - started
-        pass_s = self._target_time.seconds if self._device.type == "cpu" else None
+        pass_s = self._target_s if self._device.type == "cpu" else None
         for decision, feature in zip(decisions, features, strict=True):
             decision.features, decision.encode_s, decision.pass_s = feature, encode_s, pass_s
         return decisions
@@ -155,7 +149,7 @@ class LocalVerifier(Verifier):
         """The pass over one row by kernels; see `RowPass.run`."""
         if self._row_pass is None:
             return None
-        with self._target_time:
+        with self._timed():
             return self._row_pass.run(row, whole=self._hidden is not None)
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
@@ -179,7 +173,7 @@ class LocalVerifier(Verifier):
             numbers_2T[:, : len(row.tokens)] = row.tokens, row.positions
         tokens_BT, positions_BT = torch.from_numpy(numbers_B2T).to(self._device).unbind(1)
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
-        with self._target_time:
+        with self._timed():
             return self.target.run(
                 tokens_BT,
                 positions_BT,
@@ -210,11 +204,11 @@ class LocalVerifier(Verifier):
             requests = [row.request for row in group]
             states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
             if any(one.sampling.needs_logits for one in requests):
-                with self._target_time:
+                with self._timed():
                     logits_NV = self.target.head(states_NE)
                 decisions += accept(requests, texts, logits_NV)
             else:
-                with self._target_time:
+                with self._timed():
                     chosen_N = self.target.best(states_NE).tolist()
                 decisions += accept_greedy(requests, texts, chosen_N)
         return decisions

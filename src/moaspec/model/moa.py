@@ -47,12 +47,7 @@ AGGREGATE_CHUNK_TOKENS = 512
 
 
 class TargetEncoder(nn.Module):
-    """LSA over the target's layers, the projection to E, and CA's keys and values.
-
-    For a verified token t with the target's keys and values kv_1 ... kv_L:
-
-        a_t = W mean_l LSA(kv_1, ..., kv_L)_l + b      (`aggregate`)
-        k_t = rope(W_k norm(a_t)),  v_t = W_v norm(a_t)  (`project_kv`)
+    """LSA, mean and projection (`aggregate`), then CA's keys and values (`project_kv`).
 
     It runs beside the target, once for each verified token and never for a draft.
 
@@ -111,8 +106,6 @@ class TargetEncoder(nn.Module):
 class DraftDecoder(nn.Module):
     """SA and the query side of CA, which run for every draft.
 
-        x_i = SA(e_1 ... e_i),  y_i = CA(x_i; memory)
-
     Token embeddings, the reused target layers and the LM head are the target's; the caller applies
     them.
 
@@ -131,11 +124,8 @@ class DraftDecoder(nn.Module):
             DecoderLayer(sa, eps=eps, hidden_act=act) for _ in range(config.self_attention_layers)
         )
         self.self_attention, self.further_self_attention = first, nn.ModuleList(further)
-        self.self_rope = scaled_rope(
-            sa.head_dim,
-            {"rope_theta": config.rope_theta, **config.rope_parameters},
-            config.max_position_embeddings,
-        )
+        rope = {"rope_theta": config.rope_theta, **config.rope_parameters}
+        self.self_rope = scaled_rope(sa.head_dim, rope, config.max_position_embeddings)
         self.without_text = "sa" in config.without
         self.cross_attention = CrossAttentionLayer(ca, eps=eps, hidden_act=act)
         self.cross_rope = Rope.plain(ca.head_dim, config.rope_theta)
@@ -148,11 +138,7 @@ class DraftDecoder(nn.Module):
     def run_self_attention(
         self, embeddings_BTE: Tensor, cos_sin: CosSin, attends: Iterable[SelfAttend]
     ) -> Tensor:
-        """SA: depends on the tokens alone, so verified tokens never need recomputing.
-
-        Args:
-            attends: of each layer.
-        """
+        """SA, with an attention for each layer; verified tokens never need recomputing."""
         if self.without_text:
             return embeddings_BTE
         x_BTE = embeddings_BTE

@@ -23,8 +23,7 @@ from moaspec.target.decoder_layers import DecoderLayers, LMHead, WatchLayer, Wri
 from moaspec.target.target_base import TargetBase
 
 PROCESS_SETTINGS = threading.RLock()
-"""Held while settings of the whole process differ from the caller's. While transformers builds a
-model, its dtype is torch's default dtype; a second thread would restore that for good."""
+"""Held while torch's default dtype is another one, as while transformers builds a model."""
 
 
 @contextmanager
