@@ -15,7 +15,7 @@ const { env, InferenceSession, Tensor } = await import(place);
 env.wasm.numThreads = Number(threads);
 
 const cpuMs = () => { const { user, system } = process.cpuUsage(); return (user + system) / 1000; };
-const { self_attention: text, cross_attention: memory, target, num_target_layers } = JSON.parse(readFileSync(`${bundle}/manifest.json`));
+const { self_attention: text, self_attention_layers: count = 1, cross_attention: memory, target, num_target_layers } = JSON.parse(readFileSync(`${bundle}/manifest.json`));
 const [began, beganCpu] = [performance.now(), cpuMs()];
 const session = await InferenceSession.create(new Uint8Array(readFileSync(`${bundle}/drafter.onnx`)), { logSeverityLevel: 3 });
 const [createMs, createCpuMs] = [performance.now() - began, cpuMs() - beganCpu];
@@ -25,9 +25,12 @@ const cache = ({ num_kv_heads, head_dim }) => {
   return new Tensor("float32", new Float32Array(sizes.reduce((a, b) => a * b)), sizes);
 };
 const feeds = {
-  text_key: cache(text), text_value: cache(text), memory_key: cache(memory), memory_value: cache(memory),
+  memory_key: cache(memory), memory_value: cache(memory),
   memory_mask: new Tensor("bool", new Uint8Array(SLOTS).fill(1, 0, NUM_READ), [SLOTS]),
 };
+for (const kind of ["key", "value"]) {
+  for (let layer = 0; layer < count; layer++) feeds[layer ? `text_${kind}_${layer}` : `text_${kind}`] = cache(text);
+}
 for (let layer = 0; layer < num_target_layers; layer++) {
   for (const kind of ["key", "value"]) feeds[`layer_${kind}_${layer}`] = cache(target);
 }

@@ -97,7 +97,7 @@ def _drafter(
     x_NLK = _finish(lsa, x_NLK, _attend(query, key, value, None), eps)
     aggregated_BTE = encoder.projection(x_NLK.mean(1).view(*kv_BTLK.shape[:2], -1))
 
-    sa, eye = decoder.self_attention, index_T[:, None] == index_T
+    (sa,), eye = decoder.text_layers, index_T[:, None] == index_T
     causal = ((index_T[:, None] >= index_T) & mask_BT[:, None] | eye)[:, None]
     normed = _norm(embeddings_BTE, sa.input_layernorm.weight, eps)
     query = _query(sa, normed, index_T, theta)

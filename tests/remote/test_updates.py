@@ -43,14 +43,15 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "temperature": 0.0
 @pytest.fixture(scope="module", params=[False, True], ids=["bf16", "int8"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("device")
-    return bundles.save_bundle(directory, int8=request.param)
+    return bundles.save_bundle(directory, int8=request.param, sa_layers=3)
 
 
 def served(bundle: Path) -> tuple[Target, MoADrafter, MoADrafter]:
     """Target and drafter of the server, and a version with another decoder."""
     target = moaspec.load_target(bundle.parent / "target", dtype="float32")
     first = load_drafter(bundle.parent / "drafter", target=target)
-    version = tiny.random_drafter(target, seed=9)
+    layers = first.config.self_attention_layers
+    version = tiny.random_drafter(target, seed=9, sa_layers=layers)
     version.encoder.load_state_dict(first.encoder.state_dict())
     return target, first, version
 

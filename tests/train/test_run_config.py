@@ -218,6 +218,8 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"drafter": "eagle", "staircase": True},
         {"drafter": "independent", "anchors": "rounds"},
         {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
+        {"drafter": "eagle", "sizes": DrafterSizes(sa_layers=2)},
+        {"sizes": DrafterSizes(publishable=True, sa_layers=2)},
         {"sizes": DrafterSizes(publishable=True, draft_vocab=9)},
         {"sizes": DrafterSizes(publishable=True), "num_target_layers": (0, 1)},
         {"sizes": DrafterSizes(publishable=True), "drafter": "eagle"},

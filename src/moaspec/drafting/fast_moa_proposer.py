@@ -141,8 +141,8 @@ class FastMoAProposer(MoAProposer):
     def _new_kernels(self, last: LastLayers | None) -> FusedDrafter | None:
         target, num, decoder = self.target, self.num_target_layers, self.module.decoder
         layers, ca = decoder.text_layers, decoder.cross_attention
-        text_layers = [one for one in layers if isinstance(one, FastAttentionBlock)]
-        if len(text_layers) < len(layers) or not isinstance(ca, FastAttentionBlock):
+        fast = [one for one in layers if isinstance(one, FastAttentionBlock)]
+        if len(fast) < len(layers) or not isinstance(ca, FastAttentionBlock):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
         if head is None or target.embeddings is None:
@@ -157,8 +157,8 @@ class FastMoAProposer(MoAProposer):
             return None
         table = target.model.base_model.embed_tokens
         self._hooks = table._forward_hooks, table._forward_pre_hooks
-        sa = FusedStack([one.fused for one in text_layers], text_layers[0].stack.scale, moved=False)
-        text = TextStack(sa, angle_rows(decoder.self_rope), num=len(text_layers))
+        sa = FusedStack([one.fused for one in fast], fast[0].stack.scale, moved=False)
+        text = TextStack(sa, angle_rows(decoder.self_rope), num=len(fast))
         memory = TextStack(ca.stack, angle_rows(decoder.cross_rope))
         reused = None
         if last is not None:

@@ -155,7 +155,8 @@ class DrafterConfig:
     def _check_layers(self) -> None:
         count, numbers = self.self_attention_layers, self.num_target_layers
         if not isinstance(count, int) or not 1 <= count <= MAX_LAYERS:
-            raise ShapeError(f"self_attention_layers must be an integer >= 1, got {count!r}.")
+            shown = f"{count!r}"[:80]
+            raise ShapeError(f"self_attention_layers must be within 1..{MAX_LAYERS}, got {shown}.")
         whole = all(isinstance(n, int) and 0 <= n <= MAX_LAYERS for n in numbers)
         if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
             shown = f"{str(numbers)[:80]}"

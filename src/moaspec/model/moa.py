@@ -20,7 +20,7 @@ Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E h
 layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -136,13 +136,13 @@ class DraftDecoder(nn.Module):
         return [self.self_attention, *cast(Iterable[DecoderLayer], self.further_self_attention)]
 
     def run_self_attention(
-        self, embeddings_BTE: Tensor, cos_sin: CosSin, attends: Iterable[SelfAttend]
+        self, embeddings_BTE: Tensor, cos_sin: CosSin, attends: Sequence[SelfAttend]
     ) -> Tensor:
         """SA, with an attention for each layer; verified tokens never need recomputing."""
         if self.without_text:
             return embeddings_BTE
         x_BTE = embeddings_BTE
-        for layer, attend in zip(self.text_layers, attends, strict=False):
+        for layer, attend in zip(self.text_layers, attends, strict=True):
             x_BTE = layer(x_BTE, cos_sin, attend)
         return x_BTE
 

@@ -6,7 +6,6 @@ K = 2 * H * D, V vocabulary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class BlockTraining(nn.Module):
         x_BTE = decoder.run_self_attention(
             embeddings_BTE,
             decoder.self_rope(position_ids_BT),
-            repeat(lambda q, k, v: masked_attention(q, k, v, sa_mask)),
+            [lambda q, k, v: masked_attention(q, k, v, sa_mask)] * len(decoder.text_layers),
         )
         if self.reads_drafts:
             own_key, own_value = self.project_kv(x_BTE, position_ids_BT)

@@ -77,9 +77,10 @@ class TrainConfig:
             `moaspec.train.students.warm_start`.
         initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
             are its N, unless it has no exits and `num_target_layers` names others: then each N gets
-            an exit, initialised by regression. `warm_start` and `sizes` have no effect, except
-            `sizes.draft_vocab`, to which the vocabulary grows by the most frequent other tokens of
-            the data, and `sizes.sa_layers`, if they are not 0.
+            an exit, initialised by regression. `warm_start` and `sizes` have no effect, except two
+            sizes that are not 0: to `sizes.draft_vocab` the vocabulary grows by the most frequent
+            other tokens of the data, to `sizes.sa_layers` SA grows by layers that are the identity
+            at first.
         warm_start_tokens: number of tokens whose activations `warm_start` uses.
         frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes
@@ -168,10 +169,11 @@ class TrainConfig:
                 "num_target_layers, frozen_lsa and loss.summary."
             )
         rounds = self.anchors == "rounds"
-        if self.drafter != "moa" and (self.sizes.without or self.staircase or rounds):
+        moa_only = self.sizes.without or self.sizes.sa_layers or self.staircase or rounds
+        if self.drafter != "moa" and moa_only:
             raise InputError(
-                f"drafter={self.drafter} has neither parts to leave out nor a staircase, and reads "
-                "no blocks: drop sizes.without, staircase and anchors."
+                f"drafter={self.drafter} has neither SA, parts to leave out nor a staircase, and "
+                "reads no blocks: drop sizes.sa_layers, sizes.without, staircase and anchors."
             )
         if self.sizes.publishable:
             self._check_publishable()
@@ -184,11 +186,12 @@ class TrainConfig:
 
     def _check_publishable(self) -> None:
         several = len(self.num_target_layers) > 1
-        if self.drafter != "moa" or self.sizes.draft_vocab or several or self.initial:
+        deep = self.sizes.sa_layers > 1
+        if self.drafter != "moa" or self.sizes.draft_vocab or several or deep or self.initial:
             raise InputError(
                 "sizes.publishable: the published forms hold a new drafter=moa with the full "
-                "vocabulary and one N. Drop sizes.draft_vocab, further num_target_layers and "
-                "initial, or sizes.publishable."
+                "vocabulary, one layer of SA and one N. Drop sizes.draft_vocab, sizes.sa_layers, "
+                "further num_target_layers and initial, or sizes.publishable."
             )
 
     def _check_numbers(self) -> None:

@@ -13,7 +13,7 @@ const MAX_WIDTH = 2 ** 16;
 const MAX_TOTAL_WIDTH = 2 ** 17;
 /** Largest number of positions, heads or dimensions that a manifest may state. */
 const MAX_SIZE = 2 ** 24;
-/** Largest number of target layers that a manifest may state. */
+/** Largest number of layers, of the target or of SA, that a manifest may state. */
 const MAX_LAYERS = 1024;
 const MAX_FILES = 64;
 /** Largest size of a file that a manifest may state, in bytes. */

@@ -161,7 +161,7 @@ class FusedDrafter:
         assert len(names_O) == head.outputs
         self.text, self.memory, self.last = text, memory, last
         self._head, self._embeddings_VE, self._held = head, embeddings_VE, (exit_, names_O)
-        self._facts = facts = DrafterFacts(text.layers, memory.layers, text.num)
+        self._facts = facts = DrafterFacts(text.layers, text.num, memory.layers)
         facts.head, facts.names = ctypes.addressof(head.described), names_O.data_ptr()
         facts.width = embeddings_VE.shape[1]
         # From now on the parts write into this structure.

@@ -158,7 +158,7 @@ class FusedStack:
         layers: in order. A layer without keys and values of its own (CA) attends to stored ones
             only.
         moved: move their weights into one contiguous buffer; a weight shared by several is moved
-            once.
+            once. False where stacks of their own have moved them.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], scale: float, *, moved: bool = True) -> None:

@@ -96,9 +96,9 @@ class DrafterFacts(ctypes.Structure):
     """A drafter, which processes unread tokens, then its drafts level by level."""
 
     _fields_ = (
-        *_fields(c_void_p, "text memory"),
+        ("text", c_void_p),
         ("text_layers", c_int64),
-        ("last", c_void_p),
+        *_fields(c_void_p, "memory last"),
         ("reused", c_int64),
         ("exit", c_void_p),
         *_fields(PassFacts, "text_pass memory_pass last_pass"),

@@ -32,7 +32,7 @@ from moaspec.model.checkpoint.tensor_names import (
     BESIDE_WEIGHTS,
     DRAFT_TOKENS,
     HEAD_MOMENT,
-    RENAMED,
+    PUBLISHED,
     SHARED_NORM,
     to_module_name,
     to_published_name,
@@ -109,6 +109,14 @@ def device_part(drafter: MoADrafter) -> dict[str, Tensor]:
     }
 
 
+def device_part_bytes(config: DrafterConfig) -> int:
+    """Bytes of the tensors of `device_part`."""
+    with torch.device("meta"):
+        decoder = MoADrafter(config)
+    parts = (one for name, one in decoder.named_parameters() if name.startswith(ON_DEVICE))
+    return sum(one.numel() * torch.bfloat16.itemsize for one in parts)
+
+
 def published_parameters(drafter: MoADrafter) -> dict[str, Tensor]:
     """The parameters themselves under their published names."""
     return {
@@ -183,7 +191,7 @@ def check_whole(
             _check_shapes(recorded_config(config_json), weights)
             return
         known = {to_module_name(name) for name in weights}
-        missing = [ours for _, ours in RENAMED[:-2] if not any(n.startswith(ours) for n in known)]
+        missing = [ours for _, ours in PUBLISHED if not any(n.startswith(ours) for n in known)]
         if missing:
             names = ", ".join(to_published_name(f"{one}*") for one in missing)
             raise CorruptCheckpointError(f"Tensors are missing in the checkpoint: {names}.")

@@ -57,6 +57,8 @@ def published_problem(
             "The published forms know neither a trimmed draft vocabulary nor exits; train with "
             "sizes.draft_vocab=0 and, from the start, one num_target_layers to convert."
         )
+    if drafter.config.self_attention_layers > 1:
+        return "The published forms have one layer of SA (sizes.sa_layers)."
     if drafter.config.without:
         return "The published forms know no ablations (sizes.without)."
     tensors = published_parameters(drafter)

@@ -7,7 +7,7 @@ HEAD_MOMENT = "head_moment"
 BESIDE_WEIGHTS = (DRAFT_TOKENS, HEAD_MOMENT)
 PROJECTION = "Ekv2E.weight"  # every Mixture-of-Attentions drafter has it, and no other model
 
-RENAMED = (
+PUBLISHED = (
     # (published prefix, module path); the first that matches wins.
     ("layer_self_attention.self_attn.k_proj.", "encoder.layer_self_attention.key_value.k_proj."),
     ("layer_self_attention.self_attn.v_proj.", "encoder.layer_self_attention.key_value.v_proj."),
@@ -19,6 +19,9 @@ RENAMED = (
     ("cross_attention.self_attn.v_proj.", "encoder.memory_key_value.v_proj."),
     ("cross_attention.", "decoder.cross_attention."),
     ("Ekv2E.", "encoder.projection."),
+)
+RENAMED = (
+    *PUBLISHED,
     # Parts that no published drafter has.
     ("further_self_attention.", "decoder.further_self_attention."),
     ("exits.", "exits."),

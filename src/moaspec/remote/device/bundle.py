@@ -29,7 +29,7 @@ from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.directory import DEVICE_SECTION as SECTION
-from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint
+from moaspec.model.checkpoint.moa_checkpoint import device_part, device_part_bytes, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
@@ -93,8 +93,7 @@ class DeviceBundle(Device):
     async def update(self, transport: ServerTransport) -> bool:
         if not isinstance(self.module, MoADrafter):
             return False
-        # In bf16, with a header.
-        most = 2 * sum(one.numel() for one in self.module.parameters()) + MAX_HEADER_BYTES
+        most = device_part_bytes(self.module.config) + MAX_HEADER_BYTES
         found = await newer_version(transport, self.version, most)
         if found is None:
             return False

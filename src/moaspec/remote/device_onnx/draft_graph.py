@@ -34,6 +34,7 @@ from moaspec.errors import InputError
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.model.rope import LongRope
+from moaspec.remote.device_onnx.manifest import text_caches
 from moaspec.remote.device_onnx.onnx_ops import (
     ACTIVATIONS,
     CONTRIB,
@@ -141,6 +142,7 @@ class DraftGraph(GraphBuilder):
         self.first = self._first_without_activations() if target.reused else self.last
         """Index of the first of W tokens."""
         self.positions_W = self.newest(self.positions_T)
+        self.text_caches = text_caches(drafter.config.self_attention_layers)
         self.slots_S = self._up_to(self._size("text_key", 1))
         self.earlier_WS = self._earlier(self.positions_W)
 
@@ -190,31 +192,23 @@ class DraftGraph(GraphBuilder):
 
     def run_self_attention(self, x_TE: str) -> str:
         """Store keys and values of all tokens; SA's output for W of them, (W, E)."""
-        sizes, decoder = self.drafter.config.self_attention, self.drafter.decoder
-        for layer, caches in zip(decoder.text_layers, self.text_caches, strict=True):
+        sizes, rope = self.drafter.config.self_attention, self.drafter.decoder.self_rope
+        *before, last = zip(self.drafter.decoder.text_layers, self.text_caches, strict=True)
+        at, heads = self.positions_T, sizes.num_kv_heads
+        hidden = self.hidden(self._earlier(at), sizes) if before else ""
+        for layer, caches in (*before, last):
             normed_TE = self.norm(x_TE, layer.input_layernorm)
-            new = self.keys_and_values(
-                normed_TE, layer.key_value, self.positions_T, sizes, decoder.self_rope
-            )
+            new = self.keys_and_values(normed_TE, layer.key_value, self.positions_T, sizes, rope)
             key, value = (
-                self.store(cache, new[name], self.positions_T, sizes.num_kv_heads)
-                for name, cache in caches.items()
+                self.store(cache, new[name], self.positions_T, heads)
+                for name, cache in zip(new, caches, strict=True)
             )
-            positions, earlier = self.positions_T, ""
-            if layer is decoder.text_layers[-1]:
-                x_TE, normed_TE = self.newest(x_TE), self.newest(normed_TE)
-                positions, earlier = self.positions_W, self.earlier_WS
-            hidden = self.hidden(earlier or self._earlier(positions), sizes)
-            query = self.queries(normed_TE, layer, positions, sizes, decoder.self_rope)
+            if layer is last[0]:
+                x_TE, normed_TE, at = self.newest(x_TE), self.newest(normed_TE), self.positions_W
+                hidden = self.hidden(self.earlier_WS, sizes)
+            query = self.queries(normed_TE, layer, at, sizes, rope)
             x_TE = self.finish(x_TE, layer, self.attend(query, key, value, hidden, sizes))
         return x_TE
-
-    @property
-    def text_caches(self) -> list[dict[str, str]]:
-        """Names of the caches of keys and values of each of SA's layers."""
-        numbers = range(self.drafter.config.self_attention_layers)
-        ends = [f"_{number}" if number else "" for number in numbers]
-        return [{name: f"text_{name}{end}" for name in ("key", "value")} for end in ends]
 
     def run_cross_attention(self, x_WE: str) -> str:
         """CA's output, (W, E)."""
@@ -394,7 +388,7 @@ class DraftGraph(GraphBuilder):
             (one.num_kv_heads, slots, one.head_dim)
             for one, slots in ((config.self_attention, "S"), (config.cross_attention, slots))
         )
-        caches = {name: text for pair in self.text_caches for name in pair.values()}
+        caches = {name: text for pair in self.text_caches for name in pair}
         if reused:
             shape = (reused.sizes.num_kv_heads, "S", reused.sizes.head_dim)
             for index in range(len(reused.layers)):

@@ -127,6 +127,12 @@ def read_manifest(directory: str | Path) -> Manifest:
     return manifest
 
 
+def text_caches(num_layers: int) -> list[tuple[str, str]]:
+    """Names of the caches of keys and values of each of SA's layers, inputs of the graph."""
+    ends = ("", *(f"_{number}" for number in range(1, num_layers)))
+    return [(f"text_key{end}", f"text_value{end}") for end in ends]
+
+
 def is_onnx_bundle(directory: str | Path) -> bool:
     """Whether a directory holds an ONNX bundle."""
     return _read(Path(directory)).get("format") == FORMAT

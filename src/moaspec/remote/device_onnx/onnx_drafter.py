@@ -18,7 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from moaspec.errors import InputError, RefusedError
-from moaspec.remote.device_onnx.manifest import GRAPH_FILE, described, read_manifest
+from moaspec.remote.device_onnx.manifest import GRAPH_FILE, described, read_manifest, text_caches
 
 Floats = NDArray[np.float32]
 FIRST_SLOTS = 512
@@ -60,8 +60,7 @@ class OnnxDrafter:
         self._graph, self._threads = Path(directory) / GRAPH_FILE, threads
         numbers = range(self.manifest.num_target_layers)
         self._layers = [(f"layer_key_{n}", f"layer_value_{n}") for n in numbers]
-        ends = ("", *(f"_{i}" for i in range(1, self.manifest.self_attention_layers)))
-        self._text = [f"text_{name}{end}" for end in ends for name in ("key", "value")]
+        self._text = text_caches(self.manifest.self_attention_layers)
         self._session = self._make_session(str(self._graph))
         self._clear()
 
@@ -179,7 +178,7 @@ class OnnxDrafter:
         if num_slots <= old:
             return
         size = max(num_slots, min(2 * old, self.manifest.max_positions))
-        shapes = dict.fromkeys(self._text, self.manifest.self_attention)
+        shapes = dict.fromkeys(chain(*self._text), self.manifest.self_attention)
         shapes |= dict.fromkeys(MEMORY, self.manifest.cross_attention)
         shapes |= dict.fromkeys(chain(*self._layers), self.manifest.target)
         grown = {

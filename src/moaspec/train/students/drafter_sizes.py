@@ -37,13 +37,13 @@ class DrafterSizes:
     """Sizes of a new drafter; 0 derives them from the target.
 
     Attributes:
-        parameters: most trainable parameters, as 250000000 or "250M"; SA and CA then get MLPs of
-            the largest width within it, the same for both.
+        parameters: most trainable parameters, as 250000000 or "250M"; all layers of SA and CA then
+            get MLPs of the largest width within it, the same for all.
         lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
         lsa_kv_heads: key and value heads of LSA.
         lsa_intermediate: MLP width of LSA; default K.
-        sa_layers: layers of SA; default 1, as in the paper. A run from an `initial` drafter can add
-            some, which begin as the identity.
+        sa_layers: layers of SA; default 1, as in the paper. Those after the first are the identity
+            at first.
         sa_intermediate, ca_intermediate: MLP widths; default: the target's.
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.

@@ -21,6 +21,7 @@ from moaspec.generation.drafters import find_drafter
 from moaspec.model.baselines import KINDS, Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter
@@ -213,13 +214,7 @@ def load_initial_drafter(
             f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
             f"{wanted}. Set it to the same; only a drafter without exits can get others."
         )
-    shape, layers = drafter.config, config.sizes.sa_layers or drafter.config.self_attention_layers
-    if layers < shape.self_attention_layers:
-        raise InputError(
-            f"sizes.sa_layers={layers}: initial={config.initial} has "
-            f"{shape.self_attention_layers}, and a run can only add layers; 0 keeps them."
-        )
-    shape = dataclasses.replace(shape, self_attention_layers=layers)
+    shape = _with_further_layers(drafter.config, config)
     if had != wanted:
         shape = dataclasses.replace(
             shape,
@@ -229,18 +224,36 @@ def load_initial_drafter(
             further_acceptance=(),
         )
     if shape != drafter.config:
-        torch.manual_seed(config.seed)
-        grown = MoADrafter(shape, drafter.draft_token_ids)
-        random_weights(grown)
-        skip_further_layers(grown)
-        grown.load_state_dict(drafter.state_dict(), strict=False)  # without what is new
-        drafter = grown
+        drafter = _grown(drafter, shape, config.seed)
     drafter.config = dataclasses.replace(drafter.config, target=target.identity)
     if drafter.config.trained_positions:
         _record_length(drafter, examples)
     _grow_vocabulary(drafter, config, examples)
     drafter = drafter.to(target.device).requires_grad_(requires_grad=True)
     return drafter, had[0] if had != wanted else None
+
+
+def _with_further_layers(shape: DrafterConfig, config: TrainConfig) -> DrafterConfig:
+    """The config with as many layers of SA as `config.sizes` asks for."""
+    had, wanted = shape.self_attention_layers, config.sizes.sa_layers
+    if wanted and wanted < had:
+        raise InputError(
+            f"sizes.sa_layers={wanted}: initial={config.initial} has {had}, and a run can only add "
+            "layers; 0 keeps them."
+        )
+    return dataclasses.replace(shape, self_attention_layers=wanted or had)
+
+
+def _grown(drafter: MoADrafter, shape: DrafterConfig, seed: int) -> MoADrafter:
+    """The drafter with more parts; further layers of SA do nothing at first."""
+    torch.manual_seed(seed)
+    grown = MoADrafter(shape, drafter.draft_token_ids)
+    random_weights(grown)
+    skip_further_layers(grown)
+    grown.load_state_dict(drafter.state_dict(), strict=False)  # new parts are not in it
+    if shape.num_target_layers == drafter.config.num_target_layers:
+        grown.head_moment = drafter.head_moment
+    return grown
 
 
 def _record_length(drafter: MoADrafter, examples: Sequence[Example]) -> None:

@@ -22,7 +22,7 @@ H query heads, C KV heads, D head dim, X distances.
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, repeat, tee
+from itertools import islice, tee
 
 import torch
 from torch import Tensor, nn
@@ -362,5 +362,5 @@ def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
     return decoder.run_self_attention(
         target.embed(batch.input_ids_BT).float(),
         decoder.self_rope(positions(batch.attention_mask_BT)),
-        repeat(lambda q, k, v: masked_attention(q, k, v, mask)),
+        [lambda q, k, v: masked_attention(q, k, v, mask)] * len(decoder.text_layers),
     )[0]

@@ -68,10 +68,13 @@ class PagedLayer:
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention of one layer for single queries: a `SelfAttend` or a `CrossAttend`."""
+    """Attention of one layer, a `SelfAttend` or a `CrossAttend`.
+
+    Each query reads a text of its own length, as that of each request in a draft step.
+    """
 
     layer: PagedLayer
-    metadata: Any  # vLLM's attention metadata for single queries
+    metadata: Any  # from `CacheGroup.metadata`
     # Slots where SA stores the new tokens' keys and values first; None for CA.
     slots_N: Tensor | None = None
 
@@ -144,7 +147,7 @@ class CacheGroup:
         return np.multiply(blocks, self.block_size, dtype=np.int64) + offset
 
     def queries(self, rows_R: Integers, first_R: Integers | None = None) -> CommonAttentionMetadata:
-        """The common metadata of single queries, such as one for each request of a draft.
+        """The common metadata of queries that each read a text of their own length.
 
         Args:
             rows_R: batch index of each query's request.
@@ -174,7 +177,7 @@ class CacheGroup:
     def metadata(
         self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor, longest: int
     ) -> Any:
-        """Metadata of single queries for this layer's attention backend.
+        """Metadata of such queries for this layer's attention backend.
 
         Args:
             queries: from `queries`; modified in place.

@@ -132,7 +132,9 @@ class PagedDrafter:
             unseen.append(self._self_encoded.missing(blocks_M, 0, length))
         for row_N, position_N in _chunks(rows, unread):
             self.encode_target(row_N, position_N)
-        for row_N, position_N in _chunks(rows, unseen):
+        # All layers of SA but the last take each token for a request.
+        most = ENCODE_CHUNK if len(self._parts.text_layers) == 1 else self._runner.max_num_reqs
+        for row_N, position_N in _chunks(rows, unseen, most):
             self.encode_text(row_N, position_N)
         for row, length in zip(rows, lengths, strict=True):
             self._cross_encoded.add(self._cross_group.blocks[row], self._first_block(row), length)
@@ -255,9 +257,9 @@ def _lengths(lengths_R: Integers) -> Tensor:
 
 
 def _chunks(
-    rows: Sequence[int], positions: Sequence[Integers]
+    rows: Sequence[int], positions: Sequence[Integers], most: int = ENCODE_CHUNK
 ) -> Iterator[tuple[Integers, Integers]]:
-    """Batch index and position of all tokens, (N,) each, in chunks.
+    """Batch index and position of all tokens, (N,) each, in chunks of at most this many.
 
     Args:
         rows: batch indices of requests.
@@ -265,8 +267,8 @@ def _chunks(
     """
     position_N = np.concatenate(positions)
     row_N = np.repeat(rows, [len(one) for one in positions])
-    for start in range(0, len(row_N), ENCODE_CHUNK):
-        part = slice(start, start + ENCODE_CHUNK)
+    for start in range(0, len(row_N), most):
+        part = slice(start, start + most)
         yield row_N[part], position_N[part]
 
 

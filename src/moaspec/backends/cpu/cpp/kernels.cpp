@@ -47,8 +47,9 @@ struct Exit {
 // children also run through `memory` (CA), then through the exit and the target's last layers, if any.
 // `cos` and `sin` of passes have rows for the unread tokens, then one for each level of drafts.
 struct Drafter {
-  const Layer *text, *memory;
-  int64_t text_layers;
+  const Layer* text;
+  int64_t text_layers;  // of SA
+  const Layer* memory;
   const Layer* last;  // the first of the reused target layers
   int64_t reused;     // number of reused target layers, 0 or more
   const Exit* exit;   // or null
@@ -191,7 +192,7 @@ struct TreePasses {
     const int64_t before = drafter.text_layers - 1;
     set_tokens(start, count, start + count, masks);
     team_stack(drafter.text, before, text, x, shared);
-    text.cache += before * text.layer;
+    text.cache += before * text.layer;  // not in a copy of the pass, whose angles go on
     team_store(storing, x, count, shared.layer, text, start_);
     text.cache -= before * text.layer;
   }
@@ -215,7 +216,7 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
                int32_t threads) {
   const int64_t width = drafter.width, start = *drafter.text_pass.starts, visible = start + tokens;
   const int64_t finished = drafter.finished, rows = std::max(finished, growth.breadth);
-  const int64_t stored = tokens - finished;  // only their keys and values in SA are needed
+  const int64_t stored = tokens - finished;  // only their keys and values in SA's last layer are needed
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
   const int64_t chunk = std::min(stored, kChunkRows), text_rows = std::max(rows, chunk);
   std::vector<bf16> x(text_rows * width);
@@ -309,7 +310,7 @@ const int64_t* moaspec_layouts(int64_t* count) {
     }
     {
       using S = Drafter;
-      add_layout<S>(found, {AT(text), AT(memory), AT(text_layers), AT(last), AT(reused), AT(exit), AT(text_pass),
+      add_layout<S>(found, {AT(text), AT(text_layers), AT(memory), AT(last), AT(reused), AT(exit), AT(text_pass),
                             AT(memory_pass), AT(last_pass), AT(finished), AT(head), AT(names), AT(embeddings),
                             AT(width)});
     }
