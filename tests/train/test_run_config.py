@@ -70,6 +70,7 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
         ("loss=3", "mapping"),
         ("betas=[0.9]", "betas"),
         ("loss.kl=much", r"loss\.kl"),
+        ("device=mps", r"device.*'cpu' or 'cuda'"),
     ],
 )
 def test_wrong_types(override: str, name: str, tmp_path: Path) -> None:

@@ -357,6 +357,6 @@ def _settings(
         max_length=config.max_length,
         activation_cache=False,
         seed=config.seed,
-        device=target.device.type,
+        device="cuda" if target.device.type == "cuda" else "cpu",
         loss=LossWeights(kl=1.0),
     )

@@ -139,7 +139,7 @@ class TrainConfig:
     shard_mb: float = 0.0
     seed: int = 0
     threads: int = 0
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # YAML reads an unquoted no as false.
     mixed_precision: Annotated[
