@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -126,22 +127,20 @@ def test_a_model_that_another_thread_loads_changes_no_setting(
 ) -> None:
     """Its dtype is the default one meanwhile; what began meanwhile would restore that."""
     tiny.model("llama").save_pretrained(tmp_path)
-    loading, found, read = threading.Event(), [torch.get_default_dtype()], registry._auto_class
+    loading, read = threading.Event(), registry._auto_class
 
     class Slow:
         def from_pretrained(self, *args: Any, **options: Any) -> Any:
             with _default_dtype(torch.bfloat16):
                 loading.set()
-                waiting.wait(0.3)
+                time.sleep(0.3)
                 return read(options["config"]).from_pretrained(*args, **options)
 
-    waiting = threading.Event()
     monkeypatch.setattr(registry, "_auto_class", lambda _: Slow())
     with ThreadPoolExecutor(3) as pool:
         loaded = [pool.submit(moaspec.load_target, tmp_path, dtype="bfloat16") for _ in range(2)]
         assert loading.wait(60)
-        waiting.set()
         with plain_torch():
-            found.append(torch.get_default_dtype())
-        found += [torch.get_default_dtype() for one in loaded if one.result()]
-    assert {*found, torch.get_default_dtype()} == {torch.float32}
+            inside = torch.get_default_dtype()
+        assert all(one.result().dtype == torch.bfloat16 for one in loaded)
+    assert inside == torch.get_default_dtype() == torch.float32
