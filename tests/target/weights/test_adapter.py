@@ -18,7 +18,7 @@ from moaspec.remote.protocol import identity
 from moaspec.target.target import Target
 from moaspec.target.weights.adapter import CONFIG, WEIGHTS, adapter_hash
 from moaspec.train.run_config import TrainConfig
-from moaspec.train.students.students import load_initial_drafter
+from moaspec.train.students.initial_drafter import load_initial_drafter
 
 pytest.importorskip("peft", reason="the extra adapter is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft

@@ -37,8 +37,9 @@ from moaspec.model.training_pass import positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
+from moaspec.train.students.initial_drafter import load_initial_drafter
 from moaspec.train.students.losses import logit_chunk_size
-from moaspec.train.students.students import load_initial_drafter, unfilled_drafter
+from moaspec.train.students.students import unfilled_drafter
 from moaspec.train.students.target_activations import (
     activation_widths,
     bytes_per_token,
