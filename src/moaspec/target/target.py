@@ -23,7 +23,7 @@ from moaspec.target.decoder_layers import DecoderLayers, LMHead, WatchLayer, Wri
 from moaspec.target.target_base import TargetBase
 
 PROCESS_SETTINGS = threading.RLock()
-"""Held while torch's default dtype is another one, as while transformers builds a model."""
+"""Held while transformers builds a model (torch's default dtype is then its own) or is patched."""
 
 
 @contextmanager
