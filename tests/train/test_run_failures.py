@@ -131,3 +131,22 @@ def test_three_examples_are_enough_and_fewer_say_so(tmp_path: Path) -> None:
     assert run.step == 5
     with pytest.raises(InputError, match=r"held_out=3.*give more data, or set held_out below 3"):
         trainer(tmp_path / "none", EXAMPLES[:3], held_out=3)
+
+
+def test_a_run_with_a_cut_activation_file_ends_with_the_same_weights(tmp_path: Path) -> None:
+    trainer(tmp_path / "whole", activation_cache=True).run()
+    trainer(tmp_path / "cut", activation_cache=True, steps=2, decay_steps=4).run()
+    for file in (tmp_path / "cut" / "activations").rglob("*.bf16"):
+        file.write_bytes(file.read_bytes()[:1000])
+    trainer(tmp_path / "cut", activation_cache=True).run()
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+
+
+def test_a_run_of_another_target_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2)
+    run.run()
+    other = tiny.fresh_target()
+    other.model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(1.5)
+    with pytest.raises(InputError, match="a run with other target"):
+        Trainer(other, EXAMPLES, run.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,35 @@ def test_a_full_disk_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.M
         files.save(2, TENSORS, {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert files.load() is not None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: bytes(len(data)),
+        lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        lambda data: b"",
+    ],
+    ids=["cut", "zeros", "one bit", "empty"],
+)
+def test_damaged_files_are_refused(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    StateFiles(tmp_path, 1000).save(1, TENSORS, {"step": 1, "order": {"queue": [[1, 2]]}})
+    files = list((tmp_path / "step-1").iterdir())
+    assert len(files) > 4
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(damage(whole))
+        with pytest.raises(TrainingError, match="step-1 is damaged"):
+            StateFiles(tmp_path).load()
+        file.write_bytes(whole)
+    assert StateFiles(tmp_path).load() is not None
+
+
+def test_files_of_another_state_are_refused(tmp_path: Path) -> None:
+    StateFiles(tmp_path / "a").save(1, TENSORS, {"step": 1})
+    other = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    StateFiles(tmp_path / "b").save(1, other, {"step": 1})
+    shutil.copy(tmp_path / "b" / "step-1" / "model.safetensors", tmp_path / "a" / "step-1")
+    with pytest.raises(TrainingError, match=r"model\.safetensors is not as it was written"):
+        StateFiles(tmp_path / "a").load()

@@ -45,7 +45,7 @@ LAST, BEST = "drafter", "best"
 """Directories of the last weights, and of those with the highest held-out simulated tau."""
 
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed", "optimizer")
-"""Settings that a resumed run must share with the saved one; the examples must be the same, too."""
+"""Settings that a resumed run must share with the saved one, as it must examples and target."""
 
 MOMENT = "head_moment"  # name of the head's input moment among the tensors of a saved state
 
@@ -303,12 +303,17 @@ class Trainer:
     def _resume_facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON."""
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
-        identity = {**settings, "examples": self.data.fingerprint()}
+        identity = {
+            **settings,
+            "examples": self.data.fingerprint(),
+            "target": self.student.activations.target_hash,
+        }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         was, now = facts.get("run", {}), self._resume_facts
+        was.setdefault("target", now["target"])  # states of an earlier version do not name it
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
             raise InputError(

@@ -1,4 +1,4 @@
-"""State files for an exact resume: tensors in safetensors shards, and one JSON file.
+"""State files for an exact resume: tensors in safetensors shards, one JSON file, and checksums.
 
 A state is written to a scratch directory, which is renamed to `step-NUMBER` when it is complete.
 Older states are removed after that, so a complete state exists whenever the run is killed.
@@ -7,6 +7,7 @@ Older states are removed after that, so a complete state exists whenever the run
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from moaspec.errors import CheckpointError, TrainingError
 from moaspec.model.checkpoint.weight_files import weight_files, write_weights
 
 FACTS_FILE = "state.json"
+SUMS_FILE = "checksums.json"
+READ_BYTES = 1 << 22
 
 
 class StateFiles:
@@ -50,6 +53,8 @@ class StateFiles:
             scratch.mkdir(parents=True)
             write_weights(scratch, dict(_pieces(tensors, self._shard_bytes)), self._shard_bytes)
             (scratch / FACTS_FILE).write_text(json.dumps(facts))
+            sums = {path.name: _checksum(path) for path in sorted(scratch.iterdir())}
+            (scratch / SUMS_FILE).write_text(json.dumps(sums))
             if final.exists():
                 return
             scratch.rename(final)
@@ -71,6 +76,7 @@ class StateFiles:
         if path is None:
             return None
         try:
+            _check(path)
             facts = json.loads((path / FACTS_FILE).read_text())
             if not isinstance(facts, dict) or not facts:
                 raise ValueError(f"{FACTS_FILE} is no object")
@@ -88,6 +94,26 @@ def damaged_state(path: Path, error: Exception) -> TrainingError:
         f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it to start "
         "again, or put it back from a copy."
     )
+
+
+def _check(path: Path) -> None:
+    """Refuse a state whose files are not those that were written."""
+    if not (path / SUMS_FILE).exists():  # a state of an earlier version
+        return
+    sums = json.loads((path / SUMS_FILE).read_text())
+    if not isinstance(sums, dict) or FACTS_FILE not in sums:
+        raise ValueError(f"{SUMS_FILE} does not name the files of a state")
+    for name, expected in sums.items():
+        if _checksum(path / Path(name).name) != expected:
+            raise ValueError(f"{name} is not as it was written")
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _pieces(tensors: Mapping[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:

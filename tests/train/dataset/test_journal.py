@@ -180,6 +180,37 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
             Journal(path, SETTINGS)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: bytes(len(data)), lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:]],
+    ids=["zeros", "one bit"],
+)
+def test_changed_files_are_refused(
+    damage: Callable[[bytes], bytes], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    write_rest(path)
+    for file in (path, tmp_path / f"{name}.progress"):
+        whole = file.read_bytes()
+        file.write_bytes(damage(whole))
+        with pytest.raises(DataError, match="not as it was written|is damaged"):
+            Journal(path, SETTINGS)
+        file.write_bytes(whole)
+    write_rest(path)
+    assert written(path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_numbers_of_another_run_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_rest(path)
+    progress = tmp_path / "rows.jsonl.progress"
+    changed = progress.read_text().replace('"groups":4', '"groups":9')
+    progress.write_text(changed)
+    with pytest.raises(DataError, match="is damaged"):
+        Journal(path, SETTINGS)
+
+
 def test_one_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with Journal(path, SETTINGS), pytest.raises(InputError, match="another process"):

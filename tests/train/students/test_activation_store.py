@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,58 @@ def test_final_states_alone_are_what_capture_gives_and_take_no_more_room(
     assert_close(states.flip(0)[real], first[real], rtol=0, atol=0)
     (file,) = tmp_path.rglob("*.bf16")
     assert file.stat().st_size == 2 * sum(map(len, EXAMPLES)) * target.identity.hidden_size
+
+
+def _flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:1000], lambda data: bytes(len(data)), _flipped, lambda data: data[::-1]],
+    ids=["cut", "zeros", "one bit", "another file"],
+)
+@pytest.mark.parametrize("suffix", ["bf16", "u32"])
+def test_damaged_files_are_computed_again(
+    damage: Callable[[bytes], bytes],
+    suffix: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also those of means, which are made from the activations."""
+    batch, encoder = collate(EXAMPLES, range(4)), tiny.random_drafter(tiny.target()).encoder
+
+    def read() -> list[torch.Tensor]:
+        cache = new_cache(tmp_path / "activations")
+        mean_BTK, _ = LayerMeanCache(cache, encoder, tmp_path / "means").read(batch)
+        found = cache.passes(batch)
+        return [mean_BTK, found.kv_BTLK, found.hidden_BTE]
+
+    first = read()
+    files = list(tmp_path.rglob(f"*.{suffix}"))
+    assert files
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        again = read()
+    for was, now in zip(first, again, strict=True):
+        assert_close(now, was, rtol=0, atol=0)
+    assert suffix != "bf16" or "damaged; they are computed again" in caplog.text
+    caplog.clear()
+    read()
+    assert not caplog.text
+
+
+def test_files_of_another_target_are_not_read(tmp_path: Path) -> None:
+    """It has the same shape and vocabulary, but other weights, or another dtype."""
+    target, batch = tiny.fresh_target(), collate(EXAMPLES, range(4))
+    before = new_cache(tmp_path, target).passes(batch)
+    target.model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(1.5)
+    assert not torch.equal(new_cache(tmp_path, target).passes(batch).hidden_BTE, before.hidden_BTE)
+    halves = copy.copy(target)
+    halves.model.bfloat16()
+    new_cache(tmp_path, halves)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """An output file of JSON lines that is written in whole groups and survives a kill at any point.
 
 A group's rows are appended and flushed to disk. Then a small `.progress` file beside the data is
-replaced atomically; it records the valid length. A restart cuts off everything beyond that length,
-so each row is in the file once or not at all.
+replaced atomically; it records the valid length and a checksum. A restart cuts off everything beyond
+that length, so each row is in the file once or not at all, and refuses a file that was changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.support.locks import claimed
 
 
+READ_BYTES = 1 << 22
+
+
 class _Progress(BaseModel, strict=True, extra="forbid"):
     """The part of the file that is flushed to disk."""
 
@@ -29,6 +33,7 @@ class _Progress(BaseModel, strict=True, extra="forbid"):
     groups: NonNegativeInt = 0
     rows: NonNegativeInt = 0
     num_bytes: NonNegativeInt = 0
+    checksum: NonNegativeInt | None = None  # of these bytes; None in files of an earlier version
     # Rows of finished conversations of later groups, by the conversation's number.
     kept: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
 
@@ -49,10 +54,9 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
                 f"{path} exists, and {progress_path.name} is not beside it, so it "
                 "was not written by this command. Choose another output file."
             )
-        return _Progress(settings=dict(settings))
+        return _Progress(settings=dict(settings), checksum=0)
     try:
-        text = progress_path.read_text(encoding="utf-8")
-        progress = _Progress.model_validate_json(text)
+        progress = _parsed(progress_path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
             f"Cannot read {progress_path}, or it is damaged. Delete it and "
@@ -64,6 +68,11 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
             f"{path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
             f"delete it and {progress_path.name} to begin again."
         )
+    if progress.checksum is not None and progress.checksum != _checksum(path, progress.num_bytes):
+        raise DataError(
+            f"{path} is not as it was written: some of its first {progress.num_bytes} bytes are "
+            f"others. Restore it, or delete it and {progress_path.name} to begin again."
+        )
     before = progress.settings
     for key in {**before, **settings} if complete else sorted(before.keys() & settings):
         was, now = before.get(key), settings.get(key)
@@ -73,6 +82,28 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
                 "not fit together. Use the same settings or another output file."
             )
     return progress
+
+
+def _parsed(data: bytes) -> _Progress:
+    """The content of a progress file: JSON, and its checksum in a second line."""
+    text, _, checksum = data.partition(b"\n")
+    if checksum and int(checksum) != zlib.crc32(text):
+        raise ValueError("it is not as it was written")
+    progress = _Progress.model_validate_json(text)
+    if progress.checksum is not None and not checksum:
+        raise ValueError("it is cut")
+    return progress
+
+
+def _checksum(path: Path, num_bytes: int) -> int:
+    """A checksum of the first bytes of a file."""
+    found = 0
+    if not num_bytes:  # there may be no file yet
+        return found
+    with path.open("rb") as file:
+        while num_bytes and (block := file.read(min(READ_BYTES, num_bytes))):
+            found, num_bytes = zlib.crc32(block, found), num_bytes - len(block)
+    return found
 
 
 def _progress_path(path: Path) -> Path:
@@ -150,6 +181,7 @@ class Journal:
             groups=before.groups + 1,
             rows=before.rows + len(rows),
             num_bytes=before.num_bytes + len(data),
+            checksum=None if before.checksum is None else zlib.crc32(data, before.checksum),
         )
         with self._explained():
             self._append(data)
@@ -176,8 +208,9 @@ class Journal:
     def _record(self, progress: _Progress) -> None:
         scratch = self._progress_path.with_name(self._progress_path.name + ".partial")
         try:
-            with scratch.open("w", encoding="utf-8") as file:
-                file.write(progress.model_dump_json())
+            with scratch.open("wb") as file:
+                text = progress.model_dump_json().encode()
+                file.write(b"%b\n%d" % (text, zlib.crc32(text)))
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(self._progress_path)

@@ -183,7 +183,7 @@ def make_plan(
         target_parameters=_count(target.model),
         cache_bytes_per_token=per_token,
         data_tokens=tokens or None,
-        cache_bytes={name: tokens * size + rows for name, size in per_token.items()}
+        cache_bytes={name: tokens * size + 4 * rows for name, size in per_token.items()}
         if rows
         else {},
         state_bytes=state_bytes,

@@ -1,7 +1,8 @@
 """Activations of the frozen target for training batches, computed or read from disk.
 
 The target computes the same keys, values and states for an example in every epoch, and a frozen LSA
-the same means. Reading them from flat files of bf16 costs a fraction of computing them.
+the same means. Reading them from flat files of bf16 costs a fraction of computing them. A file of
+checksums says which examples are stored; what does not match its checksum is computed again.
 
 Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidden size.
 """
@@ -12,7 +13,9 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
 """Seconds between two reports of how far a sample has been read."""
+HASHED_WEIGHTS = 4096
+"""Values of each of the target's tensors, at most, that tell one target from another."""
 
 
 class ExampleStore:
@@ -55,7 +60,7 @@ class ExampleStore:
         *,
         without: str,
     ) -> None:
-        self._device = device
+        self._directory, self._device = directory, device
         directory.mkdir(parents=True, exist_ok=True)
         lengths = np.array([len(example) for example in examples])
         self._ends = lengths.cumsum()
@@ -67,9 +72,11 @@ class ExampleStore:
             path = directory / f"{name}-{tokens}x{width}.bf16"
             _allocate(path, 2 * tokens * width, without)
             self._files[name] = np.memmap(path, np.int16, mode="r+", shape=(tokens, width))
-        path = directory / f"done-{len(examples)}-{'+'.join(widths)}.bool"
-        _allocate(path, len(examples), without)
-        self._done = np.memmap(path, dtype=np.bool_, mode="r+")
+        path = directory / f"sums-{len(examples)}-{'+'.join(widths)}.u32"
+        _allocate(path, 4 * len(examples), without)
+        self._sums = np.memmap(path, dtype=np.uint32, mode="r+")  # 0: the example is not stored
+        self._checked = np.zeros(len(examples), dtype=np.bool_)  # by this process
+        self._told = False
 
     def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
@@ -79,9 +86,28 @@ class ExampleStore:
             compute: called if one of them is not stored; returns every array, (B, T, ...), and
                 maybe others.
         """
-        if not all(self._done[i] for i in batch.example_ids):
+        if not all(map(self._is_stored, batch.example_ids)):
             self._write(batch, compute())
         return {name: self._read(file, batch) for name, file in self._files.items()}
+
+    def _is_stored(self, i: int) -> bool:
+        """Whether an example is there, as it was written; only its first read checks that."""
+        if self._checked[i] or not self._sums[i]:
+            return bool(self._checked[i])
+        self._checked[i] = self._sums[i] == self._sum(i)
+        if not self._checked[i] and not self._told:
+            log.warning(
+                "Kept activations in %s are damaged; they are computed again.", self._directory
+            )
+            self._told = True
+        return bool(self._checked[i])
+
+    def _sum(self, i: int) -> int:
+        """A checksum of an example's arrays, not 0."""
+        found = 0
+        for file in self._files.values():
+            found = zlib.crc32(file[self._starts[i] : self._ends[i]], found)
+        return found or 1
 
     def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
         for name, file in self._files.items():
@@ -90,7 +116,9 @@ class ExampleStore:
             for row, i in enumerate(batch.example_ids):
                 start, end = self._starts[i], self._ends[i]
                 file[start:end] = stored[row, : end - start].numpy()
-        self._done[list(batch.example_ids)] = True
+        for i in batch.example_ids:
+            self._sums[i] = self._sum(i)
+            self._checked[i] = True
 
     def _read(self, file: np.memmap, batch: Batch) -> Tensor:
         rows = [
@@ -128,13 +156,27 @@ def _before_widths(identity: TargetIdentity, before: Collection[int]) -> dict[st
     return {f"before{n}": identity.hidden_size for n in before}
 
 
+def target_fingerprint(target: Target) -> str:
+    """Hash of the target's shape and of some values of each of its tensors."""
+    digest = hashlib.sha256(repr(target.identity).encode())
+    for name, parameter in target.model.named_parameters():
+        values = parameter.detach().flatten()
+        sample = values[:: max(1, len(values) // HASHED_WEIGHTS)]
+        digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def fingerprint(
     examples: Sequence[Example],
-    identity: TargetIdentity,
+    target: str,
     weights: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Hash of the examples in this order, the target and the weights."""
-    digest = hashlib.sha256(repr(identity).encode())
+    """Hash of the examples in this order, the target and the weights.
+
+    Args:
+        target: names its weights and their dtype.
+    """
+    digest = hashlib.sha256(target.encode())
     for example in examples:
         digest.update(repr(example.pieces).encode())
     for name, tensor in (weights or {}).items():
@@ -202,9 +244,19 @@ class TargetActivations:
         self._store: ExampleStore | None = None
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
-            directory /= fingerprint(examples, target.identity)
+            directory /= fingerprint(examples, self.of_target)
             without = "activation_cache=false"
             self._store = ExampleStore(directory, examples, widths, target.device, without=without)
+
+    @cached_property
+    def target_hash(self) -> str:
+        """See `target_fingerprint`."""
+        return target_fingerprint(self.target)
+
+    @property
+    def of_target(self) -> str:
+        """Names all of the target that its activations depend on."""
+        return f"{self.target_hash} {self.target.dtype}"
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
@@ -272,7 +324,7 @@ class LayerMeanCache:
             self._encoder = packed_copy(whole, exact=list(whole.children()))
         identity = activations.target.identity
         weights = encoder.layer_self_attention.state_dict()
-        name = fingerprint(activations.examples, identity, weights)
+        name = fingerprint(activations.examples, activations.of_target, weights)
         self._last = max(activations.before, default=0)
         widths = mean_widths(identity, activations.before)
         directory /= f"{name}-all-bf16" if bf16 else name
