@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 import chat_tokenizers
 from chat_tokenizers import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
@@ -12,6 +13,8 @@ from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.data.templates.control_tokens import ControlTokens
+from moaspec.data.templates.prefix_tokens import PrefixTokens
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
 
@@ -168,3 +171,53 @@ def test_developers_are_systems() -> None:
     conversation = Conversation(where="here:1", messages=normal_messages(messages))
     ids = prompt_ids(ChatTemplate(chat_tokenizers.tokenizer()), conversation)
     assert ids[:6] == [START, SYSTEM, BREAK, 12, END, BREAK]
+
+
+LONG = chat_tokenizers.talk(*(f"w{20 + i % 9} <|end|> w{30 + i % 7}" for i in range(80)))
+
+
+@pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "DEFAULT_SYSTEM", "THINKING"])
+def test_a_long_conversation_is_encoded_about_twice(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its tokens are those of texts that are each encoded as a whole."""
+    template = ChatTemplate(chat_tokenizers.tokenizer(getattr(chat_tokenizers, name)))
+    prepared = template.prepare(LONG.messages)
+    whole = template.text(prepared)
+    prefixes = PrefixTokens(template, whole)
+    for index in range(1, 80, 2):
+        given = template.text(prepared, index, add_generation_prompt=True)
+        for text in (given, template.text(prepared, index + 1), given + "w40", given[:-3]):
+            assert prefixes.tokenize(text) == template.tokenize(text)
+    encoded, encode = list[int](), ControlTokens._encode
+
+    def counted(self: ControlTokens, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(ControlTokens, "_encode", counted)
+    found = masked_tokens(template, LONG, STOPS)
+    assert found.turns == found.turns_with_loss == 40
+    assert sum(encoded) < 5 * len(whole)
+
+
+def test_a_tokenizer_whose_parts_give_other_tokens_encodes_whole_texts() -> None:
+    """This one writes a word's start before each text that it encodes."""
+    made = chat_tokenizers.tokenizer()
+    made.backend_tokenizer.normalizer = normalizers.Prepend("w33 ")
+    template = ChatTemplate(made)
+    text = template.text(template.prepare(TWO_TURNS.messages))
+    prefixes = PrefixTokens(template, text)
+    for end in range(len(text) + 1):
+        assert prefixes.tokenize(text[:end]) == template.tokenize(text[:end])
+
+
+@pytest.mark.parametrize("limit", [1, 14, 25, 60, 10_000])
+def test_turns_behind_the_limit_are_not_looked_for(limit: int) -> None:
+    template = ChatTemplate(chat_tokenizers.tokenizer())
+    whole, found = masked_tokens(template, LONG, STOPS), masked_tokens(template, LONG, STOPS, limit)
+    example = Example.from_mask(found.token_ids, found.written)
+    all_of_it = Example.from_mask(whole.token_ids, whole.written)
+    assert example.cut(limit) == all_of_it.cut(limit)
+    assert (len(example) > limit) == (len(all_of_it) > limit)
+    assert (found.turns < whole.turns) == (limit < 10_000)

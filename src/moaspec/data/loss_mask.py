@@ -7,6 +7,7 @@ from typing import Any
 
 from moaspec.data.conversations import Conversation
 from moaspec.data.templates.chat_template import FAILURES, ChatTemplate, PreparedMessages
+from moaspec.data.templates.prefix_tokens import PrefixTokens
 from moaspec.errors import DataError, InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -18,8 +19,9 @@ class MaskedTokens:
 
     token_ids: Sequence[int]
     written: Sequence[bool]  # True for each that the assistant generated
+    # turns, turns_with_loss: assistant turns up to the limit, and those located among the tokens.
     turns: int
-    turns_with_loss: int  # number of assistant turns that are located among the tokens
+    turns_with_loss: int
 
 
 def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
@@ -35,7 +37,10 @@ def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
 
 
 def masked_tokens(
-    template: ChatTemplate, conversation: Conversation, stop_token_ids: Collection[int]
+    template: ChatTemplate,
+    conversation: Conversation,
+    stop_token_ids: Collection[int],
+    limit: int | None = None,
 ) -> MaskedTokens:
     """A conversation's tokens, and which of them the assistant generated.
 
@@ -46,6 +51,7 @@ def masked_tokens(
 
     Args:
         conversation: with at least one assistant turn.
+        limit: turns behind the first located one that ends after this many tokens are not located.
 
     Raises:
         DataError: no assistant turn can be located.
@@ -60,7 +66,10 @@ def masked_tokens(
     try:
         # Transformers, which reads the marks, would take a user's control tokens for real ones.
         marked = marked and not template.control_tokens.guarded(template.text(prepared))
-        found = (_marked if marked else _derived)(template, prepared, stop_token_ids)
+        if marked:
+            found = _marked(template, prepared)
+        else:
+            found = _derived(template, prepared, stop_token_ids, limit)
     except InputError as error:
         raise DataError(f"{conversation.where}: {error}") from error
     if not any(found.written) or found.written[0]:
@@ -73,21 +82,30 @@ def masked_tokens(
 
 
 def _derived(
-    template: ChatTemplate, prepared: PreparedMessages, stop_token_ids: Collection[int]
+    template: ChatTemplate,
+    prepared: PreparedMessages,
+    stop_token_ids: Collection[int],
+    limit: int | None,
 ) -> MaskedTokens:
     """Locate assistant turns by rendering the conversation up to and with each of them."""
-    whole = template.tokenize(template.text(prepared))
-    written = [False] * len(whole)
-    turns = [i for i, one in enumerate(prepared.messages) if one["role"] == "assistant"]
-    located = 0
-    for index in (i for i in turns if i and prepared.messages[i].get("weight") != 0):
-        given = template.tokenize(template.text(prepared, index, add_generation_prompt=True))
-        ids = template.tokenize(template.text(prepared, index + 1))
-        stop = _turn_end(ids, len(given), stop_token_ids)
-        if ids[: len(given)] == given and whole[:stop] == ids[:stop]:
-            written[len(given) : stop] = [True] * (stop - len(given))
-            located += stop > len(given)
-    return MaskedTokens(whole, written, len(turns), located)
+    tokens = PrefixTokens(template, template.text(prepared))
+    written = [False] * len(tokens.ids)
+    turns = located = 0
+    for index, message in enumerate(prepared.messages):
+        if message["role"] != "assistant":
+            continue
+        turns += 1
+        if not index or message.get("weight") == 0:
+            continue
+        given = tokens.tokenize(template.text(prepared, index, add_generation_prompt=True))
+        ids = tokens.tokenize(template.text(prepared, index + 1))
+        start, stop = len(given), _turn_end(ids, len(given), stop_token_ids)
+        if stop > start and ids[:start] == given and tokens.ids[:stop] == ids[:stop]:
+            written[start:stop] = [True] * (stop - start)
+            located += 1
+            if limit is not None and stop > limit:
+                break
+    return MaskedTokens(tokens.ids, written, turns, located)
 
 
 def _turn_end(ids: list[int], start: int, stop_token_ids: Collection[int]) -> int:
@@ -96,7 +114,7 @@ def _turn_end(ids: list[int], start: int, stop_token_ids: Collection[int]) -> in
     return next(ends, len(ids))
 
 
-def _marked(template: ChatTemplate, prepared: PreparedMessages, _: Collection[int]) -> MaskedTokens:
+def _marked(template: ChatTemplate, prepared: PreparedMessages) -> MaskedTokens:
     """Take the template's own marks, but for turns of weight 0."""
     try:
         ids, mask = template.marked_ids(prepared)

@@ -51,6 +51,31 @@ class ControlTokens:
                 waiting += part
         return ids + (self._encode(waiting) if waiting else [])
 
+    def starts(self, text: str) -> list[int]:
+        """Places in a rendered text, but for its start, where it can be cut and encoded in parts.
+
+        Control tokens begin there that take nothing of what is before them.
+        """
+        if not self._cutting:
+            return []
+        return [found.start() for found in self._own.finditer(text) if self._cuts(found)]
+
+    def cuts(self, text: str, place: int) -> bool:
+        """Whether a rendered text can be cut at this place; see `starts`."""
+        found = self._own.match(text, place) if self._cutting else None
+        return found is not None and self._cuts(found)
+
+    def _cuts(self, found: re.Match[str]) -> bool:
+        return found.start() > 0 and found[0] in self._cutting
+
+    @cached_property
+    def _cutting(self) -> set[str]:
+        return {
+            content
+            for content, one in self._tokens.items()
+            if not (one.lstrip or one.single_word or one.normalized)
+        }
+
     def _parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Parts of a text, and whether each is encoded without control tokens.
 

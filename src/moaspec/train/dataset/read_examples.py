@@ -48,7 +48,7 @@ def read_examples(
         if stopped():
             break
         try:
-            example = _example(conversation, template, stop_token_ids, report)
+            example = _example(conversation, template, stop_token_ids, report, max_length)
             _check_ids(example, vocab_size, conversation.where)
         except DataError as error:
             on_malformed(error)
@@ -72,9 +72,10 @@ def _example(
     template: ChatTemplate,
     stop_token_ids: Collection[int],
     report: ReadReport,
+    max_length: int,
 ) -> Example:
     if not conversation.prompt_ids:
-        masked = masked_tokens(template, conversation, stop_token_ids)
+        masked = masked_tokens(template, conversation, stop_token_ids, max_length)
         report.turns_without_loss += masked.turns - masked.turns_with_loss
         return Example.from_mask(masked.token_ids, masked.written)
     if conversation.response_ids is None:
