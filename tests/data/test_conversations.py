@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moaspec.data.conversations import Conversation, parse, read_conversations
+from moaspec.data.conversations import Conversation, ReadReport, parse, read_conversations
 from moaspec.data.messages import normal_tool
 from moaspec.data.row_sources import Record
 from moaspec.errors import DataError
@@ -278,3 +278,76 @@ def test_errors_leave_no_file_open(tmp_path: Path) -> None:
         own = Path("/proc/self/fd")
         if own.exists():
             assert path not in [one.resolve() for one in own.iterdir()]
+
+
+SILENT = [
+    *({"weight": 0}, {"weight": 0.0}, {"loss_weight": 0}, {"train": False}, {"loss": False}),
+    *({"training": "false"}, {"train": "no"}, {"loss": 0}),
+]
+LOUD = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": "true"}, {"loss": None}]
+
+
+@pytest.mark.parametrize("keys", SILENT, ids=str)
+def test_turns_and_rows_without_loss(keys: dict[str, Any]) -> None:
+    """In every shape; what they say of other roles is without effect."""
+    rows = [
+        {"messages": [{**Q, **keys}, {**A, **keys}]},
+        {"conversations": [HUMAN, {**GPT, **keys}]},
+        {"prompt": "q", "completion": [{**A, **keys}]},
+        {"instruction": "q", "output": "a", **keys},
+        {"messages": [Q, A], **keys},
+    ]
+    for row in rows:
+        conversation = parsed(row)
+        assert said(conversation) == ASKED
+        assert [one.get("weight") for one in conversation.messages] == [None, 0]
+        assert not conversation.unused
+
+
+@pytest.mark.parametrize("keys", LOUD, ids=str)
+def test_turns_and_rows_with_loss(keys: dict[str, Any]) -> None:
+    for row in ({"messages": [Q, {**A, **keys}]}, {"prompt": "q", "response": "a", **keys}):
+        assert not any("weight" in one for one in parsed(row).messages)
+        assert not parsed(row).unused
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"messages": [Q, {**A, "weight": 0.5}]}, ("messages.weight",)),
+        ({"messages": [{**Q, "train": True}, A]}, ("messages.train",)),
+        ({"messages": [Q, {**A, "train_detail": [{"end": 0}]}]}, ("messages.train_detail",)),
+        ({"prompt": "q", "response": "a", "weight": 0.25}, ("weight",)),
+        ({"prompt": "q", "response": "a", "train_on_input": True}, ("train_on_input",)),
+        ({"prompt_ids": [1], "response_ids": [2], "loss_mask": [1, 0]}, ("loss_mask",)),
+        ({"prompt_ids": [1], "response_ids": [2], "train": False}, ("train",)),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, ("rejected",)),
+        ({"messages": [{**Q, "value": "other"}, A]}, ("messages.value",)),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_loss_is_named(row: dict[str, Any], unused: tuple[str, ...]) -> None:
+    assert parsed(row).unused == unused
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "q", "value": None},
+        {"role": "user", "content": None, "value": "q"},
+        {"from": "human", "value": None, "content": "q"},
+        {"from": None, "role": "user", "value": "", "content": "q"},
+        {"from": "human", "role": None, "value": "q", "content": ""},
+    ],
+    ids=str,
+)
+def test_empty_keys_of_the_other_form(message: dict[str, Any]) -> None:
+    conversation = parsed({"conversations": [message, A]})
+    assert (said(conversation), conversation.unused) == (ASKED, ())
+
+
+def test_a_template_reads_whole_names() -> None:
+    report = ReadReport()
+    report.unused_columns.update(["messages.train", "messages.thinking", "train"])
+    report.forget_columns_of("{% if constraints %}{{ message.reasoning_content }}{% endif %}")
+    assert set(report.unused_columns) == {"messages.train", "train"}

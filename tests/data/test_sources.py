@@ -131,3 +131,33 @@ def test_a_damaged_list_is_one_error(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps([{"a": i} for i in range(2000)]).encode())[:-20])
     with pytest.raises(DataError, match="Cannot read the data"):
         list(read_records(path))
+
+
+def test_files_that_describe_data_are_passed_by(tmp_path: Path) -> None:
+    """Those of hub data sets, and of any program that writes an object beside rows."""
+    row = {"prompt": "q", "response": "a"}
+    described = {
+        "dataset_info.json": json.dumps({"builder_name": "json", "prompt": {}}, indent=2),
+        "dataset_infos.json": "{}",
+        "state.json": json.dumps({"_data_files": []}),
+        "sums.json": json.dumps({"rows.jsonl": "0f"}),
+        "README.md": "# Rows",
+        "LICENSE": "",
+        "SHA256SUMS": "0f rows.jsonl",
+    }
+    for name, text in described.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".gitattributes").write_text("*.jsonl lfs")
+    (tmp_path / "one.json").write_text(json.dumps(row))
+    (tmp_path / "list.json").write_text(json.dumps([row]))
+    (tmp_path / "lines.json").write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    skipped: list[str] = []
+    rows = [record.value for record in read_records(tmp_path, skipped=skipped)]
+    assert rows == [row] * 4
+    assert sorted(skipped) == sorted(str(tmp_path / name) for name in described)
+
+
+def test_a_damaged_file_of_a_directory_is_no_description(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[{"prompt": "q"}, {"pro')
+    with pytest.raises(DataError, match=r"rows\.json"):
+        list(read_records(tmp_path))

@@ -1,5 +1,6 @@
 """Reads conversations from data sets whose rows have different shapes."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -18,11 +19,11 @@ MESSAGES = "messages."
 class ReadReport:
     """Counts what readers leave out."""
 
-    # Rows with text in a column that no shape reads, by its name.
+    # Rows with a column that no shape reads and that has text or is about loss, by its name.
     unused_columns: Counter[str] = field(default_factory=Counter)
     # Files of a directory that are no data, and files without rows.
     skipped_files: list[str] = field(default_factory=list)
-    without_response: int = 0  # examples left out because no response is within the length
+    without_response: int = 0  # examples left out: no response with loss is within the length
     cut: int = 0  # examples that were cut to the length
     turns_without_loss: int = 0  # assistant turns that the chat template rewrites, or of weight 0
 
@@ -31,16 +32,16 @@ class ReadReport:
         for column in [one for one in self.unused_columns if one.startswith(MESSAGES)]:
             key = column.removeprefix(MESSAGES)
             names = REASONING if key in REASONING else (key,)
-            if any(name in source for name in names):
+            if any(re.search(rf"\b{re.escape(name)}\b", source) for name in names):
                 del self.unused_columns[column]
 
     def lines(self) -> list[str]:
         """One line for each kind of thing that was left out."""
         columns = ", ".join(f"{name} ({n} rows)" for name, n in self.unused_columns.most_common())
         told = {
-            f"Columns with text that are not used: {columns}.": bool(columns),
+            f"Columns that are not used: {columns}.": bool(columns),
             f"Files that hold no data: {', '.join(self.skipped_files)}.": bool(self.skipped_files),
-            f"{self.without_response} examples left out: no response within the length.": (
+            f"{self.without_response} examples left out: no response with loss in the length.": (
                 self.without_response
             ),
             f"{self.cut} examples cut to the length.": self.cut,
@@ -64,7 +65,7 @@ class Conversation:
     # prompt_ids, response_ids: token ids, where the row has them.
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] | None = None
-    unused: tuple[str, ...] = ()  # columns with text that no shape reads
+    unused: tuple[str, ...] = ()  # see `ReadReport.unused_columns`
 
 
 def read_conversations(

@@ -54,9 +54,10 @@ def masked_tokens(
         limit: turns behind the first located one that ends after this many tokens are not located.
 
     Raises:
-        DataError: no assistant turn can be located.
+        DataError: there is an assistant turn with loss, and none can be located.
     """
-    if not any(message["role"] == "assistant" for message in conversation.messages):
+    answers = [one for one in conversation.messages if one["role"] == "assistant"]
+    if not answers:
         raise DataError(
             f"{conversation.where}: no assistant turn to learn from. Let the target write one: "
             "moaspec data regenerate."
@@ -72,6 +73,8 @@ def masked_tokens(
             found = _derived(template, prepared, stop_token_ids, limit)
     except InputError as error:
         raise DataError(f"{conversation.where}: {error}") from error
+    if all(one.get("weight") == 0 for one in answers):
+        return found
     if not any(found.written) or found.written[0]:
         raise DataError(
             f"{conversation.where}: no assistant turn's tokens can be located in what the chat "

@@ -26,12 +26,26 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OWN_COLUMNS = ("source", "turn", "stop_reason", "messages")
 """Beside `prompt_ids` in rows that `moaspec data regenerate` wrote."""
 
+LOSS_KEYS = ("weight", "loss_weight", "train", "training", "loss")
+"""Keys of a message or a row that say whether it carries loss, of several programs."""
+OTHER_LOSS_KEYS = {
+    *("loss_scale", "loss_mask", "mask", "masked", "trainable", "train_detail", "sample_weight"),
+    *("labels", "completion_mask", "assistant_mask", "assistant_masks", "response_mask"),
+    *("train_on_input", "train_on_inputs", "train_on_prompt", "mask_history"),
+}
+"""Others, which are not read and are told of even where they hold no text."""
+SAYS_LOSS = {
+    **dict.fromkeys(("1", "1.0", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "0.0", "false", "no", "off"), False),
+}
 MESSAGE_KEYS = {
     *("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"),
-    "weight",
+    *LOSS_KEYS,
 }
 NAMED = ("from", "value", "content")
 """Keys of a message that have one name in OpenAI's form and another in ShareGPT's."""
+TAGS = ("label", "kto_tag")
+"""Columns that say whether a row's answer is a good one (KTO)."""
 Fields = dict[str, Any]
 RawMessages = list[dict[str, Any]]  # messages before they are converted to the normal form
 
@@ -45,6 +59,10 @@ class DataRow:
     def get(self, key: str) -> Any:
         """A column's value, read; None where it is absent."""
         self._used.add(key)
+        return self._value.get(key)
+
+    def peek(self, key: str) -> Any:
+        """A column's value, which does not count as read."""
         return self._value.get(key)
 
     def is_given(self, key: str) -> bool:
@@ -61,12 +79,16 @@ class DataRow:
     def note_keys(self, message: Mapping[str, Any]) -> None:
         """Note keys of a message that only some chat templates read."""
         for key, value in message.items():
-            if key not in MESSAGE_KEYS and _carries_text(value):
-                self._inner[f"messages.{key}"] = None
+            if key not in MESSAGE_KEYS and _matters(key, value):
+                self.note_key(key)
+
+    def note_key(self, key: str) -> None:
+        """Note a key of a message that is not used."""
+        self._inner[f"messages.{key}"] = None
 
     def unused(self) -> tuple[str, ...]:
-        """Columns with text that were not read, and keys of messages that a template may ignore."""
-        left = [k for k, v in self._value.items() if k not in self._used and _carries_text(v)]
+        """Columns that matter and were not read; keys of messages that a template may ignore."""
+        left = [k for k, v in self._value.items() if k not in self._used and _matters(k, v)]
         return (*map(str, left), *self._inner)
 
 
@@ -75,16 +97,32 @@ def read_row(row: DataRow) -> Fields:
     media = row.first(MEDIA)
     if media is not None:
         raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")
-    if row.get("label") is False:
-        raise MalformedError(
-            "'label' is false: its answer is one that a model shall not give (KTO). Leave such "
-            "rows out."
-        )
+    for tag in TAGS:
+        if isinstance(row.peek(tag), bool) and not row.get(tag):
+            raise MalformedError(
+                f"{tag!r} is false: its answer is one that a model shall not give (KTO). Leave "
+                "such rows out."
+            )
     if row.get("prompt_ids") is not None:
         return _token_rows(row)
     fields = _conversation(row)
     _require_objects(fields["messages"])
+    said = {key: carries_loss(row.peek(key)) for key in LOSS_KEYS}
+    for key in [key for key, loss in said.items() if loss is not None]:
+        row.get(key)
+    if False in said.values():
+        fields["messages"] = tuple(map(_without_loss, fields["messages"]))
     return fields
+
+
+def carries_loss(value: Any) -> bool | None:
+    """What a value of one of `LOSS_KEYS` says; None where it says neither yes nor no."""
+    text = str(value).strip().lower() if isinstance(value, bool | int | float | str) else ""
+    return SAYS_LOSS.get(text)
+
+
+def _without_loss(message: Message) -> Message:
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
 
 
 def _token_rows(row: DataRow) -> Fields:
@@ -159,27 +197,49 @@ def _raw_message(row: DataRow, message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MalformedError(f"message {number} must be an object, got {short(message)}.")
     row.note_keys(message)
-    given = message.get("from", message.get("role"))
+    is_sharegpt = message.get("from") is not None
+    given = message["from"] if is_sharegpt else message.get("role")
     if not isinstance(given, str):
         raise MalformedError(
             f"message {number} must have 'role' and 'content', or 'from' and 'value'; got "
             f"{short(message)}."
         )
-    others = {key: value for key, value in message.items() if key not in NAMED}
-    value, speaker = message.get("value", message.get("content")), given.lower()
+    speaker = given.lower()
+    role = SHAREGPT_ROLES.get(speaker, given)
+    others = {key: value for key, value in message.items() if key not in (*NAMED, *LOSS_KEYS)}
+    others |= _loss_of(row, message, role)
+    value = _told(row, message, ("value", "content") if is_sharegpt else ("content", "value"))
     if speaker in CALLERS:
         return {**others, "role": "assistant", "tool_calls": _called(value, number)}
-    if "from" not in message:
-        return {**others, "role": SHAREGPT_ROLES.get(speaker, given), "content": value}
+    if not is_sharegpt:
+        return {**others, "role": role, "content": value}
     if speaker not in SHAREGPT_ROLES:
         raise MalformedError(
             f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
             f"{short(message)}."
         )
-    role = SHAREGPT_ROLES[speaker]
     if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
         raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
     return {**others, "role": role, "content": value}
+
+
+def _told(row: DataRow, message: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """A message's text: of the first name that has one. Another text is noted as unused."""
+    first, second = (message.get(name) for name in names)
+    if _is_empty(first):
+        return first if second is None else second
+    if second != first and _carries_text(second):
+        row.note_key(names[1])
+    return first
+
+
+def _loss_of(row: DataRow, message: Mapping[str, Any], role: str) -> dict[str, int]:
+    """`weight` 0 for an assistant's message without loss; what is not used is noted."""
+    said = {key: carries_loss(message[key]) for key in LOSS_KEYS if message.get(key) is not None}
+    for key, loss in said.items():
+        if loss is None or (loss and role != "assistant" and not key.endswith("weight")):
+            row.note_key(key)
+    return {"weight": 0} if role == "assistant" and False in said.values() else {}
 
 
 def _called(value: Any, number: int) -> list[Any]:
@@ -295,6 +355,12 @@ def _is_empty(value: Any) -> bool:
     return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 
+def _matters(key: Any, value: Any) -> bool:
+    """Whether somebody may miss it if it is not used."""
+    about_loss = key in OTHER_LOSS_KEYS or key in LOSS_KEYS
+    return _carries_text(value) or (about_loss and value is not None)
+
+
 def _carries_text(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_carries_text, value.values()))
@@ -312,3 +378,5 @@ _SHAPES: dict[str, Callable[[DataRow, str], RawMessages]] = {
     "chosen": _message_list,
 }
 _PLAIN_TEXTS = {"turns", "prompt", "question", "query"}
+ROW_COLUMNS = {"prompt_ids", *_SHAPES}
+"""Columns of which every row has one."""

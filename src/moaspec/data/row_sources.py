@@ -15,15 +15,19 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from moaspec.data.row_shapes import ROW_COLUMNS
 from moaspec.errors import DataError, InputError
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
 PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
+DESCRIPTIONS = ("dataset_info", "dataset_infos", "dataset_dict", "state")
+"""Names of JSON files that programs write beside data."""
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
 """Maximum size of one line, and of a file that is one JSON list; uncompressed."""
+MAX_DESCRIPTION_BYTES = 1 << 22
 PARQUET_ROWS = 256  # rows in memory at the same time
 ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
 
@@ -40,15 +44,29 @@ def data_files(path: Path, skipped: list[str] | None = None) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = [one for one in sorted(path.rglob("*")) if one.is_file() and not _hidden(one, path)]
-    found = [one for one in inside if _suffix(one) in SUFFIXES]
+    found = [one for one in inside if _suffix(one) in SUFFIXES and not _is_description(one)]
     if skipped is not None:
-        skipped += [str(one) for one in inside if _suffix(one) not in SUFFIXES]
+        data = set(found)
+        skipped += [str(one) for one in inside if one not in data]
     if not found:
         raise DataError(
             f"The directory {path} holds no data: no file that ends in "
             f"{', '.join(sorted(SUFFIXES))}, plain or compressed."
         )
     return found
+
+
+def _is_description(path: Path) -> bool:
+    """Whether a JSON file beside data is about them: one object without a column of rows."""
+    if _suffix(path) != ".json":
+        return False
+    if stem(path) in DESCRIPTIONS:
+        return True
+    try:
+        value = json.loads(read_text(path, MAX_DESCRIPTION_BYTES))
+    except (DataError, ValueError, RecursionError):
+        return False  # lines of JSON, or a damaged file, whose reading says what is wrong
+    return isinstance(value, dict) and ROW_COLUMNS.isdisjoint(value)
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

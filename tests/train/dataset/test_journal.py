@@ -194,7 +194,7 @@ def test_changed_files_are_refused(
     for file in (path, tmp_path / f"{name}.progress"):
         whole = file.read_bytes()
         file.write_bytes(damage(whole))
-        with pytest.raises(DataError, match="not as it was written|is damaged"):
+        with pytest.raises(DataError, match=r"not as it was written|is damaged"):
             Journal(path, SETTINGS)
         file.write_bytes(whole)
     write_rest(path)

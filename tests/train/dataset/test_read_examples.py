@@ -10,6 +10,7 @@ import pytest
 
 import chat_tokenizers
 import tiny
+from moaspec.data.conversations import ReadReport
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
 from moaspec.train.dataset.read_examples import read_examples
@@ -81,3 +82,18 @@ def test_malformed_rows_are_named_or_skipped(row: Any, message: str, tmp_path: P
 def test_messages_need_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
         read(tmp_path / "a.jsonl", [TALK])
+
+
+def test_rows_whose_turns_all_carry_no_loss_are_counted(tmp_path: Path) -> None:
+    report = ReadReport()
+    rows = [TALK, {**TALK, "train": False}]
+    examples = read(
+        tmp_path / "a.jsonl",
+        rows,
+        tokenizer=chat_tokenizers.tokenizer(),
+        stop_token_ids={chat_tokenizers.END},
+        report=report,
+    )
+    assert examples == [Example(ASKED, (30, 31, 1))]
+    assert (report.without_response, report.turns_without_loss) == (1, 1)
+    assert "1 examples left out: no response with loss in the length." in report.lines()

@@ -47,4 +47,3 @@ class PrefixTokens:
         while low and not cuts(text, self._starts[low]):
             low -= 1
         return low
-
