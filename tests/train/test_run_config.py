@@ -56,9 +56,103 @@ def test_unknown_keys(override: str, tmp_path: Path) -> None:
         read(tmp_path, BASE, override)
 
 
-def test_an_unknown_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"stps.*known.*steps"):
-        read(tmp_path, BASE, "stps=3")
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("stps=3", "steps"),
+        ("batchsize=3", "batch_size"),
+        ("Batch-Size=3", "batch_size"),
+        ("lr=1e-3", "learning_rate"),
+        ("lerning_rate=1e-3", "learning_rate"),
+        ("draft_vocab=100", r"sizes\.draft_vocab"),
+        ("size.draft_vocab=100", "sizes"),
+        ("sizes.draft_vocabs=100", r"sizes\.draft_vocab"),
+        ("sizes.draft-vocab=", r"sizes\.draft_vocab"),
+        ("kl=0.5", r"loss\.kl"),
+        ("loss.fature=1", r"loss\.feature"),
+    ],
+)
+def test_the_key_nearest_to_an_unknown_one_is_named(
+    override: str, nearest: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"Unknown key .*; did you mean {nearest}\?$"):
+        read(tmp_path, BASE, override)
+
+
+def test_where_none_is_near_all_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Unknown key 'zzzz'; known: .*batch_size.*weight_decay"):
+        read(tmp_path, BASE, "zzzz=3")
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "value"),
+    [
+        ("data=a.jsonl", "data", ("a.jsonl",)),
+        ("data=a.jsonl,b.jsonl", "data", ("a.jsonl", "b.jsonl")),
+        ("data=2024", "data", ("2024",)),
+        ("num_target_layers=3", "num_target_layers", (3,)),
+        ("num_target_layers=0,1", "num_target_layers", (0, 1)),
+        ("num_target_layers=[0, 1]", "num_target_layers", (0, 1)),
+        ("trackers=tensorboard", "trackers", ("tensorboard",)),
+        ("betas=0.8,0.9", "betas", (0.8, 0.9)),
+        ("staircase=yes", "staircase", True),
+        ("staircase='True'", "staircase", True),
+        ("staircase=1", "staircase", True),
+        ("staircase=off", "staircase", False),
+        ("learning_rate=1e-3", "learning_rate", 1e-3),
+        ("learning_rate=2E-3", "learning_rate", 2e-3),
+        ("steps=1e3", "steps", 1000),
+        ("steps=5_000", "steps", 5000),
+        ("steps=0100", "steps", 100),
+        ("seed=9007199254740993", "seed", 9007199254740993),
+        ("output=007", "output", "007"),
+        ("license=no", "license", "no"),
+        ("initial=", "initial", ""),
+        ("adapter=null", "adapter", ""),
+        ("--max-length=64", "max_length", 64),
+    ],
+)
+def test_values_as_people_write_them(
+    written: str, name: str, value: object, tmp_path: Path
+) -> None:
+    config = read(tmp_path, BASE, written)
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+
+
+def test_values_of_a_file_as_people_write_them(tmp_path: Path) -> None:
+    text = "target: tiny\noutput: 7\ndata: a.jsonl\nsteps: 1e3\nsizes: {without: sa}\n"
+    config = read(tmp_path, text)
+    assert (config.output, config.data, config.steps) == ("7", ("a.jsonl",), 1000)
+    assert config.sizes.without == ("sa",)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("steps", "=", "9", "loss.kl=0.25"),
+        ("steps", "=9", "loss.kl=", "0.25"),
+        ("steps=", "9", "loss.kl = 0.25"),
+        ("--steps", "9", "--loss.kl=0.25"),
+        ("license=", "steps=9", "--loss.kl", "=", "0.25"),
+    ],
+    ids=str,
+)
+def test_overrides_cut_by_spaces(words: tuple[str, ...], tmp_path: Path) -> None:
+    config = read(tmp_path, BASE, *words)
+    assert (config.steps, config.loss.kl, config.license) == (9, 0.25, "")
+
+
+@pytest.mark.parametrize("words", [("--dryrun",), ("--dryrun", "steps=3")], ids=str)
+def test_words_that_are_no_option(words: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="There is no option --dryrun"):
+        read(tmp_path, BASE, *words)
+
+
+@pytest.mark.parametrize("override", ["steps=true", "held_out=no", "sizes.layers=yes"])
+def test_a_number_is_neither_true_nor_false(override: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must be a number"):
+        read(tmp_path, BASE, override)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +160,8 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
     [
         ("steps=many", "steps"),
         ("learning_rate=[1]", "learning_rate"),
-        ("data=3", "data"),
+        ("data={}", "data must be a list"),
+        ("steps=1:30", "steps"),
         ("loss=3", "mapping"),
         ("betas=[0.9]", "betas"),
         ("loss.kl=much", r"loss\.kl"),
@@ -245,7 +340,7 @@ def test_weights_of_losses(name: str, weight: float) -> None:
         (b"\xff", "Cannot read"),
         (b"1: 2", r"c\.yaml: Unknown key"),
         (b"loss: 3", r"c\.yaml: Expected a mapping"),
-        (b"target: t\noutput: o\ndata: a.jsonl", r"data must be a list, for example data="),
+        (b"target: t\noutput: o\ndata: {}", r"data must be a list, for example data="),
         (b"target: t\noutput: o\ndata: [a]\nseed: -1", r"c\.yaml: seed must be within"),
     ],
 )

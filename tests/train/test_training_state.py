@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.M
         lambda data: data[: len(data) // 2],
         lambda data: bytes(len(data)),
         lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-        lambda data: b"",
+        lambda _: b"",
     ],
     ids=["cut", "zeros", "one bit", "empty"],
 )

@@ -89,7 +89,8 @@ for command in (
     vllm_config,
     remote,
 ):
-    app.command()(command)
+    # `train` takes settings as options too, and refuses what is neither.
+    app.command(context_settings={"ignore_unknown_options": command is train})(command)
 app.command("target-server")(target_server)
 add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
 app.add_typer(evaluate, name="eval")

@@ -1,13 +1,15 @@
 """Configuration of a training run."""
 
 import dataclasses
+import difflib
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
@@ -234,7 +236,11 @@ class TrainConfig:
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a YAML file and apply `key=value` overrides (`loss.kl=0.5` reaches inside).
+    """Read a YAML file and apply overrides.
+
+    Args:
+        overrides: `key=value`, also `key = value`, `--key value` and `--key=value`. `loss.kl=0.5`
+            reaches inside.
 
     Raises:
         InputError: unreadable YAML, an unknown key, or a value of the wrong type.
@@ -243,8 +249,8 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}  # noqa: S506 - a SafeLoader
         if not isinstance(values, dict):
             raise InputError(f"The training config {path} must be a mapping of settings.")
-        for item in overrides:
-            _override(values, item)
+        for key, text in _assignments(overrides):
+            _override(values, key, text)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(
@@ -277,31 +283,119 @@ def _problem(error: Any) -> str:
     return f"{place}: {message}" if place else message
 
 
-def _known(kind: Any, values: Any) -> Any:
-    """Return the values; refuse keys that are not fields of this dataclass."""
-    names = {f.name for f in dataclasses.fields(kind)}
+_NESTED: dict[str, Any] = {"loss": LossWeights, "sizes": DrafterSizes}
+
+
+def _known(kind: Any, values: Any, inside: str = "") -> Any:
+    """Return the values as their fields take them; refuse keys that are not fields of `kind`.
+
+    Args:
+        inside: the key that holds these values, with a dot.
+    """
+    hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
-        raise InputError(f"Expected a mapping of {', '.join(sorted(names))}; got {values!r}.")
-    unknown = sorted(map(str, set(values) - names))
-    if unknown:
-        raise InputError(f"Unknown key(s) {unknown}; known: {', '.join(sorted(names))}.")
-    nested = {"loss": LossWeights, "sizes": DrafterSizes}
-    return {k: _known(nested[k], v) if k in nested else v for k, v in values.items()}
+        raise InputError(f"Expected a mapping of {', '.join(sorted(hints))}; got {values!r}.")
+    unknown = next((str(key) for key in values if key not in hints), None)
+    if unknown is not None:
+        raise InputError(_unknown_key(inside, unknown, sorted(hints)))
+    empty = {one.name for one in dataclasses.fields(kind) if one.default == ""}
+    return {
+        key: _known(_NESTED[key], value, f"{key}.")
+        if key in _NESTED
+        else ""
+        if value is None and key in empty
+        else _as_field(f"{inside}{key}", hints[key], value)
+        for key, value in values.items()
+    }
 
 
-def _override(values: dict[str, Any], item: str) -> None:
-    key, separator, text = item.partition("=")
-    if not separator:
-        raise InputError(f"Expected key=value, got {item!r}.")
+def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:
+    """A message that names the nearest key of all, or those that are known here."""
+    every = [
+        *get_type_hints(TrainConfig),
+        *(f"{name}.{one}" for name, kind in _NESTED.items() for one in get_type_hints(kind)),
+    ]
+    nearest = [one for one in every if one.rpartition(".")[2] == _plain_key(key)]
+    nearest += difflib.get_close_matches(_plain_key(inside + key), every, n=1)
+    nearest += ["learning_rate"] if key == "lr" else []
+    advice = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(names)}."
+    return f"Unknown key '{inside}{key}'; {advice}"
+
+
+def _plain_key(key: str) -> str:
+    return key.strip().removeprefix("--").replace("-", "_").lower()
+
+
+def _as_field(name: str, hint: Any, value: Any) -> Any:
+    """A value that YAML has read, as a field of this type takes it: 1e3, one item for a list."""
+    if get_origin(hint) is tuple:
+        if isinstance(value, str) and "," in value and not Path(value).exists():
+            value = [one.strip() for one in value.split(",") if one.strip()]
+        item, *others = get_args(hint)
+        if isinstance(value, str | int | float) and others == [...]:
+            value = [value]
+        return [_as_field(name, item, one) for one in value] if isinstance(value, list) else value
+    if hint in (int, float) and isinstance(value, bool):
+        raise InputError(f"{name} must be a number, got {value!r}.")
+    if hint in (int, float) and isinstance(value, str):
+        return _number(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if hint is str and is_number else value
+
+
+def _number(text: str) -> Any:
+    """1e3, 5_000 and 007 as decimal numbers, which YAML reads otherwise; else the text."""
+    if not re.fullmatch(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", text.strip(), re.IGNORECASE):
+        return text
+    value = float(text.replace("_", ""))
+    whole = text.strip().replace("_", "").lstrip("+")
+    if whole.lstrip("-").isdecimal():
+        return int(whole)  # exact where a float is not
+    return int(value) if value.is_integer() else value
+
+
+def _assignments(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Key and value of each override; one that spaces have cut is put together."""
+    waiting = list(reversed(overrides))
+    while waiting:
+        item = waiting.pop()
+        while waiting and (
+            waiting[-1].startswith("=")
+            or (item.endswith("=") and "=" not in waiting[-1])
+            or (item.startswith("--") and "=" not in item + waiting[-1])
+        ):
+            further = waiting.pop()
+            item += further if "=" in item + further else f"={further}"
+        key, separator, text = item.partition("=")
+        if item.startswith("--") and not separator:
+            raise InputError(
+                f"There is no option {item}: moaspec train --help lists them. Settings are written "
+                "key=value."
+            )
+        if not separator or not key.strip():
+            raise InputError(f"Expected key=value, got {item!r}.")
+        is_option = key.startswith("--")
+        yield (_plain_key(key) if is_option else key.strip()), text.strip()
+
+
+def _override(values: dict[str, Any], key: str, text: str) -> None:
     *path, last = key.split(".")
     for name in path:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
             raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
     try:
-        values[last] = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise InputError(f"{key}: {text!r} is no value in YAML.") from error
+    kind = _NESTED.get(path[0]) if path else TrainConfig
+    hint = get_type_hints(kind).get(last) if kind else None
+    # YAML would read a name such as 007 or no, and 1:30 or 010, as other numbers or as false.
+    is_name = hint is str or hint == tuple[str, ...]
+    if (is_name and isinstance(value, bool | int | float)) or hint in (int, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        value = text if is_name or is_number else value
+    values[last] = value
 
 
 def launched_processes() -> int:

@@ -62,6 +62,8 @@ def train(
         return
     if config is None:
         raise InputError("Name a YAML file of settings, or list ready ones with --init.")
+    if str(config).startswith("-"):
+        raise InputError(f"There is no option {config}: moaspec train --help lists them.")
     if not config.is_file():
         raise InputError(
             f"Cannot read the training config {config}: there is no such file. "

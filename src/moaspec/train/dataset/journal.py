@@ -1,8 +1,8 @@
 """An output file of JSON lines that is written in whole groups and survives a kill at any point.
 
 A group's rows are appended and flushed to disk. Then a small `.progress` file beside the data is
-replaced atomically; it records the valid length and a checksum. A restart cuts off everything beyond
-that length, so each row is in the file once or not at all, and refuses a file that was changed.
+replaced atomically; it records the valid length and a checksum. A restart cuts off everything
+beyond that length, so each row is in the file once or not at all, and refuses a changed file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.support.locks import claimed
-
 
 READ_BYTES = 1 << 22
 
