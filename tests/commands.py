@@ -36,7 +36,7 @@ class Output:
 
 
 Cli = Callable[..., Output]
-DOING = ("Loading ", "Reading examples", "Checking prompts", "Comparing rows")
+DOING = ("Loading ", "Reading examples", "Reading rows", "Checking prompts", "Comparing rows")
 
 
 def complaints(said: str) -> str:

@@ -793,7 +793,7 @@ def training_files(directory: Path) -> Path:
 @pytest.mark.slow
 def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))
-    output = cli("train", config, "steps=2", "threads=1")
+    output = cli("train", config, "--steps", "2", "threads", "=", "1")
     assert output.code == 0
     assert "from step 0" in output.err
     assert "held-out accuracy" in output.err
@@ -811,7 +811,13 @@ def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [(("stps=3",), "stps"), (("steps",), "key=value"), (("data=[nowhere]",), "nowhere")],
+    [
+        (("stps=3",), "did you mean steps?"),
+        (("steps",), "key=value"),
+        (("data=nowhere",), "nowhere"),
+        (("--dryrun",), "There is no option --dryrun"),
+        (("--batchsize", "3"), "did you mean batch_size?"),
+    ],
 )
 def test_train_refuses(overrides: tuple[str, ...], message: str, cli: Cli, tmp_path: Path) -> None:
     output = cli("train", str(training_files(tmp_path)), *overrides)
@@ -973,23 +979,57 @@ def test_sigterm_ends_any_command_in_order(
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["load_target", "export"])
-def test_train_says_what_is_saved_on_sigterm(
-    place: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NOTHING = "Nothing was saved in"
+PHASES = {
+    "moaspec.train.dataset.read_examples.read_examples": NOTHING,
+    "moaspec.backends.load.load_target": NOTHING,
+    "moaspec.train.students.students.fit_output": NOTHING,
+    "moaspec.train.trainer.Trainer.export": "The last saved state, step-2",
+}
+
+
+@pytest.mark.parametrize("cause", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("place", PHASES)
+def test_train_says_in_every_phase_what_is_saved(
+    place: str, cause: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def terminate(*_: Any, **__: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        if cause == "Ctrl-C":
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGTERM)
 
-    name = {
-        "load_target": "moaspec.backends.load.load_target",
-        "export": "moaspec.train.trainer.Trainer.export",
-    }[place]
-    monkeypatch.setattr(name, terminate)
+    monkeypatch.setattr(place, stop)
     output = cli("train", str(training_files(tmp_path)), "steps=2", "save_every=1", "held_out=0")
-    assert output.code == 143
-    expected = {"load_target": "Nothing was saved in", "export": "The last saved state, step-2"}
-    assert f"Stopped by SIGTERM. {expected[place]}" in output.err
+    assert output.code == (130 if cause == "Ctrl-C" else 143)
+    assert f"Stopped by {cause}. {PHASES[place]}" in output.err
+    assert output.err.count("Stopped") == 1
+    kept = "Activations that were computed are kept." in output.err
+    assert kept == place.endswith(("fit_output", "export"))
     assert "Run the same command again" in output.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", PROMPT),
+        ("calibrate",),
+        ("check", "--limit", "1"),
+        ("eval", "--limit", "1"),
+        ("data", "synth", "--out", "rows.jsonl"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_ctrl_c_while_a_target_is_loaded(
+    words: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    load_targets_by(monkeypatch, stop)
+    output = cli(*words)
+    assert (output.code, "Traceback" in output.err) == (130, False)
+    assert output.err.endswith("Stopped by Ctrl-C.\n")
 
 
 def test_sigterm_in_steps_has_its_own_code(

@@ -232,7 +232,7 @@ def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
 def test_the_warm_start_reads_each_example_once_and_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moaspec.train.students.target_activations.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("moaspec.train.progress.REPORT_EVERY_S", 0.0)
     capture = Mock(side_effect=Target.capture)
     monkeypatch.setattr(Target, "capture", lambda self, *rest: capture(self, *rest))
     with caplog.at_level("INFO"):

@@ -29,7 +29,7 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def exit_on_interrupt(first: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """End the process at once and silently on Ctrl-C, for imports that take seconds.
+    """End the process at once on Ctrl-C, for imports that take seconds.
 
     A KeyboardInterrupt could be caught anywhere inside the libraries.
 

@@ -4,6 +4,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from moaspec import __version__
 from moaspec.cli.checkout import add_tool_command
@@ -23,6 +24,7 @@ from moaspec.cli.commands.serving.serve import serve
 from moaspec.cli.commands.serving.target_server import target_server
 from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
+from moaspec.cli.entry import INTERRUPTED
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.errors import (
@@ -41,8 +43,21 @@ FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 
 ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
+
+class Commands(TyperGroup):
+    """Says that Ctrl-C has stopped a command which does not say it itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as reason:
+            console.warn("Stopped by Ctrl-C.")
+            raise typer.Exit(INTERRUPTED) from reason
+
+
 app = typer.Typer(
     name="moaspec",
+    cls=Commands,
     help="Mixture of Attentions speculative decoding: the target's text, exactly, only sooner.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -108,7 +123,7 @@ def run() -> None:
         with raise_on_sigterm():  # so that temporary files and other processes end, too
             app(prog_name="moaspec")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except TerminatedError:
         sys.exit(TERMINATED)
     except MoaSpecError as error:

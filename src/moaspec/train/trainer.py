@@ -47,6 +47,9 @@ LAST, BEST = "drafter", "best"
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed", "optimizer")
 """Settings that a resumed run must share with the saved one, as it must examples and target."""
 
+LARGE_STATE_BYTES = 1e9
+"""Saving a larger state takes seconds, and a record tells of it."""
+
 MOMENT = "head_moment"  # name of the head's input moment among the tensors of a saved state
 
 
@@ -258,6 +261,9 @@ class Trainer:
         if self._head_moment_EE is not None:
             tensors[MOMENT] = self._head_moment_EE
         if self.accelerator.is_main_process:
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            if num_bytes >= LARGE_STATE_BYTES:
+                log.info("Saving step %d: %.1f GB", self.step, num_bytes / 1e9)
             self.states.save(self.step, tensors, facts)
         self.accelerator.wait_for_everyone()
 

@@ -128,7 +128,8 @@ def regenerate_command(
     systems = options.systems()
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     rows = read_conversations(sources, malformed, report)
-    found = list(islice(rows, limit and min(limit, sys.maxsize)))
+    with status("Reading rows"):
+        found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
     spec = load_spec(options.model, options.auto)
     from moaspec.train.dataset.regenerate import (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moaspec.cli.entry import INTERRUPTED
 from moaspec.cli.options import with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.console import Screen
@@ -60,15 +61,7 @@ def train(
     if init:
         _write_recipe(config)
         return
-    if config is None:
-        raise InputError("Name a YAML file of settings, or list ready ones with --init.")
-    if str(config).startswith("-"):
-        raise InputError(f"There is no option {config}: moaspec train --help lists them.")
-    if not config.is_file():
-        raise InputError(
-            f"Cannot read the training config {config}: there is no such file. "
-            "moaspec train --init writes one."
-        )
+    config = _existing(config)
     if dry_run:
         _show_plan(config, overrides or [], gpu)
         return
@@ -100,9 +93,9 @@ def train(
     unused = ReadReport()
     for note in setting_notes(settings):
         told.print(note)
-    with _explained_sigterm(output), status("Reading examples"):
+    with _explained_stop(output), status("Reading examples"):
         examples = _read_examples(settings, skeleton, unused)
-    with _explained_sigterm(output), status(f"Loading {settings.target}"):
+    with _explained_stop(output), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,
@@ -110,11 +103,11 @@ def train(
             packed=False,
             adapter=settings.adapter or None,
         )
-    with _explained_sigterm(output), status(f"Preparing a drafter from {len(examples)} examples"):
+    with _explained_stop(output), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
     _tell_start(trainer, [*unused.lines(), *trainer.notes()], len(examples), told)
     with (
-        _explained_sigterm(output),
+        _explained_stop(output),
         ProgressBar("step", settings.steps, screen=told, transient=False) as bar,
         show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
     ):
@@ -127,6 +120,19 @@ def train(
 
         ending = trainer.run(report, seconds=seconds)
     _tell_end(trainer, ending, out, told)
+
+
+def _existing(config: Path | None) -> Path:
+    if config is None:
+        raise InputError("Name a YAML file of settings, or list ready ones with --init.")
+    if str(config).startswith("-"):
+        raise InputError(f"There is no option {config}: moaspec train --help lists them.")
+    if not config.is_file():
+        raise InputError(
+            f"Cannot read the training config {config}: there is no such file. "
+            "moaspec train --init writes one."
+        )
+    return config
 
 
 def _tell_start(trainer: Trainer, notes: Sequence[str], num_examples: int, told: Screen) -> None:
@@ -153,7 +159,7 @@ def _tell_end(trainer: Trainer, ending: StopCause, out: Screen, told: Screen) ->
         f"Stopped after step {trainer.step} of {trainer.config.steps}, which is saved; run it "
         f"again to continue. As it is now, {written}"
     )
-    codes = {StopCause.INTERRUPTED: 130, StopCause.TERMINATED: TERMINATED}
+    codes = {StopCause.INTERRUPTED: INTERRUPTED, StopCause.TERMINATED: TERMINATED}
     raise typer.Exit(codes.get(ending, EXIT_UNFINISHED))
 
 
@@ -204,17 +210,27 @@ def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport
 
 
 @contextmanager
-def _explained_sigterm(output: Path) -> Iterator[None]:
-    """On SIGTERM, say what is saved and leave; `Trainer.run` saves the last step first."""
+def _explained_stop(output: Path) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM, say what is saved and leave.
+
+    `Trainer.run` saves the last step first; here arrive signals before and after it, and second
+    ones.
+    """
     from moaspec.train.training_state import StateFiles
 
     try:
         with raise_on_sigterm():
             yield
-    except TerminatedError as reason:
+    except (KeyboardInterrupt, TerminatedError) as reason:
+        ended = isinstance(reason, TerminatedError)
         saved = StateFiles(output / "state").sentence()
-        console.warn(f"Stopped by SIGTERM. {saved} Run the same command again to continue.")
-        raise typer.Exit(TERMINATED) from reason
+        if any(output.glob("activations/*/*")):
+            saved += " Activations that were computed are kept."
+        console.warn(
+            f"Stopped by {'SIGTERM' if ended else 'Ctrl-C'}. {saved} Run the same command again to "
+            "continue."
+        )
+        raise typer.Exit(TERMINATED if ended else INTERRUPTED) from reason
 
 
 def _write_recipe(name: Path | None) -> None:

@@ -52,7 +52,12 @@ def loading(
         require("--quantize", "quantize")
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
-        with exit_on_interrupt(shown.stop):
+
+        def leave() -> None:
+            shown.stop()
+            console.warn("Stopped by Ctrl-C: nothing had begun.")
+
+        with exit_on_interrupt(leave):
             quiet_libraries(torch=torch)
             if torch:
                 import moaspec.generation.api

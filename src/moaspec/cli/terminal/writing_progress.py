@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,7 +91,5 @@ class WritingProgress(ProgressBar):
                 f"Stopped. {journal.rows} rows are in {journal.path}{more}; run the same command "
                 "again to continue."
             )
-            if isinstance(reason, KeyboardInterrupt):
-                raise
-            number = self._stop.signal
+            number = signal.SIGINT if isinstance(reason, KeyboardInterrupt) else self._stop.signal
             raise typer.Exit(EXIT_UNFINISHED if number is None else 128 + number) from reason

@@ -1,5 +1,7 @@
 """Read training examples from data in any supported format."""
 
+import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from moaspec.data.row_sources import OnMalformed, refuse
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
+from moaspec.train.progress import REPORT_EVERY_S
+
+log = logging.getLogger(__name__)
 
 
 def read_examples(
@@ -44,9 +49,14 @@ def read_examples(
     template = ChatTemplate(tokenizer)
     previous = Conversation(where="")
     names = list(map(str, sources))
-    for conversation in read_conversations(names, on_malformed, report):
+    told, started = 0.0, time.monotonic()
+    for number, conversation in enumerate(read_conversations(names, on_malformed, report)):
         if stopped():
             break
+        elapsed = time.monotonic() - started
+        if elapsed >= told + REPORT_EVERY_S:
+            told = elapsed
+            log.info("Read %d rows in %.0f s; now at %s", number, elapsed, conversation.where)
         try:
             example = _example(conversation, template, stop_token_ids, report, max_length)
             _check_ids(example, vocab_size, conversation.where)

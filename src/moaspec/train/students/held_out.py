@@ -20,6 +20,7 @@ from torch import Tensor
 from moaspec.train.data_order import TrainBatch, fixed_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.parallelism import ParallelStrategy, sum_over_processes
+from moaspec.train.progress import reported
 from moaspec.train.students.losses import MAX_CHUNK, ExitStates
 from moaspec.train.students.students import Student
 
@@ -62,7 +63,8 @@ def measure_held_out(
     accelerator, device = strategy.accelerator, student.target.device
     student.module.eval()
     by_length = sorted(ids, key=lambda i: len(examples[i]))
-    for start in range(0, len(by_length), batch_size):
+    starts = range(0, len(by_length), batch_size)
+    for start in reported(starts, "Measured", "batches", len(starts), lambda _: 1):
         batch = collate(examples, by_length[start : start + batch_size])
         whole = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
         part = split_batch(whole, accelerator.num_processes)[accelerator.process_index]

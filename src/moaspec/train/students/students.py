@@ -6,7 +6,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,8 @@ from moaspec.target.families import keys_rotate_alike
 from moaspec.target.target import Target
 from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
-from moaspec.train.dataset.examples import Example, frequent_tokens
+from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
+from moaspec.train.progress import reported
 from moaspec.train.run_config import TrainConfig, lsa_is_frozen
 from moaspec.train.students.drafter_sizes import drafter_config, stack_config
 from moaspec.train.students.initial_drafter import load_initial_drafter, record_length
@@ -242,9 +243,9 @@ class MoAStudent(Student):
             log.info("Warm start: reading up to %d tokens", config.warm_start_tokens)
             read = list(sample)
             log.info("Warm start: LSA, SA, CA")
-            warm_start(self.target, self.module, read)
+            warm_start(self.target, self.module, _reported(read, "LSA, SA, CA"))
             log.info("Warm start: output")
-            fit_output(self.target, self.module, read)
+            fit_output(self.target, self.module, _reported(read, "output"))
         elif self.module.exits:
             _, result = next(self.activations.sample(ids, 1))
             for n in self.exits:
@@ -313,6 +314,15 @@ class MoAStudent(Student):
             self.module.config, acceptance=first, further_acceptance=tuple(further)
         )
         self.module.head_moment = moment_EE
+
+
+def _reported(
+    read: Sequence[tuple[Batch, TargetPass]], part: str
+) -> Iterator[tuple[Batch, TargetPass]]:
+    """The sample of a part of the warm start, with records of how far it is."""
+    tokens = sum(batch.input_ids_BT.numel() for batch, _ in read)
+    what = f"Warm start: {part}:"
+    return reported(read, what, "tokens", tokens, lambda one: one[0].input_ids_BT.numel())
 
 
 class BaselineStudent(Student):

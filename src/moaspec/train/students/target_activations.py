@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -29,11 +28,10 @@ from moaspec.model.moa import TargetEncoder
 from moaspec.model.training_pass import TargetPass
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example, collate
+from moaspec.train.progress import reported
 
 log = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 10.0
-"""Seconds between two reports of how far a sample has been read."""
 HASHED_WEIGHTS = 4096
 """Values of each of the target's tensors, at most, that tell one target from another."""
 
@@ -269,18 +267,14 @@ class TargetActivations:
 
     def sample(self, ids: Sequence[int], tokens: int) -> Iterator[tuple[Batch, TargetPass]]:
         """Batches of one example each, until they have at least `tokens` tokens in total."""
-        tokens = min(tokens, sum(len(self.examples[i]) for i in ids))
-        seen, started = 0, time.monotonic()
-        reported = started
+        chosen, seen = list[int](), 0
         for index in ids:
-            if seen >= tokens:
-                return
-            now = time.monotonic()
-            if seen and now >= reported + REPORT_EVERY_S:
-                reported, left_s = now, (now - started) / seen * (tokens - seen)
-                log.info("Read %d of %d tokens, %.0f s left", seen, tokens, left_s)
+            if seen < tokens:
+                chosen.append(index)
+                seen += len(self.examples[index])
+        lengths = {index: len(self.examples[index]) for index in chosen}
+        for index in reported(chosen, "Read", "tokens", seen, lengths.__getitem__):
             batch = collate(self.examples, [index]).to(self.target.device)
-            seen += len(self.examples[index])
             yield batch, self.passes(batch)
 
     def _fetch(self, batch: Batch) -> dict[str, Tensor]:

@@ -93,6 +93,7 @@ def warm_start(
         kv.append(result.kv_BTLK[0].float())
         finals.append(result.hidden_BTE[0].float())
         texts.append(_text_states(target, drafter, batch))
+    log.info("Warm start: fitting LSA and CA")
     encoder, kv_NLK, final_NE = drafter.encoder, torch.cat(kv), torch.cat(finals)
     init_layer_attention(encoder, kv_NLK, final_NE)
     mean_NK = encoder.mean_over_layers(kv_NLK[None])[0]
