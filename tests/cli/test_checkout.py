@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import moaspec
 from commands import Cli
-from moaspec.cli.checkout import add_tool_command
+from moaspec.cli.checkout import add_tool_command, checkout_option
 from moaspec.errors import InputError
 
 
@@ -28,6 +33,38 @@ def test_an_installed_package_says_that_it_needs_a_checkout(
     found = CliRunner().invoke(_app(), ["edge-bench", *arguments])
     assert isinstance(found.exception, InputError)
     assert "`moaspec edge-bench` runs only in a checkout" in str(found.exception)
+
+
+def test_an_installed_package_hides_options_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not checkout_option("--cost", "Costs.").hidden
+    monkeypatch.setattr("moaspec.cli.checkout.TOOLS", tmp_path)
+    assert checkout_option("--cost", "Costs.").hidden
+
+
+def test_an_installed_package_shows_only_commands_that_it_has(tmp_path: Path) -> None:
+    """A copy of the package without the files around it."""
+    shutil.copytree(Path(moaspec.__file__).parent, tmp_path / "lib" / "site" / "moaspec")
+    code = """
+from typer.testing import CliRunner
+from moaspec.cli.main import app
+import moaspec
+print(moaspec.__file__)
+for words in ([], ["data"], ["eval"]):
+    print(CliRunner().invoke(app, [*words, "--help"]).output)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "lib" / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path))
+    assert all(one in done.stdout for one in ("stats", "overlap", "compare"))
+    assert not any(one in done.stdout for one in ("checkout", "edge-bench", "--cost", "--cut"))
 
 
 def test_a_checkout_has_the_command() -> None:

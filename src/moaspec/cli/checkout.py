@@ -18,7 +18,7 @@ def import_tool(module: str, command: str) -> Any:
     Raises:
         InputError: this is an installed package, which has no tools.
     """
-    if not _is_there(module):
+    if not has_tool(module):
         raise InputError(
             f"`{command}` runs only in a checkout of the repository, because it is not part of the "
             "installed package: clone the repository, run `make install` there, and use its "
@@ -38,7 +38,7 @@ def add_tool_command(app: typer.Typer, function: str, command: str) -> None:
     """
     module, _, attribute = function.partition(":")
     name = command.rpartition(" ")[2]
-    if _is_there(module):
+    if has_tool(module):
         app.command(name)(getattr(import_tool(module, command), attribute))
         return
 
@@ -49,5 +49,11 @@ def add_tool_command(app: typer.Typer, function: str, command: str) -> None:
         import_tool(module, command)
 
 
-def _is_there(module: str) -> bool:
+def checkout_option(flag: str, text: str) -> Any:
+    """An option whose code is in tools/; an installed package hides and refuses it."""
+    return typer.Option(flag, help=text, hidden=not has_tool("eval_studies.command"))
+
+
+def has_tool(module: str) -> bool:
+    """Whether tools/ has this module: an installed package has none."""
     return (TOOLS / Path(*module.split("."))).with_suffix(".py").is_file()

@@ -391,7 +391,7 @@ def test_stats_of_the_rows_before_ctrl_c(
 def test_overlaps_before_ctrl_c(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     against = jsonl(tmp_path / "eval.jsonl", [{"prompt": "a b c"}])
     data = jsonl(tmp_path / "data.jsonl", [{"prompt": "a b c"}] * 3)
-    interrupt_after(1, "data_studies.overlap._texts", monkeypatch)
+    interrupt_after(1, "moaspec.data.overlap._texts", monkeypatch)
     options = ("--against", against, "--size", "3", "--out", str(tmp_path / "out.jsonl"))
     code, out, err = cli("data", "overlap", data, *options)
     assert code == 130

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_studies.statistics import padding_share
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import (
     Example,
@@ -21,6 +20,7 @@ from moaspec.train.dataset.examples import (
     frequent_tokens,
 )
 from moaspec.train.dataset.read_examples import read_examples
+from moaspec.train.dataset.statistics import padding_share
 
 ROWS = [
     {"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6]},

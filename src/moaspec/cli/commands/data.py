@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moaspec.cli.checkout import add_tool_command
+from moaspec.cli.commands.data_studies import overlap, stats
 from moaspec.cli.options import TopP, with_options
 from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
@@ -174,5 +174,5 @@ def regenerate_command(
     tell_unused(report)
 
 
-add_tool_command(app, "data_studies.command:stats", "moaspec data stats")
-add_tool_command(app, "data_studies.command:overlap", "moaspec data overlap")
+app.command("stats")(stats)
+app.command("overlap")(overlap)

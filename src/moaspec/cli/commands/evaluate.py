@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moaspec.cli.checkout import add_tool_command, import_tool
+from moaspec.cli.checkout import add_tool_command, checkout_option, has_tool, import_tool
 from moaspec.cli.loading import print_defaults
 from moaspec.cli.options import (
     Device,
@@ -62,19 +62,32 @@ def evaluate(
     generation_config: GenerationConfig = "auto",
     device: Device = "cpu",
     cost: Annotated[
-        bool, "Measure only costs of passes and rounds, without prompts; in a checkout."
+        bool,
+        checkout_option(
+            "--cost", "Measure only costs of passes and rounds, without prompts; in a checkout."
+        ),
     ] = False,
     cut: Annotated[
         int | None,
-        "Remove the target after this many tokens; judge the drafters' texts; in a checkout.",
+        checkout_option(
+            "--cut",
+            "Remove the target after this many tokens; judge the drafters' texts; in a checkout.",
+        ),
     ] = None,
     accuracy: Annotated[
         bool,
-        "With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
-        "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
+        checkout_option(
+            "--accuracy",
+            "With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
+            "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
+        ),
     ] = False,
     unsafe: Annotated[
-        bool, "With --accuracy: where there is no sandbox, run that code with your rights."
+        bool,
+        checkout_option(
+            "--unsafe",
+            "With --accuracy: where there is no sandbox, run that code with your rights.",
+        ),
     ] = False,
     out: Annotated[
         Path | None, "Directory for results; the same command resumes what is there."
@@ -272,7 +285,7 @@ def _leave(what: str, kept: str | None) -> NoReturn:
 
 def _write_page(directory: Path) -> Path | None:
     """Write the page if there is a report; skip it without tools or matplotlib."""
-    if not (directory / REPORT).exists():
+    if not has_tool("eval_report.pages") or not (directory / REPORT).exists():
         return None
     try:
         return import_tool("eval_report.pages", "moaspec eval page").write_page(directory)

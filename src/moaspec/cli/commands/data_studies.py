@@ -23,9 +23,9 @@ from moaspec.errors import InputError
 from moaspec.support.paths import require_writable_file
 
 if TYPE_CHECKING:
-    from data_studies.overlap import Overlap
-    from data_studies.statistics import Statistics
+    from moaspec.data.overlap import Overlap
     from moaspec.target.spec import TargetSpec
+    from moaspec.train.dataset.statistics import Statistics
 
 SHOWN_FINDINGS = 20
 
@@ -39,7 +39,7 @@ def stats(
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Count the tokens of training data, in a checkout.
+    """Count the tokens of training data.
 
     Prints lengths, coverage of trimmed vocabularies, and the size of the activation cache.
 
@@ -47,8 +47,8 @@ def stats(
     """
     target = load_spec(model, "auto")
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
-    from data_studies.statistics import statistics
     from moaspec.train.dataset.read_examples import read_examples
+    from moaspec.train.dataset.statistics import statistics
 
     with status("Reading examples"), deferred_interrupts() as stopped:
         examples = read_examples(
@@ -90,14 +90,14 @@ def overlap(
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Find rows that share words with prompts, in a checkout.
+    """Find rows that share words with prompts.
 
     The rows are training data, the prompts those of an evaluation. Exit code 1 if there are any.
     With --out all other rows are written unchanged, and the exit code is 0.
 
     Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
     """
-    from data_studies.overlap import overlaps
+    from moaspec.data.overlap import overlaps
 
     if size < 1:
         raise InputError(f"--size must be at least 1, got {size}.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from data_studies.overlap import overlaps
 from moaspec.data.conversations import Conversation
 from moaspec.data.messages import words
+from moaspec.data.overlap import overlaps
 from moaspec.errors import DataError
 
 PROMPTS = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tiny
-from data_studies import statistics as module
-from data_studies.statistics import statistics
+from moaspec.train.dataset import statistics as module
 from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.statistics import statistics
 
 
 def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
