@@ -191,7 +191,9 @@ class Eagle3Student(BaselineStudent):
         self.activations = TargetActivations(target, examples, None, before)
         widths = {"hidden": target.identity.hidden_size}
         widths |= {f"before{n}": target.identity.hidden_size for n in before}
-        directory = Path(config.output) / "states" / fingerprint(examples, target.identity)
+        directory = (
+            Path(config.output) / "states" / fingerprint(examples, self.activations.of_target)
+        )
         self.activations._store = ExampleStore(
             directory, examples, widths, target.device, without="fewer examples"
         )

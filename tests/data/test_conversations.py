@@ -290,7 +290,7 @@ LOUD = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": "true"}, {"los
 @pytest.mark.parametrize("keys", SILENT, ids=str)
 def test_turns_and_rows_without_loss(keys: dict[str, Any]) -> None:
     """In every shape; what they say of other roles is without effect."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": [{**Q, **keys}, {**A, **keys}]},
         {"conversations": [HUMAN, {**GPT, **keys}]},
         {"prompt": "q", "completion": [{**A, **keys}]},
@@ -306,7 +306,11 @@ def test_turns_and_rows_without_loss(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("keys", LOUD, ids=str)
 def test_turns_and_rows_with_loss(keys: dict[str, Any]) -> None:
-    for row in ({"messages": [Q, {**A, **keys}]}, {"prompt": "q", "response": "a", **keys}):
+    rows: list[dict[str, Any]] = [
+        {"messages": [Q, {**A, **keys}]},
+        {"prompt": "q", "response": "a", **keys},
+    ]
+    for row in rows:
         assert not any("weight" in one for one in parsed(row).messages)
         assert not parsed(row).unused
 

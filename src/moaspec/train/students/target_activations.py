@@ -104,7 +104,7 @@ class ExampleStore:
         """A checksum of an example's arrays, not 0."""
         found = 0
         for file in self._files.values():
-            found = zlib.crc32(file[self._starts[i] : self._ends[i]], found)
+            found = zlib.crc32(file[self._starts[i] : self._ends[i]].data, found)
         return found or 1
 
     def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
