@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from moaspec.errors import MoaSpecError
+from moaspec.errors import CorruptCheckpointError, MoaSpecError
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint
 from moaspec.support.locks import claimed
@@ -112,7 +112,7 @@ class LearningProcess:
         self._thread = threading.Thread(target=self._exchange, name="moaspec-learning", daemon=True)
 
     def check(self, target: TargetSpec) -> None:
-        """Refuse a directory whose versions have another initial drafter.
+        """Refuse a directory whose versions have another initial drafter, or a changed version.
 
         Args:
             target: of both drafters.
@@ -127,6 +127,15 @@ class LearningProcess:
         drafter = load_checkpoint(find_drafter(initial), target.identity, target.config)
         if fingerprint(drafter) != self.versions[0]:
             raise other_drafter(self.settings.directory, initial)
+        newest = newest_version(self.settings.directory)
+        if newest is None:
+            return
+        version = load_checkpoint(newest, target.identity, target.config)
+        if fingerprint(version) != self.versions[-1]:
+            raise CorruptCheckpointError(
+                f"The weights in {newest} are not those that were written. Put them back from a "
+                "copy, or begin again in another directory."
+            )
 
     def start(self, on_version: Callable[[Path], None]) -> None:
         """Start; `on_version` gets the checkpoint of each new version, in a thread of its own."""

@@ -26,7 +26,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
-from moaspec.errors import InputError
+from moaspec.errors import CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
@@ -262,6 +262,24 @@ def test_versions_of_another_drafter_do_not_draft(tmp_path: Path) -> None:
     assert service.capabilities.describe().newest == ""  # there is none but the initial one
     with pytest.raises(InputError, match=r"versions of another drafter than .*other"):
         announce(service, process("other"))
+
+
+def test_a_version_with_a_changed_byte_does_not_draft(tmp_path: Path) -> None:
+    of, initial = ruled_target.target(), ruled_target.save_initial(tmp_path / "initial")
+    learned = tmp_path / "learned"
+    trainer = ContinualTrainer(of, initial, learned)
+    trainer._add_version()
+    trainer._save()
+    settings = LearningSettings(
+        target="t", dtype="float32", initial=str(initial), directory=learned
+    )
+    process = LearningProcess(settings)
+    process.check(of)
+    file = learned / "version-1" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] + bytes([whole[-8] ^ 64]) + whole[-7:])
+    with pytest.raises(CorruptCheckpointError, match="not those that were written"):
+        process.check(of)
 
 
 @pytest.mark.slow
