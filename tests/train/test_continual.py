@@ -25,7 +25,7 @@ from moaspec.train.continual import (
     newest_version,
     version_directory,
 )
-from moaspec.train.training_state import FACTS_FILE
+from moaspec.train.training_state import FACTS_FILE, SUMS_FILE
 from ruled_target import Text
 
 
@@ -180,7 +180,7 @@ def test_no_text_is_written(initial: Path, tmp_path: Path, stream: list[Text]) -
     expected = {"texts", "steps", "cycle", "fingerprints", "generator"}
     assert facts.keys() == expected
     files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert files <= {"log.jsonl", FACTS_FILE, "config.json", "model.safetensors"}
+    assert files <= {"log.jsonl", FACTS_FILE, SUMS_FILE, "config.json", "model.safetensors"}
 
 
 def test_a_prompt_stays_on_its_side(initial: Path, tmp_path: Path, stream: list[Text]) -> None:
