@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ from openai import OpenAI
 
 import moaspec
 import serving
+from hostile_grammars import wide
 from moaspec.serve.sources.source import Load
 from serving import LONGEST, MODEL, Served, own_text, say
 
@@ -228,6 +230,23 @@ def test_json_schema(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     text = "".join(streamed(client, response_format=form, max_completion_tokens=100, **SAMPLED))
     assert text == answer.choices[0].message.content
+
+
+@pytest.mark.slow
+def test_a_schema_that_cannot_be_followed_ends_its_own_request_only(client: OpenAI) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "wide", "schema": wide(70, 80), "strict": True},
+    }
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(chat, client, max_completion_tokens=200, **SAMPLED)
+        with pytest.raises(openai.BadRequestError, match="schema or grammar simpler"):
+            chat(client, response_format=form, **SAMPLED)
+        chunks = chat(client, response_format=form, stream=True, **SAMPLED)
+        said = (chunk.choices[0].delta.content for chunk in chunks)
+        with pytest.raises(openai.APIError, match="schema or grammar simpler"):
+            assert "".join(said) == "never whole"
+    assert other.result().choices[0].message.content == own_text("hello", 200, **SAMPLED)
 
 
 TOOLS: list[Any] = [

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from moaspec.errors import InputError
 from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.choice import Choice, Delta
 from moaspec.serve.openai.event_stream import EventStream, unless_disconnected
@@ -102,10 +103,21 @@ class Answer(Generic[Body]):
                 self._outcome = "failed"
                 raise news
             delta = self._choices[index].take(news)
+            if news.stop_reason == "stop_token":
+                await self._check_ended(index)
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
                 self._count(index, "done")
             yield delta
+
+    async def _check_ended(self, index: int) -> None:
+        """Raise InputError for a text that ended before its grammar was complete."""
+        job, output = self._jobs[index], self._choices[index].token_ids
+        try:
+            await asyncio.to_thread(self._context.facts.check_ended, job, output)
+        except InputError:
+            self._outcome = "failed"
+            raise
 
     async def _close(self) -> None:
         """Cancel unfinished texts. May be called more than once."""

@@ -66,12 +66,14 @@ class Choice:
         self._text_restorer = redactor.restorer(as_json=as_json)
         self._extension = ExtensionWriter(index, body.extension, facts)
         self.pieces: list[Piece] = []
+        self.token_ids: list[int] = []
         self.text = ""
         self.calls: list[Call] = []
         self.finish_reason: str | None = None
 
     def take(self, update: Update) -> Delta:
         self.counts.add(update)
+        self.token_ids += update.token_ids
         ended = update.stop_reason is not None
         written = self._without_leading_space(self._writer.take(update))
         pieces = self._piece_restorer.take(written, last=ended)

@@ -104,6 +104,11 @@ class SourceFacts:
             return ()
         return (self.grammars.processor(job.grammar, len(job.prompt_ids)),)
 
+    def check_ended(self, job: Job, output: Sequence[int]) -> None:
+        """Raise `InputError` where a text ended before its grammar was complete."""
+        if job.grammar is not None:
+            self.grammars.check_ended(job.grammar, output)
+
     @cached_property
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(self.tokenizer)
