@@ -80,7 +80,8 @@ class Choice:
         text, calls = _text_of(pieces), list[Call]()
         if self._reader is not None:
             # Calls are parsed before private text is restored, which may contain quotation marks.
-            text, calls = self._reader.feed(_text_of(written), last=ended)
+            cut = update.stop_reason not in (None, "stop_token")
+            text, calls = self._reader.feed(_text_of(written), last=ended, cut=cut)
             text = self._text_restorer.restore_text(text, last=ended)
             calls = [self._text_restorer.restore_call(call) for call in calls]
         numbered, start = list(enumerate(calls, start=len(self.calls))), len(self.text)
