@@ -86,7 +86,7 @@ class Answer(Generic[Body]):
             )
         try:
             whole = await unless_disconnected(request.receive, self._whole())
-            return JSONResponse(without_nulls(whole))
+            return JSONResponse(whole)
         finally:
             await self._close()
 
@@ -186,28 +186,28 @@ class ChoicesAnswer(Answer[ChoicesBody]):
         raise NotImplementedError
 
     def _result(self) -> dict[str, Any]:
-        usage = self._usage()
-        usage["speculation"] = without_nulls(usage["speculation"])
+        extension = self._extension_object()
         return {
             **self._head,
             "object": self.whole_object,
-            "choices": [without_nulls(self._choice(choice)) for choice in self._choices],
-            "usage": usage,
-            "moaspec": self._extension_object(),
+            "choices": [self._choice(choice) for choice in self._choices],
+            "usage": self._usage(),
+            **({} if extension is None else {"moaspec": extension}),
         }
 
     def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        if self._tells_usage:
+            chunk["usage"] = None  # the last chunk has it
         if delta is not None and delta.moaspec is not None:
             chunk["moaspec"] = delta.moaspec
         return chunk
 
     def _last_events(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._tells_usage:
             yield {**self._chunk(), "usage": self._usage()}
 
-
-def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are set: whole answers leave out the others."""
-    return {name: value for name, value in fields.items() if value is not None}
+    @property
+    def _tells_usage(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and options.include_usage
