@@ -50,7 +50,9 @@ MAX_RUNS = 4096  # Runs of positions in one message.
 # Requests whose prompts are tokenised and whose grammars are compiled at the same time; one of
 # each client.
 MAX_PREPARING = 4
-MAX_PREPARING_WAITING = 64  # Requests of one client that may wait for that.
+# Requests of one client that may wait for that; as many as texts, `--max-active` and
+# `--max-waiting` together, where these are more.
+MAX_PREPARING_WAITING = 64
 
 MAX_OPEN_CALLS = 16  # Calls at the same time that need no token (gRPC health and reflection).
 MAX_OPEN_CALLS_PER_ADDRESS = 8  # Of these, calls of one address.

@@ -197,8 +197,10 @@ class ChoicesAnswer(Answer[ChoicesBody]):
 
     def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        if self._tells_usage:
-            chunk["usage"] = None  # the last chunk has it
+        if self._tells_usage:  # the last chunk has it, or all
+            options = self._body.stream_options
+            continuous = options is not None and options.continuous_usage_stats
+            chunk["usage"] = self._usage() if continuous else None
         if delta is not None and delta.moaspec is not None:
             chunk["moaspec"] = delta.moaspec
         return chunk

@@ -63,8 +63,8 @@ def call_grammar(
 
 
 OPEN_KEYWORDS = frozenset(
-    ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
-    + ("$ref", "allOf", "anyOf", "oneOf", "not", "if")
+    "additionalProperties unevaluatedProperties patternProperties propertyNames "
+    "$ref allOf anyOf oneOf not if".split()
 )
 """Keywords with which an object says itself, or somewhere else, which properties it may have."""
 

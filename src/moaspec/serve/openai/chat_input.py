@@ -108,13 +108,14 @@ class ChatInput:
         redactor: RequestRedactor,
     ) -> list[Job]:
         """Redact and tokenise the conversation, and make a job for every choice."""
-        hidden, limit = redactor.hide(self), self.max_tokens
+        limit = context.max_tokens(body, self.max_tokens)
+        hidden = redactor.hide(self)
         redactor.check_answer(logprobs=self.logprobs is not None, stop=hidden.stop)
         return context.jobs(
             request,
             body,
             [context.prompt(hidden)],
-            max_tokens=context.settings.default_max_tokens if limit is None else limit,
+            max_tokens=limit,
             logprobs=self.logprobs,
             grammar=hidden.grammar(context),
             stop=hidden.stop,
