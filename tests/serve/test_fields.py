@@ -18,10 +18,12 @@ from pydantic import TypeAdapter
 
 import serving
 import templates
+import tiny
 from moaspec.serve.openai.chat_schema import ChatRequest
 from moaspec.serve.openai.responses.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
 from moaspec.serve.server_context import NEUTRAL
+from moaspec.serve.sources.local_source import LocalSource
 from serving import MODEL, Served, say
 
 HARMLESS = {
@@ -275,3 +277,23 @@ def test_all_chunks_have_usage_if_one_is_asked_for(http: httpx.Client, path: str
 def test_stored_responses_are_those_that_were_sent(http: httpx.Client) -> None:
     sent = post(http, "/v1/responses").json()
     assert http.get(f"/v1/responses/{sent['id']}").json() == sent
+
+
+@pytest.mark.slow
+def test_named_templates_without_a_default_are_refused() -> None:
+    named: Any = {"rag": serving.CHATML}
+    of = tiny.fresh_target(
+        tokenizer=serving.tokenizer(named),
+        vocab_size=serving.VOCAB,
+        max_position_embeddings=serving.CONTEXT,
+        eos_token_id=serving.END,
+    )
+    with serving.serving(LocalSource(of, name=MODEL)) as running, running.http() as http:
+        for path, status in (
+            ("/v1/chat/completions", 400),
+            ("/v1/responses", 400),
+            ("/v1/completions", 200),
+        ):
+            answer = post(http, path)
+            assert answer.status_code == status
+            assert status == 200 or "none named 'default'" in answer.json()["error"]["message"]

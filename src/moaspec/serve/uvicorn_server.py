@@ -163,32 +163,40 @@ class Server(uvicorn.Server):
         await self._source.close()
 
 
-def origin_form(app: ASGIApp) -> ASGIApp:
-    """Wrap an application: a target of absolute form, which proxies send, becomes its path.
-
-    Source: RFC 9112, 3.2.2; the target's authority counts, and not the `Host` header's.
-    """
+def normal_requests(app: ASGIApp) -> ASGIApp:
+    """Wrap an application, which gets one form of requests that may be written in several."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        target = ABSOLUTE.match(scope.get("raw_path", b""))
-        if target is not None:
-            authority, raw_path = target[1], target[2] or b"/"
-            others = [header for header in scope["headers"] if header[0] != b"host"]
-            scope = {
-                **scope,
-                "raw_path": raw_path,
-                "path": unquote(raw_path.decode("ascii")),
-                "headers": [(b"host", authority), *others],
-            }
-        await app(scope, receive, send)
+        await app(_normal(scope) if scope["type"] == "http" else scope, receive, send)
 
     return wrapped
+
+
+def _normal(scope: Scope) -> Scope:
+    """A request with a path, no slash at its end below /v1, and GET for HEAD.
+
+    Proxies send targets of absolute form, whose authority counts and not the `Host` header's (RFC
+    9112, 3.2.2). Uvicorn leaves out the body of answers to HEAD.
+    """
+    scope = dict(scope)
+    target = ABSOLUTE.match(scope["raw_path"])
+    if target is not None:
+        others = [header for header in scope["headers"] if header[0] != b"host"]
+        scope["headers"] = [(b"host", target[1]), *others]
+        scope["raw_path"] = target[2] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    if scope["path"].startswith("/v1/"):
+        scope["path"] = scope["path"].rstrip("/")
+        scope["raw_path"] = scope["raw_path"].rstrip(b"/")
+    if scope["method"] == "HEAD":
+        scope["method"] = "GET"
+    return scope
 
 
 def config(app: Any, **options: Any) -> uvicorn.Config:
     """Uvicorn's settings, shared by the command and the tests."""
     return uvicorn.Config(
-        origin_form(app),
+        normal_requests(app),
         http=HeadDeadline,
         ws="none",  # the application has none
         log_level="warning",

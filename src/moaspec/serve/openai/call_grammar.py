@@ -63,8 +63,10 @@ def call_grammar(
 
 
 OPEN_KEYWORDS = frozenset(
-    "additionalProperties unevaluatedProperties patternProperties propertyNames "
-    "$ref allOf anyOf oneOf not if".split()
+    (
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("$ref", "allOf", "anyOf", "oneOf", "not", "if"),
+    )
 )
 """Keywords with which an object says itself, or somewhere else, which properties it may have."""
 
