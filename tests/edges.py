@@ -127,13 +127,16 @@ class Edge:
         )
 
     @contextmanager
-    def cut_for_a_while(self, *, after: int = 12) -> Iterator[None]:
-        """Cut the link after this many verdicts, until the device has written on."""
+    def cut_for_a_while(self, *, after: int = 12, written: int = WRITTEN_ALONE) -> Iterator[None]:
+        """Cut the link after this many verdicts, until the device has noticed and written on."""
         over, before = threading.Event(), self._written_alone
+
+        def cut() -> bool:
+            return not self._is_down or self._written_alone < before + written
 
         def mend() -> None:
             deadline = time.monotonic() + PATIENCE_S
-            while self._written_alone < before + WRITTEN_ALONE and time.monotonic() < deadline:
+            while cut() and time.monotonic() < deadline:
                 if over.wait(0.02):
                     break
             self.link.cut = False
@@ -147,6 +150,10 @@ class Edge:
             over.set()
             mending.join()
         assert self.link.cut_after is None, "the link was never cut"
+
+    @property
+    def _is_down(self) -> bool:
+        return any(seat.session.stats.state == "down" for seat in self.source._sessions)
 
     @property
     def _written_alone(self) -> int:

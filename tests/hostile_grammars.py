@@ -56,6 +56,21 @@ HOSTILE: dict[str, Callable[[Grammars], object]] = {
 }
 
 
+def wide(objects: int, keys: int) -> dict[str, Any]:
+    """A strict schema of one of many objects, each with optional strings of its own."""
+    text = {"type": "string"}
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {f"k{i}_{j}": text for j in range(keys)},
+                "additionalProperties": False,
+            }
+            for i in range(objects)
+        ]
+    }
+
+
 def nested(levels: int, how: str) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):

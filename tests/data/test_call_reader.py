@@ -186,6 +186,30 @@ def test_one_call_where_several_are_not_allowed(form: CallForm) -> None:
     assert (said, [json.loads(call.arguments) for call in calls]) == ("", [{"a": 1}])
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_cut_call_is_no_content(form: CallForm) -> None:
+    """Wherever a limit cuts: no marks are said, and whole calls stay."""
+    calls, schema = ({"a": "b"}, {"a": "c d"}), {"properties": {"a": {"type": "string"}}}
+    text = written(form, *calls)
+    for end in range(len(text) + 1):
+        for forced in (True, False):
+            reader = CallReader(form, {"time": schema}, forced=forced)
+            said, found = reader.feed(text[:end], last=True, cut=True)
+            assert [json.loads(call.arguments) for call in found] == list(calls[: len(found)])
+            # A bare call that is cut may be any JSON, and the first letters of a mark any text.
+            if forced or (form.trigger and 2 * end > len(form.trigger)):
+                assert said == ""
+    assert len(found) == 2
+
+
+def test_text_around_a_cut_call_stays() -> None:
+    reader = CallReader(HERMES, {"time": {}})
+    said, calls = reader.feed(f"Look: <tool_call>{CALL[:20]}", last=True, cut=True)
+    assert (said, calls) == ("Look: ", [])
+    said, calls = CallReader(HERMES, {"time": {}}).feed("a < b and a <t", last=True, cut=True)
+    assert said == "a < b and a <t"
+
+
 def test_calls_arrive_when_their_json_is_complete() -> None:
     reader = CallReader(MISTRAL, {"time": {}})
     assert len(reader.feed(f"[TOOL_CALLS][{CALL}]", last=False)[1]) == 1

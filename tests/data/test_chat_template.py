@@ -305,3 +305,32 @@ def test_results_have_the_name_of_the_function() -> None:
     assert normal_messages([*asked, result])[-1]["name"] == "time"
     assert normal_messages([*asked, {**result, "name": "own"}])[-1]["name"] == "own"
     assert "name" not in normal_messages([result])[-1]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
+        ("{% for m in messages %}{{ m.content }", "unexpected '}'"),
+        ("{{ messages | nofilter }}", "nofilter"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+        ("{{ '%d' % (1e400) }}", "inf"),
+        ("{{ 1 // 0 }}", "zero"),
+    ],
+)
+def test_failures_of_a_template_are_quoted(source: str, said: str) -> None:
+    template = ChatTemplate(serving.tokenizer(source), "tiny")
+    with pytest.raises(InputError, match=f"template of tiny refuses.*{said}"):
+        template.rendered(serving.say("hi"))
+
+
+def test_named_templates_without_a_default() -> None:
+    named = {"rag": serving.CHATML, "tool_use": serving.CHATML}
+    template = ChatTemplate(serving.tokenizer(named), "tiny")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="named rag, tool_use, and none named 'default'"):
+        template.rendered(serving.say("hi"))
+    tools = [normal_tool({"name": "time"})]
+    assert "hi" in template.rendered(serving.say("hi"), tools)
+    template.tokenizer.chat_template = named | {"default": serving.CHATML}
+    assert "hi" in template.rendered(serving.say("hi"))

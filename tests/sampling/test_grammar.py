@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import serving
-from hostile_grammars import chained, grammars, rules
+from hostile_grammars import chained, grammars, rules, wide
 from moaspec.errors import InputError
 from moaspec.sampling import grammar, grammar_worker
 
@@ -66,6 +66,60 @@ def test_masks_along_drafts_are_those_of_each_prefix() -> None:
         for end in range(num_masks):
             prefix = (*prompt, *drafts[:end])
             assert torch.equal(masks(prefix, logits_V), processor(prefix, logits_V))
+
+
+STRICT: dict[str, dict[str, Any]] = {
+    "optional strings": wide(1, 400)["anyOf"][0],
+    "alternatives": wide(20, 30),
+    "ranged integers": {
+        "type": "object",
+        "properties": {
+            f"k{i}": {"type": "integer", "minimum": i, "maximum": 9 * i + 7} for i in range(800)
+        },
+        "additionalProperties": False,
+    },
+}
+
+
+def allowed_after(processor: grammar.GrammarProcessor, text: str) -> set[str]:
+    allowed = torch.isfinite(processor(ids(text), torch.zeros(serving.VOCAB))).nonzero()[:, 0]
+    return set(serving.tokenizer().convert_ids_to_tokens(allowed.tolist()))
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_wide_strict_schemas_are_followed(name: str) -> None:
+    made = grammars()
+    processor = made.processor(made.json_schema(STRICT[name]), 0)
+    assert allowed_after(processor, "{") == {'"', "}"}
+    assert allowed_after(processor, '{"') == {"k"}
+    assert allowed_after(processor, "{}") == {"<|end|>"}
+
+
+def test_a_text_ends_where_its_grammar_cannot_be_followed() -> None:
+    """Nothing outside the schema is allowed, and shorter prefixes are as before."""
+    made = grammars()
+    text = made.json_schema(wide(70, 80))
+    processor = made.processor(text, 0)
+    for _ in range(2):
+        assert allowed_after(processor, "") == {"{"}
+        assert allowed_after(processor, '{"') == {"<|end|>"}
+    masks = processor.along((), ids('{"k'))
+    assert len(masks.bitmasks) == 2
+    with pytest.raises(InputError, match=r"items; max is 16000.*simpler"):
+        made.check_ended(text, [*ids('{"'), serving.END])
+
+
+def test_a_text_ends_where_other_settings_forbid_all_that_its_grammar_allows() -> None:
+    made = grammars()
+    text = made.json_schema(SCHEMA)
+    processor = made.processor(text, 0)
+    logits_V = torch.full((serving.VOCAB,), -torch.inf)
+    logits_V[ids("x")] = 0.0
+    masked_V = processor(ids('"'), logits_V)
+    assert torch.isfinite(masked_V).nonzero().tolist() == [[serving.END]]
+    made.check_ended(text, [*ids('"abc"'), serving.END])
+    with pytest.raises(InputError, match="before it is complete"):
+        made.check_ended(text, [*ids('"'), serving.END])
 
 
 def test_a_trial_lets_servers_go_first() -> None:

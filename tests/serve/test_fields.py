@@ -18,10 +18,12 @@ from pydantic import TypeAdapter
 
 import serving
 import templates
+import tiny
 from moaspec.serve.openai.chat_schema import ChatRequest
 from moaspec.serve.openai.responses.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
 from moaspec.serve.server_context import NEUTRAL
+from moaspec.serve.sources.local_source import LocalSource
 from serving import MODEL, Served, say
 
 HARMLESS = {
@@ -147,7 +149,8 @@ def test_functions_in_the_older_form(http: httpx.Client) -> None:
     answer = post(http, path, **older).json()["choices"][0]
     call = {"name": "time", "arguments": '{"city": "Rome"}'}
     assert answer["finish_reason"] == "function_call"
-    assert answer["message"] == {"role": "assistant", "content": None, "function_call": call}
+    message = {"role": "assistant", "content": None, "refusal": None}
+    assert answer["message"] == {**message, "function_call": call}
     lines = post(http, path, **older, stream=True).text.splitlines()
     chunks = [json.loads(one[6:])["choices"][0] for one in lines if one.startswith("data: {")]
     assert [c["delta"]["function_call"] for c in chunks if "function_call" in c["delta"]] == [call]
@@ -192,10 +195,45 @@ def test_what_an_assistant_refused_or_thought_is_kept(http: httpx.Client) -> Non
     assert message == {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
 
 
-def without_usage(value: dict[str, Any]) -> dict[str, Any]:
-    """A response or one of its events; new versions of the client require new counts of usage."""
-    inner = {"response": without_usage(value["response"])} if "response" in value else {}
-    return {**value, **inner, "usage": None} if "usage" in value else {**value, **inner}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {},
+        {"n": 2, "logprobs": True, "top_logprobs": 2},
+        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200},
+        {"response_format": {"type": "json_object"}},
+    ],
+    "/v1/completions": [{}, {"n": 2, "logprobs": 2}, {"echo": True}],
+    "/v1/responses": [
+        {},
+        {"instructions": "Be brief."},
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": "required",
+            "max_output_tokens": 200,
+        },
+    ],
+}
+NULLABLE = {
+    "chat.completion": ("usage", "system_fingerprint"),
+    "choices": ("logprobs",),
+    "message": ("content", "refusal"),
+    "response": ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p"),
+}
+"""Fields that OpenAI's specification requires and that may be null: the types tell them not from
+optional ones."""
+
+
+def check_nullable(value: Any, kind: str = "") -> None:
+    """Assert that all required fields are there, in an answer and all within."""
+    if isinstance(value, list):
+        for one in value:
+            check_nullable(one, kind)
+    if isinstance(value, dict):
+        for name in (kind, value.get("object")):
+            assert set(NULLABLE.get(str(name), ())) <= value.keys()
+        for name, part in value.items():
+            check_nullable(part, name)
 
 
 @pytest.mark.slow
@@ -210,10 +248,52 @@ def without_usage(value: dict[str, Any]) -> dict[str, Any]:
 def test_answers_have_all_that_the_clients_types_require(
     http: httpx.Client, path: str, whole: Any, event: Any
 ) -> None:
-    only_responses = without_usage if path == "/v1/responses" else dict
-    TypeAdapter(whole).validate_python(only_responses(post(http, path).json()))
-    lines = post(http, path, stream=True).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert events
-    for one in events if event else ():
-        TypeAdapter(event).validate_python(only_responses(one))
+    for fields in SHAPES[path]:
+        answer = post(http, path, **fields).json()
+        TypeAdapter(whole).validate_python(answer)
+        check_nullable(answer)
+        lines = post(http, path, **fields, stream=True).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events
+        for one in events:
+            if event:
+                TypeAdapter(event).validate_python(one)
+            check_nullable(one)
+    assert "moaspec" not in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_all_chunks_have_usage_if_one_is_asked_for(http: httpx.Client, path: str) -> None:
+    for asked in (True, False):
+        options = {"include_usage": asked}
+        lines = post(http, path, stream=True, stream_options=options).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert {"usage" in chunk for chunk in chunks} == {asked}
+        assert all(chunk.get("usage") is None for chunk in chunks[:-1])
+        assert (chunks[-1].get("usage") is not None) is asked
+
+
+@pytest.mark.slow
+def test_stored_responses_are_those_that_were_sent(http: httpx.Client) -> None:
+    sent = post(http, "/v1/responses").json()
+    assert http.get(f"/v1/responses/{sent['id']}").json() == sent
+
+
+@pytest.mark.slow
+def test_named_templates_without_a_default_are_refused() -> None:
+    named: Any = {"rag": serving.CHATML}
+    of = tiny.fresh_target(
+        tokenizer=serving.tokenizer(named),
+        vocab_size=serving.VOCAB,
+        max_position_embeddings=serving.CONTEXT,
+        eos_token_id=serving.END,
+    )
+    with serving.serving(LocalSource(of, name=MODEL)) as running, running.http() as http:
+        for path, status in (
+            ("/v1/chat/completions", 400),
+            ("/v1/responses", 400),
+            ("/v1/completions", 200),
+        ):
+            answer = post(http, path)
+            assert answer.status_code == status
+            assert status == 200 or "none named 'default'" in answer.json()["error"]["message"]

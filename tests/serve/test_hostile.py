@@ -280,8 +280,82 @@ def test_broken_requests(strict: Served, text: bytes) -> None:
     assert raw(strict, text).split(b" ")[1][:1] == b"4"
 
 
+def get(target: str, *more: str, method: str = "GET", host: str = "127.0.0.1") -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Connection: close", *more]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+BODY = json.dumps(GOOD).encode()
+POSTED = ("Content-Type: application/json", f"Authorization: Bearer {KEY}", "Connection: close")
+LENGTH = f"Content-Length: {len(BODY)}"
+ODD = {
+    "absolute": get("http://127.0.0.1/v1/models", f"Authorization: Bearer {KEY}"),
+    "absolute, with a port and a query": get(
+        "HTTP://127.0.0.1:80/v1/models?a=http://x/", f"Authorization: Bearer {KEY}", host="other"
+    ),
+    "absolute, without a path": get("http://127.0.0.1"),
+    "blank lines": b"\r\n\r\n" + get("/v1/models", f"Authorization: Bearer {KEY}"),
+    "tab": get("/v1/models", f"Authorization: Bearer\t{KEY}"),
+    "spaces": get("/v1/models", f"AUTHORIZATION:  bearer  \t {KEY}  "),
+    "query": get("/v1/models?api-version=1", f"Authorization: BEARER {KEY}"),
+    "port": get("/v1/models", f"Authorization: Bearer {KEY}", host="127.0.0.1:8000"),
+    "a slash at the end": get("/v1/models/", f"Authorization: Bearer {KEY}"),
+    "head": get("/v1/models", f"Authorization: Bearer {KEY}", method="HEAD"),
+    "expectation": head(CHAT, *POSTED, LENGTH, "Expect: 100-continue") + BODY,
+    "chunks": head(CHAT, *POSTED, "Transfer-Encoding: chunked")
+    + b"%x;name=value\r\n%b\r\n0\r\nTrailer: x\r\n\r\n" % (len(BODY), BODY),
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+def test_forms_that_a_server_must_take(strict: Served, text: bytes) -> None:
+    answer = whole(strict, text).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+
+
+def whole(strict: Served, text: bytes) -> bytes:
+    """The whole answer to a request after which the connection is closed."""
+    port = int(strict.url.rpartition(":")[2])
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+        connection.sendall(text)
+        while piece := connection.recv(65536):
+            answer += piece
+    return answer
+
+
+def test_blank_lines_of_their_own(strict: Served) -> None:
+    """A packet of nothing else is not the end of the connection, also between two requests."""
+    port = int(strict.url.rpartition(":")[2])
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+        for _ in range(2):
+            connection.sendall(b"\r\n")
+            connection.sendall(request)
+            answer = b""
+            while not answer.endswith(b'"ok"}'):
+                piece = connection.recv(65536)
+                assert piece, answer
+                answer += piece
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        get("http://evil.example/v1/models", f"Authorization: Bearer {KEY}"),
+        get("http://user@127.0.0.1/v1/models", f"Authorization: Bearer {KEY}"),
+        get("/v1/models", f"Authorization: Bearer {KEY}", "Host: 127.0.0.1"),
+    ],
+)
+def test_forms_that_a_server_must_refuse(strict: Served, text: bytes) -> None:
+    assert whole(strict, text).startswith(b"HTTP/1.1 400")
+
+
 def test_foreign_hosts(strict: Served) -> None:
-    assert raw(strict, head(CHAT, host="evil.example:80")).startswith(b"HTTP/1.1 400")
+    refused = raw(strict, head(CHAT, host="evil.example:80"))
+    assert refused.startswith(b"HTTP/1.1 400")
+    assert b"evil.example" in refused
+    assert b"--allow-host" in refused
     assert not raw(strict, head("/v1/models", host="127.0.0.1:99")).startswith(b"HTTP/1.1 400")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -12,7 +13,9 @@ from openai import OpenAI
 
 import moaspec
 import serving
+from hostile_grammars import wide
 from moaspec.serve.sources.source import Load
+from moaspec.target.token_rules import TokenRules
 from serving import LONGEST, MODEL, Served, own_text, say
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
@@ -178,6 +181,48 @@ def test_negative_seeds_are_seeds(client: OpenAI) -> None:
     assert answer.choices[0].message.content == expected
 
 
+EARLY = {str(serving.END): 100.0}
+"""A bias with which a text ends as soon as it may."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_a_text_has_its_least_tokens(client: OpenAI, options: dict[str, Any]) -> None:
+    """The text is that of the library's own rule; the drafter of this server disagrees."""
+    rules, bias = TokenRules(min_new_tokens=9), {serving.END: 100.0}
+    extra = {"min_tokens": 9}
+    answer = chat(client, logit_bias=EARLY, extra_body=extra, **options)
+    assert answer.usage.completion_tokens == 10
+    assert answer.choices[0].finish_reason == "stop"
+    text = answer.choices[0].message.content
+    assert text == own_text("hello", rules=rules, logit_bias=bias, **options)
+    assert streamed(client, logit_bias=EARLY, extra_body=extra, **options) == [text]
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 99"):
+        chat(client, extra_body={"min_tokens": 99})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_a_text_goes_on_behind_its_end(client: OpenAI, options: dict[str, Any]) -> None:
+    bias = {serving.END: 8.0}  # it would end soon, and more than once
+    asked: dict[str, Any] = {"logit_bias": {str(serving.END): 8.0}, **options}
+    answer = chat(client, extra_body={"ignore_eos": True}, **asked)
+    assert answer.usage.completion_tokens == LONGEST
+    assert answer.choices[0].finish_reason == "length"
+    expected = own_text("hello", logit_bias=bias, stop_token_ids=(), **options)
+    assert answer.choices[0].message.content == expected
+    form: Any = {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError, match="ignore_eos"):
+        chat(client, extra_body={"ignore_eos": True}, response_format=form)
+
+
+@pytest.mark.slow
+def test_a_schema_ends_a_text_before_its_least_tokens(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}
+    answer = chat(client, response_format=form, extra_body={"min_tokens": 20})
+    assert answer.choices[0].message.content == '"ab"'
+
+
 def test_leaving_a_stream_frees_its_place(client: OpenAI, endpoint: Served) -> None:
     stream = chat(client, stream=True, max_completion_tokens=1500)
     next(iter(stream))
@@ -201,6 +246,8 @@ def test_errors_are_openais(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         chat(client, "x" * serving.CONTEXT)
     assert long.value.code == "context_length_exceeded"
+    limit = f"This model's maximum context length is {serving.CONTEXT} tokens. However, "
+    assert limit in long.value.message
     schema = {"name": "bad", "schema": {"type": "no such type"}}
     with pytest.raises(openai.BadRequestError, match="schema"):
         chat(client, response_format={"type": "json_schema", "json_schema": schema})
@@ -228,6 +275,23 @@ def test_json_schema(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     text = "".join(streamed(client, response_format=form, max_completion_tokens=100, **SAMPLED))
     assert text == answer.choices[0].message.content
+
+
+@pytest.mark.slow
+def test_a_schema_that_cannot_be_followed_ends_its_own_request_only(client: OpenAI) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "wide", "schema": wide(70, 80), "strict": True},
+    }
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(chat, client, max_completion_tokens=200, **SAMPLED)
+        with pytest.raises(openai.BadRequestError, match="schema or grammar simpler"):
+            chat(client, response_format=form, **SAMPLED)
+        chunks = chat(client, response_format=form, stream=True, **SAMPLED)
+        said = (chunk.choices[0].delta.content for chunk in chunks)
+        with pytest.raises(openai.APIError, match="schema or grammar simpler"):
+            assert "".join(said) == "never whole"
+    assert other.result().choices[0].message.content == own_text("hello", 200, **SAMPLED)
 
 
 TOOLS: list[Any] = [

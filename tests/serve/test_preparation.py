@@ -7,8 +7,10 @@ import threading
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
+import serving
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import BusyError
 from moaspec.serve.preparation import PreparationPool
@@ -72,6 +74,32 @@ def test_a_client_that_waits_too_often_is_refused() -> None:
         assert not preparation._waiting
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_as_many_requests_wait_as_the_server_takes() -> None:
+    """Also while their prompts are read; the others are told which options set the number."""
+    places, more = 100, 40
+    body = {"model": serving.MODEL, "prompt": "x" * 500, "max_tokens": 2}
+
+    async def ask(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=UNLIMITED) as http:
+            return await asyncio.gather(
+                *(http.post("/v1/completions", json=body) for _ in range(places + more))
+            )
+
+    with serving.serving(serving.source(active=2, waiting=places - 2)) as served:
+        answers = asyncio.run(ask(served.url))
+    codes = [answer.status_code for answer in answers]
+    assert set(codes) <= {200, 429}
+    assert codes.count(200) >= places
+    for answer in answers:
+        if answer.status_code == 429:
+            assert "--max-waiting" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) > 0
+
+
+UNLIMITED = httpx.Limits(max_connections=None)
 
 
 def test_work_of_clients_that_left_is_given_up() -> None:

@@ -242,14 +242,19 @@ def torch_settings() -> Callable[[], AbstractContextManager[None]]:
     return plain_torch
 
 
+def context_message(max_positions: int, given: str) -> str:
+    """The start of an error's text; many clients recognise it by these words of OpenAI's."""
+    return f"This model's maximum context length is {max_positions} tokens. However, {given}. "
+
+
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
     """Raise PromptError for a prompt that the target cannot take."""
     if not prompt_ids:
         raise PromptError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_positions:
         raise ContextError(
-            f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
-            "leaves no room to generate. Shorten the prompt."
+            context_message(max_positions, f"your prompt has {len(prompt_ids)} tokens")
+            + "That leaves no room to generate. Shorten the prompt."
         )
     outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
     if outside:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moaspec.errors import InputError
 from moaspec.sampling import grammar_worker
@@ -102,7 +102,22 @@ class Grammars:
         return self._checked(LLMatcher.grammar_from_lark(text))
 
     def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
-        return GrammarProcessor(grammar, self._compiled(grammar).deep_copy(), prompt_length)
+        stops = _bitmask_of(self._stops, self._vocab_size)
+        return GrammarProcessor(grammar, self._compiled(grammar), prompt_length, stops)
+
+    def check_ended(self, grammar: str, output: Sequence[int]) -> None:
+        """InputError where a text ended, by a token that ends it, and the grammar is not complete.
+
+        Such a text is the sign of a grammar that could not be followed; see `GrammarProcessor`.
+        """
+        matcher = self._compiled(grammar).deep_copy()
+        matcher.consume_tokens(list(output))
+        if matcher.is_error():
+            raise InputError(
+                "The text ends before it is complete: what the JSON schema or grammar allows next "
+                f"cannot be computed, or other settings forbid it ({_reason(matcher)}). Make the "
+                "schema or grammar simpler."
+            )
 
     def _checked(self, grammar: str) -> str:
         self._compiled(grammar)
@@ -115,14 +130,21 @@ class Grammars:
                 self._known.move_to_end(grammar)
                 return self._known[grammar]
         self._try(grammar)
-        matcher = _on_large_stack(lambda: LLMatcher(self.tokenizer, grammar, log_level=0))
+        matcher = _on_large_stack(lambda: self._new_matcher(grammar))
         if matcher.is_error():
-            raise InputError(f"The JSON schema cannot be used: {matcher.get_error()}")
+            raise InputError(f"The JSON schema cannot be used: {_reason(matcher)}")
         with self._lock:
             self._known[grammar] = matcher
             _forget_oldest(self._known, KEPT)
             while sum(map(len, self._known)) > KEPT_CHARACTERS:
                 self._known.popitem(last=False)
+        return matcher
+
+    def _new_matcher(self, grammar: str) -> LLMatcher:
+        limited = LLParserLimits(max_items_in_row=limits.MAX_GRAMMAR_ITEMS)
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limited)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some limits show here first
         return matcher
 
     def _try(self, grammar: str) -> None:
@@ -164,6 +186,7 @@ def _compile_elsewhere(grammar: str, vocab_size: int) -> None:
         "stack": limits.MAX_GRAMMAR_STACK,
         "memory": limits.MAX_GRAMMAR_MEMORY,
         "seconds": limits.MAX_GRAMMAR_S,
+        "items": limits.MAX_GRAMMAR_ITEMS,
     }
     script = str(Path(grammar_worker.__file__))
     try:
@@ -207,46 +230,65 @@ def _forget_oldest(known: OrderedDict[Any, Any], most: int) -> None:
         known.popitem(last=False)
 
 
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher failed, without the state that llguidance adds."""
+    return matcher.get_error().partition("\n<state>")[0]
+
+
+def _bitmask_of(token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """One bit for each token of the vocabulary, set for these."""
+    allowed = np.zeros(vocab_size, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little").tobytes()
+
+
 class GrammarProcessor:
     """Forbids tokens that the grammar does not allow after a prefix.
 
-    If the matcher fails (a grammar beyond its limits), all tokens are allowed again. The text then
-    ends by its other limits and does not follow the grammar.
+    Where none is left, only tokens that end the text are allowed: the matcher has failed (a grammar
+    beyond its limits), or other settings forbid all tokens that the grammar allows. So no text
+    leaves the grammar, and `Grammars.check_ended` tells that it is not complete. An exception here
+    would end the pass of all requests.
 
     Args:
         grammar: text of the grammar, which can be sent to a server in place of the processor.
-        matcher: a new matcher of this grammar.
+        matcher: a matcher of this grammar that has read nothing; it is copied.
         prompt_length: tokens at the start of a prefix that the grammar ignores.
+        stops: bitmask of the tokens that end a text.
     """
 
-    def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int) -> None:
+    def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int, stops: bytes) -> None:
         self.grammar = grammar
-        self._matcher, self._prompt_length = matcher, prompt_length
-        self._read: list[int] = []
+        self._new, self._prompt_length, self._stops = matcher, prompt_length, stops
+        self._matcher, self._read = matcher.deep_copy(), list[int]()
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""
-        return _masked(logits_V, self._bitmask(prefix_ids))
+        return _masked(logits_V, self._bitmask(prefix_ids), self._stops)
 
     def along(self, prefix_ids: Sequence[int], drafts: Sequence[int]) -> DraftMasks:
         """The masks after a prefix and after each of these drafts, to send to another process."""
         text, bitmasks = list(prefix_ids), [self._bitmask(prefix_ids)]
         for token in drafts:
-            bits = bitmasks[-1]
-            if bits is None or not bits[token // 8] >> token % 8 & 1:
-                break  # all is allowed from here on, or the draft will be rejected
+            if not bitmasks[-1][token // 8] >> token % 8 & 1:
+                break  # the draft will be rejected
             text.append(token)
             bitmasks.append(self._bitmask(text))
-        return DraftMasks(len(prefix_ids), tuple(bitmasks))
+        return DraftMasks(len(prefix_ids), tuple(bitmasks), self._stops)
 
-    def _bitmask(self, prefix_ids: Sequence[int]) -> bytes | None:
-        """Allowed tokens, one bit each; None if the matcher has failed."""
+    def _bitmask(self, prefix_ids: Sequence[int]) -> bytes:
+        """Allowed tokens, one bit each."""
         self._go_to(list(prefix_ids[self._prompt_length :]))
-        return None if self._matcher.is_error() else self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return self._stops
+        bitmask: bytes = self._matcher.compute_bitmask()
+        return self._stops if self._matcher.is_error() else bitmask
 
     def _go_to(self, output: list[int]) -> None:
         common = common_length(self._read, output)
-        if common < len(self._read):
+        if self._matcher.is_error():  # it stays so, and this prefix may be another
+            self._matcher, common = self._new.deep_copy(), 0
+        elif common < len(self._read):
             self._matcher.rollback(len(self._read) - common)
         self._matcher.consume_tokens(output[common:])
         self._read = output
@@ -259,24 +301,32 @@ class DraftMasks:
     Attributes:
         length: tokens before the first draft.
         bitmasks: allowed tokens after the drafts; those after the last one are never asked for.
+        stops: bitmask of the tokens that end a text.
     """
 
     length: int
-    bitmasks: tuple[bytes | None, ...]
+    bitmasks: tuple[bytes, ...]
+    stops: bytes
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf, by the mask of this prefix."""
         assert len(prefix_ids) >= self.length
         place = min(len(prefix_ids) - self.length, len(self.bitmasks) - 1)
-        return _masked(logits_V, self.bitmasks[place])
+        return _masked(logits_V, self.bitmasks[place], self.stops)
 
 
-def _masked(logits_V: Tensor, bitmask: bytes | None) -> Tensor:
+def _masked(logits_V: Tensor, bitmask: bytes, stops: bytes) -> Tensor:
     import torch  # not at an edge, which only sends the grammar
 
-    if bitmask is None:
-        return logits_V
+    masked_V = logits_V.masked_fill(~_allowed(bitmask, logits_V), -math.inf)
+    if bool(torch.isfinite(masked_V.max())):
+        return masked_V
+    return torch.zeros_like(logits_V).masked_fill(~_allowed(stops, logits_V), -math.inf)
+
+
+def _allowed(bitmask: bytes, logits_V: Tensor) -> Tensor:
+    import torch
+
     bits = np.frombuffer(bitmask, dtype=np.uint8)
     allowed = np.unpackbits(bits, bitorder="little", count=logits_V.shape[0])
-    forbidden_V = torch.from_numpy(allowed == 0).to(logits_V.device)
-    return logits_V.masked_fill(forbidden_V, -math.inf)
+    return torch.from_numpy(allowed == 1).to(logits_V.device)

@@ -29,25 +29,26 @@ def bound(seconds: int, num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
-def compile_once(grammar: str, vocab_size: int) -> None:
+def compile_once(grammar: str, vocab_size: int, most_items: int) -> None:
     """Compile as the server will, without its vocabulary."""
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     # Without a tokenizer every special token is allowed, so that no error comes too early.
     if LLMatcher.validate_grammar(grammar):
         return
     tokenizer = LLTokenizer("byte", n_vocab=vocab_size)
+    limited = LLParserLimits(max_items_in_row=most_items)
     for text in (grammar, NAMED_TOKEN.sub("<[0]>", grammar)):
-        matcher = LLMatcher(tokenizer, text, log_level=0)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limited)
         if not matcher.is_error():
             matcher.compute_bitmask()
             return
 
 
-def succeeds(grammar: str, vocab_size: int) -> bool:
+def succeeds(grammar: str, vocab_size: int, most_items: int) -> bool:
     """Whether compiling ends, with a matcher or an error."""
     try:
-        compile_once(grammar, vocab_size)
+        compile_once(grammar, vocab_size, most_items)
     except ValueError:
         return True  # the next compilation raises the same error
     except BaseException:  # noqa: BLE001 - no memory, or a panic in llguidance
@@ -64,8 +65,8 @@ def main() -> None:
     bound(given["seconds"], given["memory"])
     threading.stack_size(given["stack"])
     ended: list[bool] = []
-    grammar, vocab_size = given["grammar"], given["vocab_size"]
-    work = threading.Thread(target=lambda: ended.append(succeeds(grammar, vocab_size)))
+    tried = (given["grammar"], given["vocab_size"], given["items"])
+    work = threading.Thread(target=lambda: ended.append(succeeds(*tried)))
     work.start()
     work.join()
     sys.exit(0 if ended == [True] else 1)

@@ -29,8 +29,8 @@ class GuardSettings:
     api_keys: tuple[str, ...] = ()  # accepted API keys; if empty, no key is required
     max_body_bytes: int = limits.MAX_BODY_BYTES  # maximum size of a request body
     body_timeout_s: float = 30.0  # maximum time to receive the body
-    # Accepted names in the `Host` header; if empty, all are. On a loopback address this prevents
-    # DNS rebinding by web pages.
+    # Accepted names in the `Host` header; if empty, or with "*", all are. On a loopback address
+    # this prevents DNS rebinding by web pages.
     hosts: tuple[str, ...] = ()
 
 
@@ -82,9 +82,13 @@ class HttpGuard:
                 raise
 
     def _check(self, path: str, headers: Headers) -> None:
-        hosts = self._settings.hosts
-        if hosts and _host(headers.get("host", "")) not in hosts:
-            raise RequestError("This server is not known under the name in the Host header.")
+        hosts, host = self._settings.hosts, _host(headers.get("host", ""))
+        if hosts and not {host, "*"} & set(map(str.lower, hosts)):
+            raise RequestError(
+                f"This server does not answer as {host[:100]!r}, the name in the Host header, but "
+                f"as {', '.join(hosts)}. Behind a reverse proxy that forwards its own name, start "
+                "the server with --allow-host NAME, or let the proxy send one of these names."
+            )
         protected = any(path == root or path.startswith(f"{root}/") for root in PROTECTED_PATHS)
         if protected and not self._accepts(_key(headers)):
             text = "Incorrect API key. Send one of this server's as a bearer token."
@@ -149,8 +153,8 @@ def tenant(key: str) -> str:
 
 
 def _key(headers: Headers) -> str:
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    words = headers.get("authorization", "").split(maxsplit=1)  # by any spaces and tabs
+    return words[1].strip() if len(words) == 2 and words[0].lower() == "bearer" else ""
 
 
 def _host(header: str) -> str:

@@ -19,9 +19,14 @@ T = TypeVar("T")
 
 
 class PreparationPool:
-    """A thread pool that all requests share, with a queue per client."""
+    """A thread pool that all requests share, with a queue per client.
 
-    def __init__(self) -> None:
+    Args:
+        max_waiting: requests of one client that may wait; a source takes as many texts.
+    """
+
+    def __init__(self, max_waiting: int = limits.MAX_PREPARING_WAITING) -> None:
+        self._max_waiting = max(max_waiting, limits.MAX_PREPARING_WAITING)
         self._pool = ThreadPoolExecutor(limits.MAX_PREPARING, thread_name_prefix="prepare")
         self._threads = asyncio.Semaphore(limits.MAX_PREPARING)
         self._waiting: Counter[str] = Counter()
@@ -40,10 +45,10 @@ class PreparationPool:
         Raises:
             BusyError: the client has too many requests waiting.
         """
-        if self._waiting[client] >= limits.MAX_PREPARING_WAITING:
+        if self._waiting[client] >= self._max_waiting:
             raise BusyError(
-                f"This client has {limits.MAX_PREPARING_WAITING} requests whose prompts are not "
-                "read yet. Try again later."
+                f"This client has {self._max_waiting} requests whose prompts are not read yet, as "
+                "many as may wait (--max-active and --max-waiting). Try again later."
             )
         begun = asyncio.Event()
         task = asyncio.create_task(self._work(client, work, begun))

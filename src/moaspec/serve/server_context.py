@@ -12,6 +12,7 @@ from fastapi import Request
 
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.engine.request_table import context_message
 from moaspec.errors import ContextError, InputError
 from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.sampling.params import SamplingParams
@@ -57,7 +58,7 @@ class ServerContext:
         self.metrics = Metrics(source)
         self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
         self.created = int(time.time())
-        self.preparation = PreparationPool()
+        self.preparation = PreparationPool(source.facts.places)
 
     @property
     def facts(self) -> SourceFacts:
@@ -108,7 +109,8 @@ class ServerContext:
         return self.facts.target.max_positions * self.facts.longest_token
 
     def redactor(self) -> RequestRedactor:
-        return RequestRedactor(self.settings.make_vault, self.max_characters)
+        positions = self.facts.target.max_positions
+        return RequestRedactor(self.settings.make_vault, self.max_characters, positions)
 
     def normal(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         try:
@@ -136,8 +138,8 @@ class ServerContext:
         if len(text) > self.max_characters:
             positions = self.facts.target.max_positions
             raise ContextError(
-                f"The prompt has {len(text)} characters, which no {positions} tokens of this model "
-                "hold. Shorten the prompt."
+                context_message(positions, f"your prompt has {len(text)} characters")
+                + "No tokens of this model hold so many. Shorten the prompt."
             )
         return tokenize(text)
 
@@ -157,7 +159,16 @@ class ServerContext:
         Args:
             max_tokens: limit of each choice, besides the rest of the context.
             logprobs: number of alternatives to report; None reports no log-probabilities.
+
+        Raises:
+            RequestError: `ignore_eos` with a grammar, whose texts end.
         """
+        if body.ignore_eos and grammar is not None:
+            raise RequestError(
+                "ignore_eos goes on behind the end of a text, where response_format and tools "
+                "allow nothing. Leave one of them out.",
+                param="ignore_eos",
+            )
         sampling = self._sampling(body, logprobs)
         return [
             Job(
@@ -169,6 +180,7 @@ class ServerContext:
                 stop=stop,
                 sampling=replace(sampling, choice=choice),
                 grammar=grammar,
+                ignore_eos=bool(body.ignore_eos),
                 speculation=body.extension.speculation,
                 provisional=body.extension.provisional,
                 tenant=request.state.tenant,
@@ -177,6 +189,19 @@ class ServerContext:
             for prompt in prompts
             for choice in range(body.num_choices)
         ]
+
+    def max_tokens(
+        self, body: GenerationRequest, given: int | None, default: int | None = None
+    ) -> int:
+        """Limit of the generated tokens; RequestError for one below `min_tokens`."""
+        least, default = body.min_tokens or 0, default or self.settings.default_max_tokens
+        if given is not None and given < least:
+            raise RequestError(
+                f"min_tokens is {least}, and the limit of tokens {given}. Set a limit of at least "
+                "min_tokens.",
+                param="min_tokens",
+            )
+        return max(default, least) if given is None else given
 
     def _sampling(self, body: GenerationRequest, logprobs: int | None) -> SamplingParams:
         """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""
@@ -192,7 +217,10 @@ class ServerContext:
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs or 0,
         }
-        return sampling_params(cast("GenerateOptions", options), defaults)
+        sampling = sampling_params(cast("GenerateOptions", options), defaults)
+        if body.min_tokens is None:
+            return sampling
+        return replace(sampling, rules=replace(sampling.rules, min_new_tokens=body.min_tokens))
 
 
 def fresh_id(kind: str) -> str:

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import errno
+import re
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
+import h11
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moaspec.errors import InputError
@@ -24,6 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # loopback names in the `Host` header
 HEAD_TIMEOUT_S = 30.0  # maximum time to receive a request's first line and headers
 GRACE_S = 5.0  # time that running answers have to finish when the server shuts down
+ABSOLUTE = re.compile(rb"https?://([^/?#]*)(/.*)?$", re.IGNORECASE | re.DOTALL)
 ERROR_S = 5.0  # additional time to send an error to the clients of unfinished answers
 
 
@@ -38,16 +43,18 @@ def serve(
     """Serve until interrupted or terminated.
 
     Args:
-        settings: see `ServeSettings`. On a loopback address, other names in the `Host` header are
-            refused too.
+        settings: see `ServeSettings`. Loopback names in the `Host` header are accepted beside
+            `hosts`; on a loopback address, all others are refused.
         listener: socket bound to the address; closed at the end.
         ready: called when the server answers requests.
 
     Raises:
         InputError: another program listens on the address.
     """
-    if host in LOOPBACK and not settings.guarded.hosts:
-        settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
+    guarded = settings.guarded
+    if host in LOOPBACK or guarded.hosts:
+        hosts = (*LOOPBACK_HOSTS, *guarded.hosts)
+        settings = replace(settings, guarded=replace(guarded, hosts=hosts))
     server = Server(config(create_app(source, settings)), source, ready=ready)
     freeze_loaded_objects()
     reuse_address(listener)
@@ -81,8 +88,16 @@ class HeadDeadline(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        # Without data h11 would take the connection for closed.
+        if rest := self._without_blank_lines(data):
+            super().data_received(rest)
         self._watch()
+
+    def _without_blank_lines(self, data: bytes) -> bytes:
+        """Drop line ends before a request line, as RFC 9112 (2.2) asks for; h11 refuses them."""
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            return data
+        return data.lstrip(b"\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -148,10 +163,40 @@ class Server(uvicorn.Server):
         await self._source.close()
 
 
+def normal_requests(app: ASGIApp) -> ASGIApp:
+    """Wrap an application, which gets one form of requests that may be written in several."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(_normal(scope) if scope["type"] == "http" else scope, receive, send)
+
+    return wrapped
+
+
+def _normal(scope: Scope) -> Scope:
+    """A request with a path, no slash at its end below /v1, and GET for HEAD.
+
+    Proxies send targets of absolute form, whose authority counts and not the `Host` header's (RFC
+    9112, 3.2.2). Uvicorn leaves out the body of answers to HEAD.
+    """
+    scope = dict(scope)
+    target = ABSOLUTE.match(scope["raw_path"])
+    if target is not None:
+        others = [header for header in scope["headers"] if header[0] != b"host"]
+        scope["headers"] = [(b"host", target[1]), *others]
+        scope["raw_path"] = target[2] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    if scope["path"].startswith("/v1/"):
+        scope["path"] = scope["path"].rstrip("/")
+        scope["raw_path"] = scope["raw_path"].rstrip(b"/")
+    if scope["method"] == "HEAD":
+        scope["method"] = "GET"
+    return scope
+
+
 def config(app: Any, **options: Any) -> uvicorn.Config:
     """Uvicorn's settings, shared by the command and the tests."""
     return uvicorn.Config(
-        app,
+        normal_requests(app),
         http=HeadDeadline,
         ws="none",  # the application has none
         log_level="warning",

@@ -12,6 +12,8 @@ MAX_GRAMMAR_RULES = 2000  # Rules of a grammar and references of a JSON schema, 
 MAX_GRAMMAR_STACK = 2 << 20
 MAX_GRAMMAR_MEMORY = 1 << 30  # Bytes of address space of the process that tries a grammar.
 MAX_GRAMMAR_S = 5  # Seconds of processor time that compiling a grammar may take.
+# Ways in which a text may go on within its grammar at one place; a text with more ends in an error.
+MAX_GRAMMAR_ITEMS = 16000
 # Levels of nested objects and arrays in a JSON schema or in variables of a chat template.
 MAX_JSON_DEPTH = 100
 
@@ -48,7 +50,9 @@ MAX_RUNS = 4096  # Runs of positions in one message.
 # Requests whose prompts are tokenised and whose grammars are compiled at the same time; one of
 # each client.
 MAX_PREPARING = 4
-MAX_PREPARING_WAITING = 64  # Requests of one client that may wait for that.
+# Requests of one client that may wait for that; as many as texts, `--max-active` and
+# `--max-waiting` together, where these are more.
+MAX_PREPARING_WAITING = 64
 
 MAX_OPEN_CALLS = 16  # Calls at the same time that need no token (gRPC health and reflection).
 MAX_OPEN_CALLS_PER_ADDRESS = 8  # Of these, calls of one address.

@@ -12,7 +12,7 @@ import templates
 from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.templates.call_forms import CallForm
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.serve.openai.call_grammar import call_grammar
+from moaspec.serve.openai.call_grammar import call_grammar, closed
 from serving import say
 
 TOOL = normal_tool({"name": "time", "description": "Tells the time."})
@@ -95,6 +95,58 @@ def test_arguments_without_json_follow_the_schema(name: str, seed: int) -> None:
     for key in ("kind", "odd"):
         assert arguments.get(key, "x") in (*SCHEMA["properties"][key]["enum"], "x")
     assert arguments.get("place", []) in ([], ["here"], ["here", "here"])
+
+
+OPEN: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "deep": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9}}},
+    },
+    "required": ["city"],
+}
+
+
+def test_schemas_are_closed_where_they_name_all_keys() -> None:
+    one, two = ({"type": "object", "properties": {name: {}}} for name in ("a", "b"))
+    done = {"additionalProperties": False}
+    assert closed(OPEN)["properties"]["deep"] == OPEN["properties"]["deep"] | done
+    assert closed({"anyOf": [one, two]}) == {"anyOf": [one | done, two | done]}
+    assert closed({"type": "array", "items": one})["items"] == one | done
+    assert closed({"$defs": {"a": one}, "$ref": "#/$defs/a"})["$defs"]["a"] == one | done
+    for schema in (
+        {"allOf": [one, two]},
+        {"type": "object"},
+        one | {"required": ["b"]},
+        one | {"patternProperties": {"^b": {}}},
+        one | {"additionalProperties": {"type": "string"}},
+    ):
+        assert closed(schema) == schema
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
+@pytest.mark.parametrize("max_tokens", [5, 30, 60, 200])
+def test_forced_calls_have_the_schemas_keys_and_no_content(choice: Any, max_tokens: int) -> None:
+    tools = [{"type": "function", "function": {"name": "time", "parameters": OPEN}}]
+    body = {"model": serving.MODEL, "messages": say("time?"), "tools": tools, "seed": 4}
+    body |= {"tool_choice": choice, "max_tokens": max_tokens}
+    with serving.serving(serving.source()) as served, served.http() as http:
+        whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        lines = http.post("/v1/chat/completions", json=body | {"stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert not whole["message"]["content"]
+    assert not any(delta.get("content") for delta in deltas)
+    calls = whole["message"].get("tool_calls") or []
+    assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == len(calls)
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments.keys() <= OPEN["properties"].keys()
+        assert arguments.get("deep", {}).keys() <= {"x"}
+    assert whole["finish_reason"] == ("tool_calls" if max_tokens == 200 else "length")
+    if choice != "required" and max_tokens == 200:
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("forced", [True, False])

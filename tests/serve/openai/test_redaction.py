@@ -313,7 +313,7 @@ def test_the_search_finds_what_is_not_hidden() -> None:
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.booleans())
 def test_pieces_restore_as_the_whole(cuts: list[int], as_json: bool) -> None:
-    hiding = RequestRedactor(lambda: Vault(()), 10_000)
+    hiding = RequestRedactor(lambda: Vault(()), 10_000, 1000)
     asked = hiding.hide(
         ChatInput(messages=[{"role": "user", "content": f"<private>{SECRETS[0]}</private>"}])
     )

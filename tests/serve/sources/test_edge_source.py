@@ -120,6 +120,18 @@ def test_kept_text_says_so() -> None:
 
 
 @pytest.mark.slow
+def test_nothing_is_kept_where_a_schema_must_hold() -> None:
+    """The device does not know what the schema allows, so its text waits for the server."""
+    schema = {"enum": ["a" * 30 + "b", "a" * 30 + "c"]}
+    form = {"type": "json_schema", "json_schema": {"name": "letters", "schema": schema}}
+    edge = Edge(on_cut="keep")
+    with serving.serving(edge.source) as served, edge.cut_for_a_while(after=5, written=0):
+        answer = ask(served, max_tokens=LONG, response_format=form)
+    assert json.loads(answer.choices[0].message.content) in schema["enum"]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
 def test_plain_decoding_is_the_servers_own() -> None:
     plain: dict[str, Any] = {"extra_body": {"moaspec": {"speculation": False}}}
     sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}

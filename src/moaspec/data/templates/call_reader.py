@@ -39,12 +39,19 @@ class CallReader:
         functions: that exist, by name, with the schemas of their arguments. Calls of others are
             taken for text.
         parallel: whether there may be several calls; else those after the first are left out.
+        forced: whether the text consists of calls only, so that it has no content.
     """
 
     def __init__(
-        self, form: CallForm, functions: Mapping[str, Schema], *, parallel: bool = True
+        self,
+        form: CallForm,
+        functions: Mapping[str, Schema],
+        *,
+        parallel: bool = True,
+        forced: bool = False,
     ) -> None:
         self._form, self._functions, self._parallel = form, functions, parallel
+        self._forced, self._cut = forced, False
         self._buffer = ""
         # Bare calls begin with the text, all others behind their trigger.
         self._read: Callable[[bool], str | None] = (
@@ -58,14 +65,20 @@ class CallReader:
         self._ids = set[str]()
         self.calls: list[Call] = []
 
-    def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """Add text (the `last`, where nothing follows); return certain content and whole calls."""
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, list[Call]]:
+        """Add text (the `last`, where nothing follows); return certain content and whole calls.
+
+        Args:
+            cut: whether the text ended without its model: at a limit or a stop string. A call that
+                has begun there is left out; else it is content.
+        """
         self._buffer += text
+        self._cut = cut
         known, said = len(self.calls), ""
         while (part := self._read(last)) is not None:
             said += part
             self._silent = self._silent and not part
-        return said, self.calls[known:]
+        return "" if self._forced else said, self.calls[known:]
 
     def _begin_bare(self, last: bool) -> str | None:
         """Start of a text in a form without trigger: it begins with a call or has none."""
@@ -85,7 +98,9 @@ class CallReader:
             said = self._take(place)
             self._begin_call(len(trigger))
             return "" if self._silent and said.isspace() else said
-        held = 0 if last or not trigger else begun(self._buffer, [trigger])
+        held = begun(self._buffer, [trigger]) if trigger else 0
+        if last and not (self._cut and 2 * held > len(trigger)):  # half a mark is no other text
+            held = 0
         certain = self._buffer[: len(self._buffer) - held]
         if self._silent and not last and not certain.strip():
             return None
@@ -114,6 +129,8 @@ class CallReader:
         head, mark, _ = self._buffer.partition(self._form.named)
         if not mark and not last and self._may_name(head.lstrip()):
             return None
+        if not mark and self._cut and self._may_name(head.lstrip()):
+            return self._without_end()
         name, _, given_id = head.lstrip().partition(CALL_ID)
         if mark and name in self._functions:
             self._name, self._given_id = name, given_id
@@ -135,9 +152,9 @@ class CallReader:
         start = len(self._buffer) - len(self._buffer.lstrip())
         self._scanner.scan(self._buffer[start:], last=last)
         if self._scanner.end is None:
-            if self._scanner.broken:
+            if self._scanner.broken and self._buffer[start:]:
                 return self._treat_as_content(0)
-            return self._treat_as_content(len(self._buffer)) if last else None
+            return self._without_end() if last else None
         end = start + self._scanner.end
         calls = self._parsed(self._buffer[start:end])
         if not calls:
@@ -153,6 +170,11 @@ class CallReader:
         self._read = self._emit_content
         return self._mark + self._take(length)
 
+    def _without_end(self) -> str:
+        """The last text, which begins with a call without an end."""
+        said = self._treat_as_content(len(self._buffer))
+        return "" if self._cut and self._mark else said
+
     def _after_call(self, last: bool) -> str | None:
         """Skip the end mark and the separators before the next call; other text is content."""
         rest = self._buffer.lstrip(BETWEEN)
@@ -167,7 +189,8 @@ class CallReader:
             return ""
         if trigger and rest.startswith(trigger):
             return self._begin_call(between + len(trigger))
-        if not last and any(mark.startswith(rest) for mark in (end, trigger)):
+        if any(mark.startswith(rest) for mark in (end, trigger)):
+            self._take(len(self._buffer) if last else 0)
             return None
         if self._block_open and rest.startswith(OPENINGS):
             return self._begin_call(between)

@@ -33,7 +33,10 @@ To call one, write nothing but
 RENDER_VARIABLES = ("self", "messages", "conversations", "generation_indices")
 """Names that transformers gives to templates itself, beside its own parameters."""
 
-FAILURES = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+FAILURES = (
+    *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(NameError, RuntimeError),  # of code that jinja2 makes, and of recursion
+)
 """Errors of a template that meets something unexpected."""
 
 
@@ -205,6 +208,16 @@ class ChatTemplate:
         return {**message, "content": self.control_tokens.guard(message["content"])}
 
     def _source(self, *, tools: bool) -> str:
+        named = self.tokenizer.chat_template
+        if isinstance(named, Mapping) and not named.keys() & (
+            {"default", "tool_use"} if tools else {"default"}
+        ):
+            raise InputError(
+                f"{self.name} has chat templates named {', '.join(sorted(named))}, and none named "
+                "'default', so it cannot read messages. Give one of them that name, in the "
+                "model's tokenizer_config.json or among its files, or give token ids or plain "
+                "prompts (/v1/completions)."
+            )
         return str(self.tokenizer.get_chat_template(tools=[] if tools else None))
 
     def _text(self, messages: Sequence[Message], source: str, variables: Mapping[str, Any]) -> str:

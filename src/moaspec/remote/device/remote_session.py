@@ -53,7 +53,8 @@ class RemoteOptions:
         draft: a shape, or "auto" for the fastest chain on this link.
         draft_ahead: draft while waiting for a verdict.
         on_cut: treatment of tokens that are drafted without a link: "rollback" replaces tokens
-            that the target does not choose, "keep" leaves them, "wait" drafts none.
+            that the target does not choose, "keep" leaves them (with a grammar it drafts none),
+            "wait" drafts none.
         max_provisional: largest number of tokens drafted in one cut of the link.
         link: when the link counts as dead, and how it reconnects.
         tenant, prefix_dir: directory that keeps activations of prompts for later sessions, separate
@@ -151,8 +152,7 @@ class RemoteSession:
         self._result = GenerationResult()
         self._task: asyncio.Task[None] | None = None
         self._stop: StopStrings | None = None
-        self._auto_drafts = False
-        self._ended_alone = False
+        self._auto_drafts = self._writes_alone = self._ended_alone = False
 
     def _make_memory(self, drafting: DeviceProposer) -> DeviceActivations:
         layout = drafting.layout(self.options.codec)
@@ -263,6 +263,9 @@ class RemoteSession:
         self._verifier.provisional = []
         self._strings = stop_strings(options.get("stop", ()))
         self._prompt, self._started_s = prompt, now()
+        # Kept tokens are not verified, so a grammar would not hold for them.
+        keeps_any = not settings["sampling"].processors or self.options.on_cut != "keep"
+        self._writes_alone = keeps_any and self.options.on_cut != "wait"
         self.stats.first_token_s = None
         most = len(prompt) + settings["max_new_tokens"]
         self._ahead.begin(
@@ -341,7 +344,7 @@ class RemoteSession:
         self._give_up(pending)
         if self.stats.state == "up":
             return self._draft_ahead(pending)
-        alone = self.stats.state == "down" and self.options.on_cut != "wait"
+        alone = self.stats.state == "down" and self._writes_alone
         if pending.kept and self._link.connected:
             return False  # the kept text is being sent to the server
         return alone and self._has_enough_activations() and self._draft_alone()

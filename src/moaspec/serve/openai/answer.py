@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from moaspec.errors import InputError
 from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.choice import Choice, Delta
 from moaspec.serve.openai.event_stream import EventStream, unless_disconnected
@@ -85,7 +86,7 @@ class Answer(Generic[Body]):
             )
         try:
             whole = await unless_disconnected(request.receive, self._whole())
-            return JSONResponse(without_nulls(whole))
+            return JSONResponse(whole)
         finally:
             await self._close()
 
@@ -102,10 +103,21 @@ class Answer(Generic[Body]):
                 self._outcome = "failed"
                 raise news
             delta = self._choices[index].take(news)
+            if news.stop_reason == "stop_token":
+                await self._check_ended(index)
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
                 self._count(index, "done")
             yield delta
+
+    async def _check_ended(self, index: int) -> None:
+        """Raise InputError for a text that ended before its grammar was complete."""
+        job, output = self._jobs[index], self._choices[index].token_ids
+        try:
+            await asyncio.to_thread(self._context.facts.check_ended, job, output)
+        except InputError:
+            self._outcome = "failed"
+            raise
 
     async def _close(self) -> None:
         """Cancel unfinished texts. May be called more than once."""
@@ -174,28 +186,30 @@ class ChoicesAnswer(Answer[ChoicesBody]):
         raise NotImplementedError
 
     def _result(self) -> dict[str, Any]:
-        usage = self._usage()
-        usage["speculation"] = without_nulls(usage["speculation"])
+        extension = self._extension_object()
         return {
             **self._head,
             "object": self.whole_object,
-            "choices": [without_nulls(self._choice(choice)) for choice in self._choices],
-            "usage": usage,
-            "moaspec": self._extension_object(),
+            "choices": [self._choice(choice) for choice in self._choices],
+            "usage": self._usage(),
+            **({} if extension is None else {"moaspec": extension}),
         }
 
     def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        if self._tells_usage:  # the last chunk has it, or all
+            options = self._body.stream_options
+            continuous = options is not None and options.continuous_usage_stats
+            chunk["usage"] = self._usage() if continuous else None
         if delta is not None and delta.moaspec is not None:
             chunk["moaspec"] = delta.moaspec
         return chunk
 
     def _last_events(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._tells_usage:
             yield {**self._chunk(), "usage": self._usage()}
 
-
-def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are set: whole answers leave out the others."""
-    return {name: value for name, value in fields.items() if value is not None}
+    @property
+    def _tells_usage(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and options.include_usage

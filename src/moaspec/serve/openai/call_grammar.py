@@ -32,12 +32,15 @@ def call_grammar(
     """Make a grammar, in llguidance's Lark, of texts with well-formed calls.
 
     Args:
-        forced: whether the text consists of calls only; else calls may follow any text.
+        forced: whether the text consists of calls only, with no argument that a schema does not
+            name; else calls may follow any text.
         special: ids of the marks that are special tokens.
 
     Raises:
         InputError: the syntax is not JSON and a schema does not name all arguments.
     """
+    if forced:
+        tools = [{**tool, "parameters": closed(tool["parameters"])} for tool in tools]
     trigger = _mark(form.trigger, special)
     joint = _quoted(form.joint)
     calls = f"call ({joint} {'' if form.listed else trigger} call)*" if parallel else "call"
@@ -57,6 +60,39 @@ def call_grammar(
     if form.identified:
         lines.append(f"ID: /[a-zA-Z0-9]{{{CALL_ID_LENGTH}}}/")
     return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+OPEN_KEYWORDS = frozenset(
+    (
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("$ref", "allOf", "anyOf", "oneOf", "not", "if"),
+    )
+)
+"""Keywords with which an object says itself, or somewhere else, which properties it may have."""
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have only the properties that they name, unless they say otherwise.
+
+    Parts of `allOf` stay as they are: each names only some of the properties.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    changed = dict(schema)
+    for key in schema.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(schema[key], dict):
+            changed[key] = {name: closed(part) for name, part in schema[key].items()}
+    for key in schema.keys() & {"anyOf", "oneOf", "prefixItems"}:
+        if isinstance(schema[key], list):
+            changed[key] = [closed(part) for part in schema[key]]
+    for key in schema.keys() & {"items", "additionalProperties"}:
+        changed[key] = closed(schema[key])
+    named = schema.get("properties")
+    if isinstance(named, dict) and not schema.keys() & OPEN_KEYWORDS:
+        required = schema.get("required", ())
+        if isinstance(required, list | tuple) and set(required) <= named.keys():
+            changed["additionalProperties"] = False
+    return changed
 
 
 def _call_rules(form: CallForm, tool: Function, rule: str, special: Mapping[str, int]) -> list[str]:

@@ -103,9 +103,8 @@ class _ChatAnswer(ChoicesAnswer[ChatRequest]):
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         calls = [call.as_json() for call in choice.calls]
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if calls:
-            # Clients read the content without a check, so it is there even if it is null.
             message["content"] = choice.text or None
             older = self._body.uses_functions
             message |= {"function_call": calls[0]["function"]} if older else {"tool_calls": calls}

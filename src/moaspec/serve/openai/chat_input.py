@@ -51,7 +51,14 @@ class ChatInput:
             raise RequestError(f"There is no tool {self.choice!r}.", param="tool_choice")
         return found
 
+    @property
+    def forced(self) -> bool:
+        """Whether the answer consists of calls only."""
+        return self.choice not in (None, "none", "auto")
+
     def allows_parallel(self, context: ServerContext) -> bool:
+        if self.forced and self.choice != "required":
+            return False  # the one call that the request names
         if self.parallel is None and self.tools and context.template.exists:
             return context.template.traits.takes_parallel_calls
         return self.parallel is not False
@@ -62,7 +69,7 @@ class ChatInput:
         Raises:
             InputError: an unsupported schema, or a tool choice without tools.
         """
-        tools, forced = self.callable_functions, self.choice not in (None, "none", "auto")
+        tools, forced = self.callable_functions, self.forced
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         grammars = context.facts.grammars
@@ -86,7 +93,12 @@ class ChatInput:
         functions = {tool["name"]: tool["parameters"] for tool in self.callable_functions}
         if not functions:
             return None
-        return CallReader(context.template.form, functions, parallel=self.allows_parallel(context))
+        return CallReader(
+            context.template.form,
+            functions,
+            parallel=self.allows_parallel(context),
+            forced=self.forced,
+        )
 
     def jobs(
         self,
@@ -96,13 +108,14 @@ class ChatInput:
         redactor: RequestRedactor,
     ) -> list[Job]:
         """Redact and tokenise the conversation, and make a job for every choice."""
-        hidden, limit = redactor.hide(self), self.max_tokens
+        limit = context.max_tokens(body, self.max_tokens)
+        hidden = redactor.hide(self)
         redactor.check_answer(logprobs=self.logprobs is not None, stop=hidden.stop)
         return context.jobs(
             request,
             body,
             [context.prompt(hidden)],
-            max_tokens=context.settings.default_max_tokens if limit is None else limit,
+            max_tokens=limit,
             logprobs=self.logprobs,
             grammar=hidden.grammar(context),
             stop=hidden.stop,

@@ -66,19 +66,22 @@ class Choice:
         self._text_restorer = redactor.restorer(as_json=as_json)
         self._extension = ExtensionWriter(index, body.extension, facts)
         self.pieces: list[Piece] = []
+        self.token_ids: list[int] = []
         self.text = ""
         self.calls: list[Call] = []
         self.finish_reason: str | None = None
 
     def take(self, update: Update) -> Delta:
         self.counts.add(update)
+        self.token_ids += update.token_ids
         ended = update.stop_reason is not None
         written = self._without_leading_space(self._writer.take(update))
         pieces = self._piece_restorer.take(written, last=ended)
         text, calls = _text_of(pieces), list[Call]()
         if self._reader is not None:
             # Calls are parsed before private text is restored, which may contain quotation marks.
-            text, calls = self._reader.feed(_text_of(written), last=ended)
+            cut = update.stop_reason not in (None, "stop_token")
+            text, calls = self._reader.feed(_text_of(written), last=ended, cut=cut)
             text = self._text_restorer.restore_text(text, last=ended)
             calls = [self._text_restorer.restore_call(call) for call in calls]
         numbered, start = list(enumerate(calls, start=len(self.calls))), len(self.text)

@@ -38,7 +38,7 @@ def router(context: ServerContext) -> APIRouter:
             request,
             body,
             prompts,
-            max_tokens=DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens=context.max_tokens(body, body.max_tokens, DEFAULT_TOKENS),
             logprobs=body.logprobs,
             stop=stop,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from moaspec.data.messages import Message
 from moaspec.data.templates.call_reader import Call
+from moaspec.engine.request_table import context_message
 from moaspec.errors import ContextError
 from moaspec.privacy.vault import PLACEHOLDER, Vault, beginning
 from moaspec.serve.http_errors import RequestError
@@ -32,11 +33,12 @@ class RequestRedactor:
     Args:
         make_vault: makes the request's vault; None if no text leaves this machine.
         longest: maximum number of characters to search; longer requests fit into no context.
+        max_positions: tokens of that context.
     """
 
-    def __init__(self, make_vault: MakeVault | None, longest: int) -> None:
+    def __init__(self, make_vault: MakeVault | None, longest: int, max_positions: int) -> None:
         self._vault = None if make_vault is None else make_vault()
-        self._longest = longest
+        self._longest, self._max_positions = longest, max_positions
 
     @property
     def active(self) -> bool:
@@ -73,8 +75,8 @@ class RequestRedactor:
         length = sum(map(len, texts))
         if length > self._longest:
             raise ContextError(
-                f"The request has {length} characters, which no context of this model holds. "
-                "Shorten it."
+                context_message(self._max_positions, f"your request has {length} characters")
+                + "No tokens of this model hold so many. Shorten it."
             )
         return self._vault.hide_texts(texts)
 

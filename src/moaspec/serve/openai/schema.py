@@ -79,6 +79,7 @@ ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 class StreamOptions(RequestModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: usage so far, in every chunk
 
 
 class GenerationRequest(RequestModel):
@@ -104,6 +105,8 @@ class GenerationRequest(RequestModel):
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     moaspec: Extension | None = None
 

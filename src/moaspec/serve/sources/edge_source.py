@@ -147,6 +147,7 @@ class EdgeSource(TextSource):
             target=device.target,
             defaults=device.target.generation_defaults if defaults is None else defaults,
             speculates=True,
+            places=self._limits.places,
             fingerprint=f"fp_{(device.target.identity.tokenizer_hash or 'edge')[:12]}",
         )
 
@@ -307,6 +308,7 @@ class EdgeSource(TextSource):
             **{name: sampling[name] for name in sampling.keys() & GenerateOptions.__annotations__},
             "max_new_tokens": job.max_new_tokens,
             "stop": job.stop,
+            "stop_token_ids": () if job.ignore_eos else None,
             "generation_config": None,
             "logits_processors": await asyncio.to_thread(self.facts.processors, job),
         }

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.engine.engine import Engine
+from moaspec.engine.request_table import context_message
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.errors import BusyError, InputError
+from moaspec.errors import BusyError, ContextError, InputError
 from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -132,10 +133,14 @@ class EngineWorker:
         """Accept all jobs or none; BusyError for too many, InputError for too large ones."""
         for queued in batch:
             if not self._fits(1, queued.slots):
-                raise InputError(
-                    f"A prompt of {len(queued.job.prompt_ids)} tokens with up to "
-                    f"{queued.job.max_new_tokens} more does not fit this server's cache; ask for "
-                    "fewer."
+                room = (self._limits.cache_bytes - self._state_bytes) // self._slot_bytes
+                given = (
+                    f"you requested {queued.slots} tokens ({len(queued.job.prompt_ids)} in the "
+                    f"prompt, up to {queued.job.max_new_tokens} in the completion)"
+                )
+                raise ContextError(
+                    context_message(max(room, 0), given)
+                    + "This server's cache holds no more (--cache-gib); ask for fewer."
                 )
         (client,) = {queued.job.client for queued in batch}
         self._places.take(client, len(batch))
@@ -247,7 +252,7 @@ class EngineWorker:
             queued.handle = self._engine.add(
                 job.prompt_ids,
                 max_new_tokens=job.max_new_tokens,
-                stop_token_ids=self._stops,
+                stop_token_ids=frozenset() if job.ignore_eos else self._stops,
                 stop=job.stop,
                 sampling=job.sampling,
                 shape=self._shaping.policy(job.sampling) if job.speculation else None,
@@ -285,7 +290,8 @@ class EngineWorker:
             num_reused_tokens=queued.result.num_reused_tokens,
         )
         if event.stop_reason is not None:
-            if self._on_text is not None and not queued.job.sampling.changes_logits:
+            free = not (queued.job.sampling.changes_logits or queued.job.ignore_eos)
+            if self._on_text is not None and free:
                 self._on_text(queued.job.prompt_ids, queued.result.token_ids)
             self._park(queued)
             self._end(queued, update)

@@ -54,7 +54,7 @@ class LocalSource(TextSource):
     ) -> None:
         if learning is not None and not isinstance(drafter, MoADrafter):
             raise InputError("Only Mixture-of-Attentions drafters learn; name one.")
-        shaping = shaping or DraftSettings()
+        shaping, limits = shaping or DraftSettings(), limits or WorkerLimits()
         verifier, drafting = local_parts(
             target, drafter, num_target_layers=shaping.num_target_layers
         )
@@ -75,7 +75,7 @@ class LocalSource(TextSource):
             client_rows=client_rows(target.device),
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
-            limits=limits or WorkerLimits(),
+            limits=limits,
             on_text=None if learning is None else learning.offer,
         )
         self.facts = SourceFacts(
@@ -84,6 +84,7 @@ class LocalSource(TextSource):
             target=target,
             defaults=target.generation_defaults,
             speculates=drafter is not None,
+            places=limits.places,
             fingerprint=_fingerprint(target),
         )
 

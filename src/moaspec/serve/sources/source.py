@@ -36,6 +36,7 @@ class Job:
     stop: tuple[str, ...] = ()
     sampling: SamplingParams
     grammar: str | None = None  # grammar of the text, see `sampling.grammar`; None allows any text
+    ignore_eos: bool = False  # whether tokens that end a text do not end this one
     speculation: bool = True  # whether to draft; False decodes plainly
     provisional: bool = False  # whether to report text that is not verified yet
     tenant: str = ""  # owner of the request; tenants share no caches
@@ -80,6 +81,7 @@ class SourceFacts:
     target: "DeviceTarget"  # the target, or a device's part of it
     defaults: GenerationDefaults  # sampling defaults for fields that a request does not set
     speculates: bool  # whether there is a drafter
+    places: int  # texts that are decoded or wait, at most
     fingerprint: str  # changes when the same seed may give another text
 
     @property
@@ -103,6 +105,11 @@ class SourceFacts:
         if job.grammar is None:
             return ()
         return (self.grammars.processor(job.grammar, len(job.prompt_ids)),)
+
+    def check_ended(self, job: Job, output: Sequence[int]) -> None:
+        """Raise `InputError` where a text ended before its grammar was complete."""
+        if job.grammar is not None:
+            self.grammars.check_ended(job.grammar, output)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -193,6 +200,11 @@ class SourceLimits:
     active: int  # maximum number of texts decoded together
     waiting: int  # maximum number of texts that wait; further texts are refused
 
+    @property
+    def places(self) -> int:
+        """Maximum number of texts in all."""
+        return self.active + self.waiting
+
 
 class Places:
     """The places of a source: counts the texts of each client and refuses those beyond limits.
@@ -201,7 +213,7 @@ class Places:
     """
 
     def __init__(self, where: str, limits: SourceLimits) -> None:
-        self._where, self._total = where, limits.active + limits.waiting
+        self._where, self._total = where, limits.places
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
 
@@ -225,8 +237,8 @@ class Places:
         with self._lock:
             if self.taken + num_texts > self._total:
                 raise BusyError(
-                    f"The {self._where} has {self.taken} requests, and takes {self._total}. Try "
-                    "again later."
+                    f"The {self._where} has {self.taken} requests, and takes {self._total} "
+                    "(--max-active and --max-waiting). Try again later."
                 )
             own = self._taken[client]
             if own + num_texts > share:

@@ -41,6 +41,11 @@ class HttpOptions:
         list[str] | None,
         "Origin of web pages that may call; may be given several times; * allows all.",
     ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        "Name in the Host header to accept, as reverse proxies forward it; may be given several "
+        "times; * accepts all. Default: on a loopback address its names, else all.",
+    ] = None
     name: Annotated[
         list[str] | None,
         "Another name of the model; may be given several times; * accepts any name.",
@@ -67,7 +72,11 @@ class HttpOptions:
             names=tuple(self.name or ()),
             default_max_tokens=self.default_max_tokens,
             cors_origins=tuple(self.cors_origin or ()),
-            guarded=GuardSettings(api_keys=keys, max_body_bytes=self.max_body_bytes),
+            guarded=GuardSettings(
+                api_keys=keys,
+                max_body_bytes=self.max_body_bytes,
+                hosts=tuple(self.allow_host or ()),
+            ),
         )
 
     def run(

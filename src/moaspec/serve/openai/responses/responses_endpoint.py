@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from moaspec.data.templates.call_reader import Call
 from moaspec.serve import http_errors
-from moaspec.serve.openai.answer import STREAMED, Answer, without_nulls
+from moaspec.serve.openai.answer import STREAMED, Answer
 from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, normal_tools
 from moaspec.serve.openai.choice import Delta
 from moaspec.serve.openai.redaction import RequestRedactor
@@ -42,7 +42,7 @@ def router(context: ServerContext) -> APIRouter:
 
         def save(response: dict[str, Any]) -> None:
             if body.store is not False:
-                store.add(tenant, without_nulls(response), [*messages, answer.message()])
+                store.add(tenant, response, [*messages, answer.message()])
 
         answer = _ResponseAnswer(context, body, jobs, redactor, chat, save=save)
         return await answer.respond(request)
@@ -235,7 +235,7 @@ class _ResponseAnswer(Answer[ResponseRequest]):
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
