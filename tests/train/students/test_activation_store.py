@@ -77,6 +77,20 @@ def test_final_states_alone_are_what_capture_gives_and_take_no_more_room(
     assert file.stat().st_size == 2 * sum(map(len, EXAMPLES)) * target.identity.hidden_size
 
 
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "garbage"])
+def test_damaged_rows_are_computed_again(damage: str, tmp_path: Path) -> None:
+    batch = collate(EXAMPLES, range(4))
+    first = new_cache(tmp_path).passes(batch)
+    (file,) = tmp_path.rglob("kv-*.bf16")
+    content = file.read_bytes()
+    harmed = {"cut": content[:100], "zeroed": bytes(len(content)), "garbage": content[::-1]}
+    file.unlink()
+    file.write_bytes(harmed[damage])
+    again = new_cache(tmp_path).passes(batch)
+    assert_close(again.kv_BTLK, first.kv_BTLK, rtol=0, atol=0)
+    assert file.read_bytes() == content
+
+
 def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ["total", "used", "free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 0))

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -67,9 +68,11 @@ class ExampleStore:
             path = directory / f"{name}-{tokens}x{width}.bf16"
             _allocate(path, 2 * tokens * width, without)
             self._files[name] = np.memmap(path, np.int16, mode="r+", shape=(tokens, width))
-        path = directory / f"done-{len(examples)}-{'+'.join(widths)}.bool"
-        _allocate(path, len(examples), without)
-        self._done = np.memmap(path, dtype=np.bool_, mode="r+")
+        # Of each example's rows, the checksum and 1; 0: not stored. The rows may be damaged later.
+        path = directory / f"sums-{len(examples)}-{'+'.join(widths)}.u8"
+        _allocate(path, 8 * len(examples), without)
+        self._sums = np.memmap(path, np.uint64, mode="r+")
+        self._checked = np.zeros(len(examples), np.bool_)
 
     def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
@@ -79,7 +82,7 @@ class ExampleStore:
             compute: called if one of them is not stored; returns every array, (B, T, ...), and
                 maybe others.
         """
-        if not all(self._done[i] for i in batch.example_ids):
+        if not all(map(self._holds, batch.example_ids)):
             self._write(batch, compute())
         return {name: self._read(file, batch) for name, file in self._files.items()}
 
@@ -90,7 +93,20 @@ class ExampleStore:
             for row, i in enumerate(batch.example_ids):
                 start, end = self._starts[i], self._ends[i]
                 file[start:end] = stored[row, : end - start].numpy()
-        self._done[list(batch.example_ids)] = True
+        for i in batch.example_ids:
+            self._sums[i], self._checked[i] = self._checksum(i), True
+
+    def _holds(self, i: int) -> bool:
+        """Whether an example is stored; its rows are compared with their checksum once."""
+        if not self._checked[i]:
+            self._checked[i] = self._sums[i] == self._checksum(i)
+        return bool(self._checked[i])
+
+    def _checksum(self, i: int) -> int:
+        value = 0
+        for file in self._files.values():
+            value = zlib.crc32(file[self._starts[i] : self._ends[i]], value)
+        return value + 1
 
     def _read(self, file: np.memmap, batch: Batch) -> Tensor:
         rows = [
