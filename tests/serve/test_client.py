@@ -58,7 +58,9 @@ NO_ABOUT: dict[str, Lie] = {
     "packed": lambda _: whole(gzip.compress(ABOUT), b"Content-Encoding: gzip"),
     "redirect": lambda _: [b"HTTP/1.1 302 Found\r\nLocation: http://192.0.2.1/\r\n\r\n"],
     "error without end": lambda _: endless(BIG, b"HTTP/1.1 500 No\r\n\r\n"),
-    "escapes": lambda _: [b'HTTP/1.1 500 No\r\n\r\n{"error": {"message": "\\u001b[2J\\n' + BIG[:999]],
+    "escapes": lambda _: [
+        b'HTTP/1.1 500 No\r\n\r\n{"error": {"message": "\\u001b[2J\\n' + BIG[:999]
+    ],
 }
 
 
@@ -106,7 +108,10 @@ NO_CHUNKS = {
 
 @pytest.mark.parametrize("lie", NO_CHUNKS)
 def test_what_is_no_chunk(lie: str) -> None:
-    with lying(chat(NO_CHUNKS[lie])) as url, pytest.raises(ServerError, match=re.escape(url)) as got:
+    with (
+        lying(chat(NO_CHUNKS[lie])) as url,
+        pytest.raises(ServerError, match=re.escape(url)) as got,
+    ):
         talk(url)
     assert len(str(got.value)) < 500
 
@@ -118,7 +123,9 @@ def test_errors_of_any_form_are_said(error: bytes) -> None:
         talk(url)
 
 
-@pytest.mark.parametrize("part", [BIG, b"data: " + BIG, b": more\n" * 1000], ids=["line", "data", "comments"])
+@pytest.mark.parametrize(
+    "part", [BIG, b"data: " + BIG, b": more\n" * 1000], ids=["line", "data", "comments"]
+)
 def test_a_stream_without_end(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_STREAM_BYTES", 32 << 20)
     before = peak_kib()
@@ -167,7 +174,9 @@ def test_a_key_is_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://a:99999", "http://a b", "http://a..b", "//a", "x:0"])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://a:99999", "http://a b", "http://a..b", "//a", "x:0"]
+)
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(InputError, match="--url .* is no URL"):
         ServedChat(url)

@@ -136,12 +136,12 @@ class ServedChat:
 
     async def _about(self) -> _About:
         try:
-            answer = await self._server.ask(
-                "GET", "/v1/moaspec", most=MAX_ABOUT_BYTES, s=ABOUT_S
-            )
-            if answer.status != httpx.codes.OK:
-                raise ServerError(f"The server answered {answer.status}: {message(answer.body)}")
-            return self._parsed(_About, answer.body)
+            answer = await self._server.ask("GET", "/v1/moaspec", most=MAX_ABOUT_BYTES, s=ABOUT_S)
+            if answer.status_code != httpx.codes.OK:
+                raise ServerError(
+                    f"The server answered {answer.status_code}: {message(answer.content)}"
+                )
+            return self._parsed(_About, answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, BadAnswerError) as error:
             raise ServerError(
                 f"No moaspec server answers at {self._server}: {one_line(str(error))}. Is `moaspec "

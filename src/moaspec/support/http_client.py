@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -35,15 +34,6 @@ def require_url(option: str, url: str) -> None:
         raise InputError(
             f"{option} {url!r} is no URL of a server; it has the form http://localhost:8000."
         )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A whole answer."""
-
-    status: int
-    headers: httpx.Headers
-    body: bytes
 
 
 class HttpClient:
@@ -89,8 +79,14 @@ class HttpClient:
         await self._http.aclose()
 
     async def ask(
-        self, method: str, path: str, fields: Mapping[str, Any] | None = None, *, most: int, s: float
-    ) -> Answer:
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        most: int,
+        s: float,
+    ) -> httpx.Response:
         """A whole answer.
 
         Args:
@@ -102,7 +98,8 @@ class HttpClient:
             httpx.TransportError: the server cannot be reached, or breaks the protocol.
         """
         async with self._in_time(s), self._opened(method, path, fields) as answer:
-            return Answer(answer.status_code, answer.headers, await self._read(answer, most))
+            body = await self._read(answer, most)
+            return httpx.Response(answer.status_code, headers=answer.headers, content=body)
 
     async def events(
         self, path: str, fields: Mapping[str, Any], *, most: int, line: int, s: float

@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from moaspec.errors import DataError, InputError, ServerError
 from moaspec.support.http_client import (
-    Answer,
     BadAnswerError,
     HttpClient,
     message,
@@ -218,10 +217,10 @@ class EndpointClient:
             except httpx.TransportError as error:
                 cause = one_line(str(error)) or type(error).__name__
             else:
-                code = answer.status
+                code = answer.status_code
                 if code == httpx.codes.OK:
-                    return _parsed(form, answer.body)
-                cause = f"{code}: {message(answer.body)}"
+                    return _parsed(form, answer.content)
+                cause = f"{code}: {message(answer.content)}"
                 if code in fatal:
                     raise ServerError(f"{self._server} answers {path} with {cause}")
                 faults += code not in BUSY
@@ -232,8 +231,7 @@ class EndpointClient:
             failing_since = now if failing_since is None else failing_since
             if now - failing_since > PATIENCE_S:
                 raise ServerError(
-                    f"{self._server} has not answered for {PATIENCE_S:.0f} s ({cause}). "
-                    f"{CONTINUE}"
+                    f"{self._server} has not answered for {PATIENCE_S:.0f} s ({cause}). {CONTINUE}"
                 )
             self._tell_waiting(cause)
             await asyncio.sleep(delay_s if after_s is None else max(after_s, least_s))
@@ -241,7 +239,7 @@ class EndpointClient:
 
     async def _answer(
         self, method: str, path: str, fields: Mapping[str, Any] | None
-    ) -> Answer:
+    ) -> httpx.Response:
         """UnusableAnswerError for an answer beyond a limit; httpx.TransportError for none."""
         most, s = (MAX_LIST_BYTES, LIST_S) if fields is None else (MAX_ANSWER_BYTES, ANSWER_S)
         try:
@@ -267,7 +265,7 @@ def _parsed(form: type[AnswerT], body: bytes) -> AnswerT:
         ) from error
 
 
-def _retry_after_s(answer: Answer) -> float | None:
+def _retry_after_s(answer: httpx.Response) -> float | None:
     """The delay that the server asks for, in seconds."""
     said = answer.headers.get("retry-after", "")
     return min(float(said), MAX_DELAY_S) if said.isdecimal() else None
