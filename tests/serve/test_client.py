@@ -119,7 +119,7 @@ def test_what_is_no_chunk(lie: str) -> None:
 @pytest.mark.parametrize("error", [b'"E"', b'{"message": "E"}', b'{"message": 5}', b"[5]", b"5"])
 def test_errors_of_any_form_are_said(error: bytes) -> None:
     lie = chat(b'data: {"error": %s}\n\n' % error)
-    with lying(lie) as url, pytest.raises(ServerError, match="server failed: .*[E5]"):
+    with lying(lie) as url, pytest.raises(ServerError, match=r"server failed: .*[E5]"):
         talk(url)
 
 
@@ -178,5 +178,5 @@ def test_a_key_is_not_shown() -> None:
     "url", ["http://[::1", "http://a:99999", "http://a b", "http://a..b", "//a", "x:0"]
 )
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(InputError, match="--url .* is no URL"):
+    with pytest.raises(InputError, match=r"--url .* is no URL"):
         ServedChat(url)

@@ -8,11 +8,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    BinaryIO,
+    Literal,
+    TypeVar,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.user_files import open_file
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -208,12 +219,26 @@ def sent_api_key() -> str:
     return key
 
 
+MAX_FILE_BYTES = 256 << 20  # of a file that an option names
+
+
 def read_file(option: str, path: Path) -> bytes:
     """The file that an option names; InputError where it cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{option} {path} cannot be read: {error.strerror}.") from error
+        with _opened(path) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(f"{option} {path} cannot be read: over {MAX_FILE_BYTES >> 20} MiB.")
+    return content
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A pipe of the shell, as in `<(command)`, has its writer already; another FIFO may not."""
+    is_pipe = path.is_fifo() and path.parent in map(Path, ("/dev", "/dev/fd", "/proc/self/fd"))
+    return path.open("rb") if is_pipe else open_file(path)
 
 
 def read_lines(option: str, path: Path) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from moaspec.errors import DataError, InputError
+from moaspec.model.checkpoint.user_files import open_file
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
@@ -147,7 +148,7 @@ def _unpacked(path: Path) -> Path:
 
 def _start(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(8)
     except FileNotFoundError as error:
         raise DataError(

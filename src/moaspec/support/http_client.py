@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -30,7 +30,8 @@ def require_url(option: str, url: str) -> None:
         known.host.encode("idna")
     except (httpx.InvalidURL, ValueError) as error:
         raise InputError(f"{option} {url!r} is no URL: {error}.") from error
-    if known.scheme not in ("http", "https") or not known.host or port == 0:
+    spaced = url != "".join(url.split())
+    if known.scheme not in ("http", "https") or not known.host or port == 0 or spaced:
         raise InputError(
             f"{option} {url!r} is no URL of a server; it has the form http://localhost:8000."
         )
@@ -103,7 +104,7 @@ class HttpClient:
 
     async def events(
         self, path: str, fields: Mapping[str, Any], *, most: int, line: int, s: float
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         """Yield the data of server-sent events, until [DONE] or the end.
 
         Args:
@@ -153,7 +154,7 @@ class HttpClient:
                 raise self._beyond(most, "an answer")
         return bytes(found)
 
-    async def _lines(self, answer: httpx.Response, most: int, line: int) -> AsyncIterator[bytes]:
+    async def _lines(self, answer: httpx.Response, most: int, line: int) -> AsyncGenerator[bytes]:
         rest, total = bytearray(), 0
         async for chunk in self._chunks(answer):
             total += len(chunk)

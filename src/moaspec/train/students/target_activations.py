@@ -105,7 +105,7 @@ class ExampleStore:
     def _checksum(self, i: int) -> int:
         value = 0
         for file in self._files.values():
-            value = zlib.crc32(file[self._starts[i] : self._ends[i]], value)
+            value = zlib.crc32(file[self._starts[i] : self._ends[i]].data, value)
         return value + 1
 
     def _read(self, file: np.memmap, batch: Batch) -> Tensor:
