@@ -262,8 +262,11 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ) from error
 
 
-_YAML_ERRORS = (OSError, yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError)
-"""What a file may raise; PyYAML passes on the errors of Python's dates and numbers."""
+_YAML_ERRORS = (
+    *(OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""What a file may raise; PyYAML passes on Python's errors of dates and numbers."""
 
 
 def _loaded(text: str) -> Any:
