@@ -12,7 +12,6 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
-    BinaryIO,
     Literal,
     TypeVar,
     cast,
@@ -23,7 +22,7 @@ from typing import (
 import typer
 
 from moaspec.errors import InputError
-from moaspec.model.checkpoint.user_files import open_file
+from moaspec.model.checkpoint.user_files import read_limited
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -225,20 +224,10 @@ MAX_FILE_BYTES = 256 << 20  # of a file that an option names
 def read_file(option: str, path: Path) -> bytes:
     """The file that an option names; InputError where it cannot be read."""
     try:
-        with _opened(path) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        return read_limited(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{option} {path} cannot be read: {reason}.") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"{option} {path} cannot be read: over {MAX_FILE_BYTES >> 20} MiB.")
-    return content
-
-
-def _opened(path: Path) -> BinaryIO:
-    """A pipe of the shell, as in `<(command)`, has its writer already; another FIFO may not."""
-    is_pipe = path.is_fifo() and path.parent in map(Path, ("/dev", "/dev/fd", "/proc/self/fd"))
-    return path.open("rb") if is_pipe else open_file(path)
 
 
 def read_lines(option: str, path: Path) -> list[str]:

@@ -79,10 +79,7 @@ def _named(scheme: str) -> Proxy | None:
 
 
 def _checked(value: str, variable: str) -> str:
-    advice = (
-        f"Set it to http://HOST:PORT, unset it, or put the server's host into $NO_PROXY: {variable}"
-        " is for all addresses but those of this machine."
-    )
+    advice = "Set it to http://HOST:PORT, unset it, or name the server's host in $NO_PROXY."
     try:
         parts = urlsplit(value)
         valid = bool(parts.hostname) and (parts.port or 0) >= 0 and not re.search(r"\s", value)
@@ -101,7 +98,7 @@ def _checked(value: str, variable: str) -> str:
     if find_spec(SOCKS_PACKAGE) is None:
         raise InputError(
             f"${variable} is {_shown(value)}, and a SOCKS proxy needs the package "
-            f"{SOCKS_PACKAGE}: pip install {SOCKS_PACKAGE}. Or: {advice}"
+            f"{SOCKS_PACKAGE}: pip install {SOCKS_PACKAGE}. Or else: {advice}"
         )
     return f"{_SOCKS[scheme]}://{value.partition('://')[2]}"
 

@@ -15,10 +15,14 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.errors import CheckpointError, UnknownModelError
+from moaspec.cli.options import read_file
+from moaspec.data.row_sources import numbered_lines
+from moaspec.errors import CheckpointError, DataError, InputError, UnknownModelError
+from moaspec.evaluate.report.comparison import read_report
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.user_files import why_not_tensors
+from moaspec.remote.server.auth import CallAuth
 
 
 def fifo(path: Path) -> None:
@@ -86,6 +90,39 @@ def test_files_of_a_drafter(name: str, kind: Callable[[Path], None], tmp_path: P
     kind(tmp_path / "drafter" / name)
     with pytest.raises(CheckpointError, match=name):
         load_drafter(tmp_path / "drafter", target=target)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_impossible_numbers_of_layers(model_type: str, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": model_type, "num_hidden_layers": 10**9}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnknownModelError, match="num_hidden_layers is 1000000000"):
+        moaspec.load_target(model)
+
+
+@pytest.mark.parametrize("kind", [fifo, directory, device, listening])
+def test_files_of_options(kind: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    kind(path)
+    for read in (
+        lambda: read_file("--file", path),
+        lambda: list(numbered_lines(path)),
+        lambda: read_report(path),
+        lambda: CallAuth.read(path),
+    ):
+        with pytest.raises((InputError, DataError), match=r"file\.jsonl"):
+            read()
+
+
+def test_a_pipe_of_the_shell_is_read() -> None:
+    source, sink = os.pipe()
+    os.write(sink, b"one\n")
+    os.close(sink)
+    try:
+        assert read_file("--file", Path(f"/dev/fd/{source}")) == b"one\n"
+    finally:
+        os.close(source)
 
 
 def with_header(path: Path, header: Any, num_bytes: int = 8) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file that is read; as Python objects it may take 30 times as much."""
+MAX_LAYERS = 10_000  # of a model
 MAX_DIMENSIONS = 8  # of a tensor of a model
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library limits it
 _KINDS = {
@@ -37,6 +38,22 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def read_limited(path: Path, most: int) -> bytes:
+    """A file of at most so many bytes, or a pipe of the shell, as in `<(command)`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger.
+    """
+    # Such a pipe has its writer already.
+    is_pipe = path.is_fifo() and str(path.parent) in ("/dev", "/dev/fd", "/proc/self/fd")
+    with path.open("rb") if is_pipe else open_file(path) as file:
+        content: bytes = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it is larger than {most} bytes")
+    return content
+
+
 def read_json(path: Path) -> Any:
     """The value of a JSON file.
 
@@ -45,11 +62,7 @@ def read_json(path: Path) -> Any:
         ValueError: no JSON, or over `MAX_JSON_BYTES`.
         RecursionError: it nests too deeply.
     """
-    with open_file(path) as file:
-        content = file.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"it is larger than {MAX_JSON_BYTES} bytes")
-    return json.loads(content.decode())
+    return json.loads(read_limited(path, MAX_JSON_BYTES).decode())
 
 
 def why_not_files(directory: Path) -> str | None:
@@ -66,8 +79,24 @@ def why_not_files(directory: Path) -> str | None:
         if kind != stat.S_IFREG:
             return f"{path.name} is {_KINDS.get(kind, 'no file')}, and must be a file"
         reason = why_not_tensors(path) if path.suffix == ".safetensors" else None
+        if path.name == "config.json" and path.exists():
+            reason = _why_not_config(path)
         if reason is not None:
             return f"{path.name}: {reason}"
+    return None
+
+
+def _why_not_config(path: Path) -> str | None:
+    """Refuse numbers of layers for which some families would make a list first."""
+    try:
+        values = read_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"it cannot be read ({str(error)[:200]})"
+    parts = [values, *values.values()] if isinstance(values, dict) else []
+    for part in (one for one in parts if isinstance(one, dict)):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            return f"num_hidden_layers is {layers}, over {MAX_LAYERS}"
     return None
 
 
