@@ -82,8 +82,8 @@ def find_scripts(given: Path | None = None) -> Path:
     if all((place / name).is_file() for name in names) and not _is_damaged(place):
         return place
     raise InputError(
-        f"The page's scripts are not in {place}, or damaged. Build them in a checkout of moaspec with `make "
-        "device-page` (it needs Node 20), or name their directory with --page-scripts."
+        f"The page's scripts are not in {place}, or damaged. Build them in a checkout of moaspec "
+        "with `make device-page` (it needs Node 20), or name their directory with --page-scripts."
     )
 
 
