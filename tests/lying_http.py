@@ -60,18 +60,25 @@ def _request(connection: socket.socket) -> str:
     """Read a request; returns its first line."""
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(1 << 16)
+        data += _received(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").lower().split("\r\n")
     length = next((int(one.split(":")[1]) for one in lines if one.startswith("content-length")), 0)
     while len(body) < length:
-        body += connection.recv(1 << 16)
+        body += _received(connection)
     return head.decode("latin-1").split("\r\n")[0]
+
+
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(1 << 16)
+    if not data:
+        raise ValueError("The client has left.")
+    return data
 
 
 def whole(body: bytes, *headers: bytes) -> list[bytes]:
     """An honest answer."""
-    lines = [*headers, b"Content-Length: %d" % len(body), b"", b""]
+    lines = [*headers, b"Connection: close", b"Content-Length: %d" % len(body), b"", b""]
     return [OK, b"\r\n".join(lines), body]
 
 

@@ -143,9 +143,10 @@ class ServedChat:
                 )
             return self._parsed(_About, answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, BadAnswerError) as error:
+            cause = one_line(str(error)).rstrip(".") or type(error).__name__
             raise ServerError(
-                f"No moaspec server answers at {self._server}: {one_line(str(error))}. Is `moaspec "
-                "serve` running there?"
+                f"No moaspec server answers at {self._server}: {cause}. Is `moaspec serve` running "
+                "there?"
             ) from error
 
     async def _chunks(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:

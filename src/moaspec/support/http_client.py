@@ -219,7 +219,7 @@ def broken_connection(server: HttpClient) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-        cause = one_line(str(error)) or type(error).__name__
+        cause = one_line(str(error)).rstrip(".") or type(error).__name__
         raise ServerError(f"The connection to {server} broke: {cause}.") from error
 
 
