@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moaspec.errors import InputError
 from moaspec.privacy.recognisers import Phones, Recogniser, cards, emails, ibans
+from moaspec.privacy.vault import Vault
 
 
 def found(recognise: Recogniser, text: str) -> list[str]:
@@ -142,3 +145,80 @@ def test_ibans_behind_what_looks_like_one(text: str, expected: list[str]) -> Non
 def test_an_unknown_region() -> None:
     with pytest.raises(InputError, match="XX"):
         list(Phones(("XX",))("text"))
+
+
+CARD, ADDRESS, ACCOUNT = "4242424242424242", "ada@example.org", "DE89370400440532013000"
+
+
+def escaped(text: str, form: str) -> str:
+    return "".join(form % ord(char) for char in text)
+
+
+def nested(text: str, escape: str, depth: int) -> str:
+    for _ in range(depth):
+        text = text.replace(escape[0], escape)
+    return text
+
+
+FORMS = [
+    *(nested("ada%40example.org", "%25", depth) for depth in (1, 2, 5, 30)),
+    *(nested("ada&#64;example.org", "&amp;", depth) for depth in (1, 6, 30)),
+    nested("ada\\u0040example.org", "\\\\", 4),
+    "ada%26amp%3B%2364%3Bexample.org",
+    *("ada=40example.org", "ada=40example=2eorg", "ada=40exam=\nple.org", "ada=401and1.com"),
+    *("ada\\100example.org", "ada\\100example\\056org", "ada\\o{100}example.org"),
+    *("ada\\x{40}example.org", "ada\\U00000040example.org", "ada%u0040example.org"),
+    *("ada\\N{COMMERCIAL AT}example.org", "ada\\N{U+0040}example.org"),
+    *(escaped(one, form) for one in (ADDRESS, CARD, ACCOUNT) for form in ("=%02X", "\\%03o")),
+    *("\u0130NFO@\u015e\u0130RKET.COM.TR", "\u0131\u015f\u0131l@example.org"),
+    *(sep.join(CARD) for sep in (",", ", ", "-", " - ", "\n", " | ", '", "', "; ", " / ")),
+    *(str(list(one)) for one in (CARD, ACCOUNT)),
+    str([int(one) for one in CARD]),
+    *("[4242, 4242, 4242, 4242]", '["4242", "4242", "4242", "4242"]', "4242,4242,4242,4242"),
+    *("[42, 42424242424242]", '["42", "42424242424242"]', "42 42424242424242", "42-42424242424242"),
+    *("42424242, 42424242", "(42), (42), (42), (42), (42), (42), (42), (42)"),
+    *("[3782, 822463, 10005]", "3782,822463,10005", "3, 7, 8, 2, 8, 2, 2, 4, 6, 3, 1, 0, 0, 0, 5"),
+    *('["+1", "415", "555", "2671"]', "+1,4,1,5,5,5,5,2,6,7,1", str(list("+14155552671"))),
+]
+
+
+@pytest.mark.parametrize("text", FORMS)
+@pytest.mark.parametrize("around", ["{}", "Send it to {} today.", '{{"note": "{}", "n": 7}}'])
+def test_private_text_in_escapes_and_lists(text: str, around: str) -> None:
+    hidden = Vault().hide(around.format(text))
+    assert re.search(r"\[(?:EMAIL|CARD|PHONE|IBAN)_\d+\]", hidden)
+    rest = re.sub(r"\[[A-Z]+_\d+\]", "", hidden)
+    assert sum(char.isdigit() for char in rest) < 4
+    assert "org" not in rest
+
+
+ORDINARY = r"""
+x = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]; y = x[4:2] + x[::-1]
+for i in range(40): total=40.5; width=40px; img=40x40.png; rate=4012.50; price=4025.75
+matrix = [[4, 2, 4], [2, 4, 2], [4, 2, 4]]; primes = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
+"C:\100example\101.txt" r"\1 \100" '\x41' s.replace("\n", "") 1,234,567,890 2,125,551,234
+2026/11/28T00:00:00Z v1.2.3-rc.4 192.168.0.1:8080 10.0.0.0/8 3.14159265358979
+color: #404040; a=b==c; key=4f3a9c; uuid=123e4567-e89b-12d3-a456-426614174000
+fib = 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144; box=(212, 100, 640, 480); a=0x4242; c=4e2
+@decorator def f(a: int=40) -> None: pass; foo@bar; git@v1; user=40; a&b; 100% sure; 50%25 off
+bytes: 48 65 6c 6c 6f; 0,1,0,1,1,0,1,0,0,1,1,1,0,1,0; scores 5-4, 3-2, 4-4, 2-1, 3-3, 5-1
+rows: 1; 20; 300; 4000; 50000; ISBN 978-3-16-148410-0; t=4.5, 5.5, 6.25, 7.125; q=4.25,3.5
+"""
+
+
+def test_ordinary_text_stays() -> None:
+    for line in ORDINARY.splitlines():
+        assert Vault().hide(line) == line
+
+
+@pytest.mark.parametrize("second", range(60))
+def test_times_are_no_cards(second: int) -> None:
+    """A tenth of them have a correct check digit."""
+    text = f"2024-11-28 12:30:{second:02} 2024-11-28T12:31:{second:02}"
+    assert Vault().hide(text) == text
+
+
+def test_other_capitals_of_turkish_texts() -> None:
+    hidden = Vault().hide("<private>Diyarbak\u0131r</private> D\u0130YARBAKIR diyarbakir")
+    assert "YARBAKIR" not in hidden
+    assert "diyarbakir" not in hidden

@@ -279,6 +279,16 @@ def test_missing_scripts_are_named_with_the_command(tmp_path: Path) -> None:
         find_scripts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", gzip.compress(WASM)[:-9], gzip.compress(b"x")]
+)
+def test_damaged_scripts_are_refused(content: bytes, tmp_path: Path) -> None:
+    assert find_scripts(fake_scripts(tmp_path)) == tmp_path
+    (tmp_path / "ort-wasm-simd-threaded.wasm.gz").write_bytes(content)
+    with pytest.raises(InputError, match="damaged"):
+        find_scripts(tmp_path)
+
+
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--page needs --websocket"):
         _scripts(tmp_path, None, served=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,35 @@ def test_a_rank_is_below_the_number_of_processes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(InputError, match=r"\$WORLD_SIZE=2, \$RANK=2"):
         launched_processes()
+
+
+REPEATED = [f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("9" * 1_000_000, "1" + ":1" * 100_000, "0x" + "f" * 100_000, "2001-99-99"),
+        *("2001-01-01 99:99:99", "[" * 50_000, "{" * 50_000, "&a [*a]", "? [a]\n: 1", "*a"),
+        *("!!x 1", "!!python/object/apply:os.system [x]", "1e999999", ".nan", "!!binary x"),
+        *("!!timestamp x", "!!int x", "\x00", "\ud800", f"[&a0 [x], {', '.join(REPEATED)}]"),
+    ],
+)
+def test_values_of_yaml_that_take_long_or_fail(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(f"steps: {value}\n".encode(errors="surrogatepass"))
+    with pytest.raises(InputError) as caught:
+        read_train_config(path)
+    assert "training config" in str(caught.value).lower()
+    assert len(str(caught.value)) < 2000
+    small = tmp_path / "small.yaml"
+    small.write_text("steps: 5\n")
+    with pytest.raises(InputError) as caught:
+        read_train_config(small, [f"steps={value}"])
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_pipe_without_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(InputError, match="a FIFO"):
+        read_train_config(tmp_path / "run.yaml")

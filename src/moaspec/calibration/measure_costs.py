@@ -26,7 +26,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError
-from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.checkpoint.user_files import read_json
 from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.support.extras import has_torch, require
-from moaspec.support.paths import make_private, require_writable, trusted
+from moaspec.support.paths import require_writable, trusted
 from moaspec.support.ports import split_address
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _token(path: Path | None) -> str | None:
 def _made_bundle(model: str) -> Path:
     """The directory of the bundled drafter's bundle, exported at the first use."""
     from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle
-    from moaspec.remote.device.bundle_place import is_bundle
+    from moaspec.support.seals import cached_directory, is_whole
 
     drafter = bundled_drafters().get(model)
     if drafter is None:
@@ -212,11 +213,10 @@ def _made_bundle(model: str) -> Path:
             "(moaspec checkpoint export-device)."
         )
     directory = trusted("devices", f"{model}-{FORMAT_VERSION}-{_version(drafter)}")
-    if not is_bundle(directory):
-        with status("Making the device bundle, once"):
-            make_private(directory.parent)
-            export_bundle(model, drafter, directory)
-    return directory
+    if is_whole(directory):
+        return directory
+    with status("Making the device bundle, once"):
+        return cached_directory(directory, partial(export_bundle, model, drafter))
 
 
 def _version(drafter: Path) -> str:

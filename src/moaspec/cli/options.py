@@ -8,11 +8,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.user_files import read_limited
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -208,12 +218,16 @@ def sent_api_key() -> str:
     return key
 
 
+MAX_FILE_BYTES = 256 << 20  # of a file that an option names
+
+
 def read_file(option: str, path: Path) -> bytes:
     """The file that an option names; InputError where it cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{option} {path} cannot be read: {error.strerror}.") from error
+        return read_limited(path, MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
 
 
 def read_lines(option: str, path: Path) -> list[str]:

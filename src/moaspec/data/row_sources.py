@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from moaspec.data.row_shapes import ROW_COLUMNS
 from moaspec.errors import DataError, InputError
+from moaspec.model.checkpoint.user_files import open_file
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
@@ -165,7 +166,7 @@ def _unpacked(path: Path) -> Path:
 
 def _start(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(8)
     except FileNotFoundError as error:
         raise DataError(

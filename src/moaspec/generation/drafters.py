@@ -17,6 +17,7 @@ from moaspec.model.checkpoint.directory import (
 )
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
+from moaspec.support.causes import first_line
 from moaspec.support.hub import cached_if_offline
 from moaspec.target.registry import read_skeleton
 from moaspec.target.spec import TargetSpec
@@ -120,5 +121,5 @@ def _from_hub(name: str) -> Path:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(
             f"No drafter {name!r}: not bundled ({bundled}), no directory, and the hub cannot be "
-            "asked or does not have it."
+            f"asked or does not have it. Cause: {first_line(error)}"
         ) from error

@@ -2,7 +2,9 @@
 
 Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
 angle brackets become the usual ones; accents and invisible characters are removed. In a second copy
-the escapes of JSON, HTML, URLs and Markdown are decoded. The time is linear in the text.
+the escapes of JSON, HTML, URLs and Markdown are decoded, in a third one also those of mails
+(quoted-printable) and octal numbers, which ordinary text contains by chance. The time is linear in
+the text.
 """
 
 import html
@@ -10,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from unicodedata import category, decimal, normalize
+from unicodedata import category, decimal, lookup, normalize
 from urllib.parse import unquote
 
 _UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5")
@@ -22,15 +24,27 @@ _REPLACEMENTS = {
     **dict.fromkeys("\u2039\u2329\u3008\u27e8\u276c\u276e\u02c2\u227a\u29fc\u1438", "<"),
     **dict.fromkeys("\u203a\u232a\u3009\u27e9\u276d\u276f\u02c3\u227b\u29fd\u1433", ">"),
     "\u2800": " ",
+    "\u0131": "i",  # the small letter of a Turkish capital I
+    "\u0237": "j",
 }
 
 _ESCAPE = re.compile(
-    r"(?:\\u[0-9a-f]{4})+|\\u\{[0-9a-f]{1,6}\}|\\x[0-9a-f]{2}|(?:%[0-9a-f]{2})+"
+    # Escapes of the first character of escapes, nested in any depth.
+    r"%(?:25)+(?=[0-9a-f]{2})|&(?:amp;)+"
+    r"|(?-i:\\U)[0-9a-f]{8}|(?:[\\%]u[0-9a-f]{4})+|\\[ux]\{[0-9a-f]{1,8}\}|\\x[0-9a-f]{2}"
+    r"|\\N\{[\w +-]{1,90}\}|(?:%[0-9a-f]{2})+"
     r"|&(?:#[0-9]{1,8}|#x[0-9a-f]{1,8}|[a-z][a-z0-9]{1,31});?"
     r"|\\[nrt]|\\(?=[!-/:-@\[-`{-~])|[*`]+|~~|__",
     re.IGNORECASE,
 )
-_DECODINGS = 4  # passes that decode escapes within escapes
+_DECODINGS = 8  # passes that decode escapes within escapes
+
+_RARE_ESCAPE = re.compile(
+    r"=\r?\n|(?:=[2-7a-f][0-9a-f]){2,}|=40(?=\d{0,3}[^\W\d_])(?!x\d|px)"
+    r"|=(?:2[0-9a-f]|3[a-f]|4[1-9a-f]|[5-7][0-9a-f])(?!\d)|\\(?:[0-3][0-7]{2}|o\{[0-7]{1,7}\})",
+    re.IGNORECASE,
+)
+"""Quoted-printable and octal numbers. A number in code (`width=40`) mostly is none of these."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +66,29 @@ class FoldedText:
 
 
 def folded_copies(text: str) -> Iterator[FoldedText]:
-    """Yield the folded text, and if it has escapes or emphasis, a copy without these."""
+    """Yield the folded text, and copies without escapes and emphasis if it has any."""
     read = unfolded(text)
     yield _folded(read)
-    plain = read
-    for _ in range(_DECODINGS):
-        decoded = _decoded(plain)
-        if decoded.text == plain.text:
-            break
-        plain = decoded
+    plain = _without_escapes(read)
     if plain is not read:
         yield _folded(plain)
+    rare = _decoded(plain, _RARE_ESCAPE)
+    if rare.text != plain.text:
+        yield _folded(_without_escapes(rare))
+
+
+def plain_copy(text: str) -> FoldedText:
+    """Fold a text without its escapes and emphasis."""
+    return _folded(_without_escapes(unfolded(text)))
+
+
+def _without_escapes(read: FoldedText) -> FoldedText:
+    for _ in range(_DECODINGS):
+        decoded = _decoded(read, _ESCAPE)
+        if decoded.text == read.text:
+            break
+        read = decoded
+    return read
 
 
 def fold(text: str) -> FoldedText:
@@ -88,10 +114,10 @@ def _folded(read: FoldedText) -> FoldedText:
     return FoldedText("".join(chars), starts, stops, read.source)
 
 
-def _decoded(read: FoldedText) -> FoldedText:
+def _decoded(read: FoldedText, escapes: re.Pattern[str]) -> FoldedText:
     """Decode escapes; each decoded character maps to the whole escape."""
     parts, starts, stops, place = list[str](), list[int](), list[int](), 0
-    for found in _ESCAPE.finditer(read.text):
+    for found in escapes.finditer(read.text):
         first, end = found.span()
         new = _decode_escape(found[0])
         parts += [read.text[place:first], new]
@@ -107,16 +133,45 @@ def _decoded(read: FoldedText) -> FoldedText:
 
 def _decode_escape(escape: str) -> str:
     """Decode one escape; emphasis and a backslash before punctuation are dropped."""
+    kind = escape[:2].lower()
+    if escape[0] in "=&":
+        return _html_character(escape) if escape[0] == "&" else _mail_character(escape)
+    if kind in ("\\u", "\\x", "%u"):
+        return _from_codes(re.findall(r"[0-9a-f]+", re.sub(r"[\\%][ux]", " ", escape.lower())), 16)
+    if kind == "\\n" and len(escape) > 2:
+        return _named_character(escape[3:-1])
     if escape[0] == "%":
-        return unquote(escape)
-    if escape[0] == "&":
-        return html.unescape(escape if escape.endswith(";") else f"{escape};")
-    digits = re.findall(r"[0-9a-f]+", escape.lower().replace("\\u", " ").replace("\\x", " "))
-    if escape[:2].lower() in ("\\u", "\\x"):
-        codes = [min(int(one, 16), 0x10FFFF) for one in digits]
-        pairs = "".join(map(chr, codes)).encode("utf-16-le", "surrogatepass")
-        return pairs.decode("utf-16-le", "replace")
-    return " " if len(escape) == 2 and escape[0] == "\\" else ""
+        return "%" if re.fullmatch("%(?:25)+", escape) else unquote(escape)
+    if escape[0] != "\\" or len(escape) == 1:
+        return ""
+    return " " if len(escape) == 2 else _from_codes(re.findall(r"[0-7]+", escape), 8)
+
+
+def _mail_character(escape: str) -> str:
+    return bytes.fromhex(escape.replace("=", "").strip()).decode(errors="replace")
+
+
+def _html_character(escape: str) -> str:
+    if re.fullmatch("&(?:amp;)+", escape, re.IGNORECASE):
+        return "&"
+    return html.unescape(escape if escape.endswith(";") else f"{escape};")
+
+
+def _from_codes(digits: list[str], base: int) -> str:
+    codes = [min(int(one, base), 0x10FFFF) for one in digits]
+    pairs = "".join(map(chr, codes)).encode("utf-16-le", "surrogatepass")
+    return pairs.decode("utf-16-le", "replace")
+
+
+def _named_character(name: str) -> str:
+    """The character of a name or number; nothing for an unknown name."""
+    if name.upper().startswith("U+"):
+        digits = re.findall(r"[0-9a-f]{1,8}", name[2:].lower())[:1]
+        return _from_codes(digits, 16)
+    try:
+        return lookup(name)
+    except KeyError:
+        return ""
 
 
 @lru_cache(1 << 12)

@@ -8,7 +8,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from moaspec.errors import InputError
@@ -31,9 +31,25 @@ _NEAR = "[ ./:_|\u00b7\u2022-]{0,3}"  # separators between groups of digits
 _FAR = r"[\W_]{0,4}"  # separators between the groups of a card or the letters of an account
 _DIGITS = re.compile(rf"\d(?:{_NEAR}\d)*")
 _CARD_LENGTHS = range(12, 20)
+_CENTURIES = ("19", "20")  # no card begins so, and dates do
+_DATE = re.compile(
+    r"(?<!\d)(?:19|20)\d\d([-/.])(?:0?[1-9]|1[0-2])\1(?:[0-2]?\d|3[01])(?!\d)"
+    r"(?:[t ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?"
+)
 _CARD_GROUPS = re.compile(
     r"(?=(\d{4}(?:FAR\d{4}){3}(?:FAR\d{3})?|\d{4}FAR\d{6}FAR\d{4,5}))".replace("FAR", r"[\W_]{1,4}")
 )
+_LISTED = re.compile(r"(?<![^\W_])\d{1,16}(?:[\W_]{1,6}\d{1,16})+(?![^\W_])")
+"""Numbers with anything but letters and digits between them, such as the elements of a list."""
+_MAX_LISTED = 160  # characters of a listed card, and one more at least
+_SINGLE = re.compile(r"(?<![^\W_])\d(?![^\W_])(?:[\W_]{1,6}\d(?![^\W_]))+")
+_BRANDS = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|35\d{14}"
+    r"|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"
+    r"|6(?:011|4[4-9]\d|5\d\d|2\d\d)\d{12,15}"
+)
+"""Numbers of the large card companies, which begin with theirs. Digits of a list are a card only
+with such a number: lists of numbers are common."""
 _CARDS_IN_A_ROW = re.compile(r"(?<!\d)(?:\d{16}){2,}(?!\d)")
 _IBAN = re.compile(rf"(?=([a-z]{_FAR}[a-z](?:{_FAR}\d){{2}}(?:{_FAR}[a-z0-9]){{11,30}}))")
 _IBAN_LENGTHS = range(15, 35)
@@ -67,13 +83,18 @@ def cards(text: str) -> Iterator[Span]:
     """
     places = set[tuple[int, int]]()
     for copy in folded_copies(text):
-        for first, end in [found.span() for found in _DIGITS.finditer(copy.text)]:
+        undated = _DATE.sub(lambda found: "d" * len(found[0]), copy.text)
+        for first, end in [found.span() for found in _DIGITS.finditer(undated)]:
             groups = [one.span() for one in re.finditer(r"\d+", copy.text[first:end])]
             for start, stop in _card_ranges(copy.text[first:end], groups):
                 places.add(copy.span(first + start, first + stop))
         for found in _CARD_GROUPS.finditer(copy.text):
             if _has_check_digit(re.sub(r"\D", "", found[1])):
                 places.add(copy.span(*found.span(1)))
+        for found in chain(_LISTED.finditer(copy.text), _SINGLE.finditer(copy.text)):
+            digits = re.sub(r"\D", "", found[0][:_MAX_LISTED])
+            if _BRANDS.fullmatch(digits) and _has_check_digit(digits):
+                places.add(copy.span(*found.span()))
         for found in _CARDS_IN_A_ROW.finditer(copy.text):
             if all(map(_has_check_digit, re.findall(r"\d{16}", found[0]))):
                 places.add(copy.span(*found.span()))
@@ -89,6 +110,8 @@ def _card_ranges(text: str, groups: Sequence[tuple[int, int]]) -> Iterator[tuple
             if len(digits) + stop - one > longest:
                 break
             digits += text[one:stop]
+            if digits.startswith(_CENTURIES):
+                break
             if len(digits) in _CARD_LENGTHS and _has_check_digit(digits):
                 yield start, stop
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moaspec.errors import InputError
-from moaspec.privacy.folding import FoldedText, folded_copies
+from moaspec.privacy.folding import FoldedText, plain_copy
 from moaspec.sampling.token_ids import common_length
 
 MARKED = "PRIVATE"
@@ -79,7 +79,7 @@ def marked(text: str) -> tuple[str, list[Span]]:
 
 def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
     """Yield start and end of each mark of a text in any spelling, and whether it opens a span."""
-    *_, plain = folded_copies(text)  # the last copy has no escapes
+    plain = plain_copy(text)
     spelled = plain.text.translate(_LOOK_ALIKE)
     for found in _NO_TAG.finditer(spelled):
         if found["word"] is None or _is_misspelt(found["word"]):

@@ -1,15 +1,79 @@
 """A client of the endpoints, for `moaspec chat --url`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Annotated, Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moaspec.errors import InputError, ServerError
-from moaspec.support.ports import require_url
+from moaspec.errors import ServerError
+from moaspec.support.http_client import (
+    BadAnswerError,
+    BlockingLoop,
+    HttpClient,
+    broken_connection,
+    message,
+    one_line,
+)
 
-CONNECT_S, READ_S = 5.0, 300.0  # a server that is busy or disconnected may send nothing for minutes
+CONNECT_S = 5.0
+ABOUT_S = 30.0
+EVENT_S = 300.0  # a server that is busy or disconnected may send nothing for minutes
+MAX_ABOUT_BYTES = 1 << 18
+MAX_EVENT_BYTES = 4 << 20
+MAX_STREAM_BYTES = 512 << 20
+MAX_EVENTS = 1 << 20
+MAX_TEXT = 16 << 20  # characters of an answer
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Part(BaseModel):
+    """A part of an answer; unknown fields are left out."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _About(_Part):
+    model: Annotated[str, Field(max_length=1000)]
+    mode: Annotated[str, Field(max_length=100)]
+
+
+class _Delta(_Part):
+    content: str | None = None
+
+
+class _Choice(_Part):
+    delta: _Delta
+
+
+class _Stats(_Part):
+    tokens: _Count = 0
+    tokens_per_second: float | None = None
+    tau: float | None = None
+
+
+class _Piece(_Part):
+    text: str
+    source: str
+    was: str | None = None
+
+
+class _Extension(_Part):
+    pieces: list[_Piece] | None = None
+    provisional: list[_Piece] | None = None
+    stats: _Stats | None = None
+    correction: dict[str, Any] | None = None
+
+
+class _Chunk(_Part):
+    choices: list[_Choice]
+    moaspec: _Extension | None = None
+
+
+_P = TypeVar("_P", bound=_Part)
 
 
 class ServedChat:
@@ -23,27 +87,26 @@ class ServedChat:
         mode: "local" or "edge".
 
     Raises:
-        InputError: no URL.
+        InputError: no URL, or a proxy that cannot be used.
         ServerError: no moaspec server answers.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        require_url("--url", url)
-        base = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+        self._server = HttpClient("--url", url, key, connect_s=CONNECT_S)
+        self._loop = BlockingLoop()
         try:
-            about = self._about()
-        except ServerError:
+            about = self._loop.run(self._about())
+        except BaseException:
             self.close()
             raise
-        self.model, self.mode = str(about["model"]), str(about["mode"])
+        self.model, self.mode = about.model, about.mode
 
     def stream(
         self, messages: Sequence[Mapping[str, str]], *, provisional: bool, **settings: Any
     ) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer, with the extension of docs/serve.md.
+
+        Only the fields that `moaspec chat` reads are there; those that are null are left out.
 
         Args:
             provisional: whether to request unverified text too.
@@ -60,51 +123,67 @@ class ServedChat:
             "moaspec": extension,
             **{name: value for name, value in settings.items() if value is not None},
         }
+        chunks = self._chunks(body)
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
-                _check(answer)
-                yield from _events(answer)
-        except UnicodeEncodeError as error:
-            raise InputError("The conversation holds text that is no Unicode.") from error
-        except httpx.HTTPError as error:
-            raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
+            while (chunk := self._loop.run(anext(chunks, None))) is not None:
+                yield chunk
+        finally:
+            self._loop.run(chunks.aclose())
 
     def close(self) -> None:
-        self._http.close()
+        self._loop.run(self._server.close())
+        self._loop.close()
 
-    def _about(self) -> dict[str, Any]:
+    async def _about(self) -> _About:
         try:
-            answer = self._http.get("/v1/moaspec")
-            _check(answer)
-            found: dict[str, Any] = answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            answer = await self._server.ask("GET", "/v1/moaspec", most=MAX_ABOUT_BYTES, s=ABOUT_S)
+            if answer.status_code != httpx.codes.OK:
+                raise ServerError(
+                    f"The server answered {answer.status_code}: {message(answer.content)}"
+                )
+            return self._parsed(_About, answer.content)
+        except (httpx.HTTPError, httpx.InvalidURL, BadAnswerError) as error:
+            cause = one_line(str(error)).rstrip(".") or type(error).__name__
             raise ServerError(
-                f"No moaspec server answers at {self._http.base_url}: {error}. Is `moaspec serve` "
-                "running there?"
+                f"No moaspec server answers at {self._server}: {cause}. Is `moaspec serve` running "
+                "there?"
             ) from error
-        return found
 
+    async def _chunks(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Yield chunks until [DONE]; an error event raises `ServerError`."""
+        length = number = 0
+        events = self._server.events(
+            "/v1/chat/completions",
+            body,
+            most=MAX_STREAM_BYTES,
+            line=MAX_EVENT_BYTES,
+            s=EVENT_S,
+        )
+        with broken_connection(self._server):
+            async with aclosing(events):
+                async for data in events:
+                    chunk, number = self._chunk(data), number + 1
+                    length += sum(len(one.delta.content or "") for one in chunk.choices)
+                    if length > MAX_TEXT or number > MAX_EVENTS:
+                        raise BadAnswerError(f"{self._server} does not end its answer.")
+                    yield chunk.model_dump(exclude_none=True)
 
-def _check(answer: httpx.Response) -> None:
-    if answer.status_code == httpx.codes.OK:
-        return
-    text = answer.read().decode(errors="replace")
-    try:
-        text = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = text[:200]
-    raise ServerError(f"The server answered {answer.status_code}: {text}")
+    def _chunk(self, data: bytes) -> _Chunk:
+        if b'"error"' in data:
+            with suppress(ValueError, RecursionError):
+                event = json.loads(data)
+                if isinstance(event, dict) and event.get("error"):
+                    raise ServerError(f"The server failed: {message(data)}")
+        return self._parsed(_Chunk, data)
 
-
-def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield events until [DONE]; an error event raises `ServerError`."""
-    for line in answer.iter_lines():
-        if not line.startswith("data: {"):
-            continue
+    def _parsed(self, form: type[_P], data: bytes) -> _P:
         try:
-            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-        except (ValueError, RecursionError) as error:
-            raise ServerError(f"The server sent no JSON: {line[:80]!r}.") from error
-        if "error" in event:
-            raise ServerError(f"The server failed: {event['error']['message']}")
-        yield event
+            return form.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = one_line(".".join(map(str, first["loc"]))) or "all of it"
+            said = one_line(data[:80].decode(errors="replace"))
+            raise BadAnswerError(
+                f"{self._server} sends what is no answer of moaspec ({place}: {first['msg']}): "
+                f"{said!r}"
+            ) from error

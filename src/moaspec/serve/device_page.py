@@ -6,8 +6,10 @@ with this server. `packages/device-js` has the scripts' sources.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ SCRIPTS = "dist/page"
 MADE = ("server.js", "worker.js", "sw.js", "ort-wasm-simd-threaded.mjs")
 WASM = "ort-wasm-simd-threaded.wasm"
 """The runtime's, which is stored compressed."""
+
+WASM_MAGIC = b"\0asm"
 
 SERVICE_WORKER = "/sw.js"
 BUNDLE = "/bundle/"
@@ -74,12 +78,25 @@ def find_scripts(given: Path | None = None) -> Path:
     """
     checkout = Path(moaspec.__file__).parents[2] / "packages" / "device-js"
     place = given if given is not None else checkout / SCRIPTS
-    if all((place / name).is_file() for name in (*MADE, f"{WASM}.gz")):
+    names = (*MADE, f"{WASM}.gz")
+    if all((place / name).is_file() for name in names) and not _is_damaged(place):
         return place
     raise InputError(
-        f"The page's scripts are not in {place}. Build them in a checkout of moaspec with `make "
-        "device-page` (it needs Node 20), or name their directory with --page-scripts."
+        f"The page's scripts are not in {place}, or damaged. Build them in a checkout of moaspec "
+        "with `make device-page` (it needs Node 20), or name their directory with --page-scripts."
     )
+
+
+def _is_damaged(place: Path) -> bool:
+    """Whether a script is empty, or the runtime is cut short."""
+    try:
+        with gzip.open(place / f"{WASM}.gz") as packed:
+            magic = packed.read(4)
+            while packed.read(1 << 20):
+                pass
+    except (OSError, EOFError, zlib.error):
+        return True
+    return magic != WASM_MAGIC or any((place / name).stat().st_size == 0 for name in MADE)
 
 
 class DevicePage:

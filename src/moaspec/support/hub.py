@@ -7,6 +7,7 @@ from typing import Any
 
 from moaspec.errors import DataError, HubError
 from moaspec.support.extras import require
+from moaspec.support.proxies import require_proxies
 
 HUB = "hub:"  # `hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`
 
@@ -26,6 +27,7 @@ def cached_if_offline(hub_id: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
+        require_proxies()
         HfApi().model_info(hub_id, timeout=PROBE_S)
     except HfHubHTTPError:  # the hub answered; the download will report the error
         return None
@@ -45,7 +47,7 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
         split: where the source names none.
 
     Raises:
-        InputError: the extra `hub` is not installed.
+        InputError: the extra `hub` is not installed, or a proxy cannot be used.
         DataError: the hub cannot be asked, or has no such data set, configuration or split.
     """
     name, _, named_split = source.removeprefix(HUB).partition("@")
@@ -56,6 +58,7 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
             f"{HUB}OWNER/NAME:CONFIGURATION@SPLIT."
         )
     require_datasets()
+    require_proxies()
     load = importlib.import_module("datasets").load_dataset
     try:
         rows = load(name, configuration or None, split=named_split or split, streaming=True)

@@ -86,17 +86,3 @@ def held(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
 def _refusal(host: str, port: int, other: str, error: OSError | UnicodeError) -> InputError:
     reason = getattr(error, "strerror", None) or error
     return InputError(f"Cannot listen on {host}:{port}: {reason}. Choose another {other}.")
-
-
-def require_url(option: str, url: str) -> None:
-    """InputError for text that is no URL of an HTTP server."""
-    import httpx  # here, because devices do without it
-
-    try:
-        known = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise InputError(f"{option} {url!r} is no URL: {error}.") from error
-    if known.scheme not in ("http", "https") or not known.host:
-        raise InputError(
-            f"{option} {url!r} is no URL of a server; it has the form http://localhost:8000."
-        )

@@ -20,6 +20,7 @@ from transformers import (
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
+from moaspec.model.checkpoint.user_files import why_not_files
 from moaspec.support.causes import first_line
 from moaspec.support.hub import cached_if_offline
 from moaspec.target.families import is_family, require_supported
@@ -145,6 +146,8 @@ def _named_errors(name: str) -> Iterator[str]:
     try:
         if not is_directory(Path(source)):
             source = str(cached_if_offline(source) or source)
+        elif (reason := why_not_files(Path(source))) is not None:
+            raise _unusable_target(name, source, reason)
         yield source
     except HubError as error:
         raise _unusable_target(name, source, str(error)) from error

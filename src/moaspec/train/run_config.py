@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.user_files import open_file
 from moaspec.target.target_base import TargetBase
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights
@@ -40,6 +42,8 @@ _RANGES = {
 }
 
 
+MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_NUMBER = 1 << 20, 10_000, 100
+"""Of a configuration: bytes, values where aliases repeat them, and characters of a number."""
 MAX_CPU_PASS_TOKENS = 512  # tokens of a pass on a CPU: enough rows for products at full speed
 
 
@@ -246,32 +250,64 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         InputError: unreadable YAML, an unknown key, or a value of the wrong type.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}  # noqa: S506 - a SafeLoader
+        with open_file(path) as file:
+            values = _loaded(file.read(MAX_YAML_BYTES + 1).decode()) or {}
         if not isinstance(values, dict):
             raise InputError(f"The training config {path} must be a mapping of settings.")
         for key, text in _assignments(overrides):
             _override(values, key, text)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InputError(
-            f"Cannot read the training config {path}: {error}. moaspec train --init writes one."
-        ) from error
     except pydantic.ValidationError as error:
         problems = "; ".join(map(_problem, error.errors()))
         raise InputError(f"Training config {path}: {problems}.") from error
     except InputError as error:
         raise InputError(f"Training config {path}: {error}") from error
+    except _YAML_ERRORS as error:
+        raise InputError(
+            f"Cannot read the training config {path}: {error}. moaspec train --init writes one."
+        ) from error
+
+
+_YAML_ERRORS = (
+    *(OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""What a file may raise; PyYAML passes on Python's errors of dates and numbers."""
+
+
+def _loaded(text: str) -> Any:
+    """A value in YAML; InputError where it is too large, also by aliases that repeat parts."""
+    if len(text) > MAX_YAML_BYTES:
+        raise InputError(f"it has more than {MAX_YAML_BYTES >> 20} MiB.")
+    value = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+    waiting, count = [value], 0
+    while waiting:
+        one, count = waiting.pop(), count + 1
+        if count > MAX_YAML_VALUES:
+            raise InputError(f"it has more than {MAX_YAML_VALUES} values.")
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            waiting += one
+    return value
 
 
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses duplicate keys, of which PyYAML silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = next((key for key, number in keys.items() if number > 1), None)
         if twice is not None:
             raise InputError(f"the key {twice!r} occurs twice.")
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """Refuse long numbers: PyYAML takes quadratic time for some."""
+        is_text = node.tag == "tag:yaml.org,2002:str"
+        if not is_text and len(node.value) > MAX_NUMBER:
+            raise InputError(f"a number has {len(node.value)} characters, at most {MAX_NUMBER}.")
+        return super().construct_scalar(node)
 
 
 def _problem(error: Any) -> str:
@@ -385,9 +421,11 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
     try:
-        value = yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise InputError(f"{key}: {text!r} is no value in YAML.") from error
+        value = _loaded(text)
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+    except _YAML_ERRORS as error:
+        raise InputError(f"{key}: {text[:100]!r} is no value in YAML.") from error
     kind = _NESTED.get(path[0]) if path else TrainConfig
     hint = get_type_hints(kind).get(last) if kind else None
     # YAML would read a name such as 007 or no, and 1:30 or 010, as other numbers or as false.

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moaspec.errors import CheckpointError, TrainingError
+from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
 from moaspec.model.checkpoint.weight_files import weight_files, write_weights
 
 FACTS_FILE = "state.json"
@@ -77,11 +78,13 @@ class StateFiles:
             return None
         try:
             _check(path)
-            facts = json.loads((path / FACTS_FILE).read_text())
+            facts = read_json(path / FACTS_FILE)
             if not isinstance(facts, dict) or not facts:
                 raise ValueError(f"{FACTS_FILE} is no object")
             pieces: dict[str, Tensor] = {}
             for file in weight_files(path):
+                if (reason := why_not_tensors(file)) is not None:
+                    raise ValueError(f"{file.name}: {reason}")
                 pieces |= load_file(file)
             return _joined(pieces), facts
         except (OSError, ValueError, RecursionError, SafetensorError, CheckpointError) as error:

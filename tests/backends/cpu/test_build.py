@@ -371,14 +371,18 @@ def test_a_build_that_is_killed_leaves_no_library(counting: Path, afresh: Path) 
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("harm", ["half", "another"])
+@pytest.mark.parametrize("harm", ["half", "another", "cut"])
 def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path, harm: str) -> None:
     assert why_not() is None
     assert counting.exists()
     (library,) = left_behind(afresh)
+    contents = {
+        "half": b"half a library",
+        "another": Path(torch._C.__file__).read_bytes(),
+        "cut": library.read_bytes()[: library.stat().st_size // 2],  # killed who loaded it
+    }
     library.unlink()  # this process has it mapped, and would not open it again
-    content = b"half a library" if harm == "half" else Path(torch._C.__file__).read_bytes()
-    library.write_bytes(content)
+    library.write_bytes(contents[harm])
     library.chmod(0o700)
     code = "from moaspec.backends.cpu.build import why_not; print(why_not())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -309,6 +309,8 @@ def _private_texts() -> Iterator[tuple[bool, list[str]]]:
     for test in TESTS_OF_NUMBERS:
         yield from ((True, [case[0]]) for case in _cases(test))
     yield from ((True, [text]) for text in _cases(test_attacks.test_other_ways_to_write_them))
+    yield from ((True, [f"Send it to {text} today."]) for text in test_recognisers.FORMS)
+    yield from ((True, [line]) for line in test_recognisers.ORDINARY.splitlines())
     forms = (*test_attacks.FORMS.values(), *test_recognisers.SPELLINGS.values())
     for form in forms:
         yield from ((True, [f"Is {form(value)} it"]) for value in NUMBERS)

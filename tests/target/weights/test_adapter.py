@@ -203,3 +203,52 @@ def test_repeated_layers_are_refused(base: Path, tmp_path: Path) -> None:
     (place / CONFIG).write_text(json.dumps({**config, "layer_replication": [[0, 2], [1, 3]]}))
     with pytest.raises(InputError, match="repeats layers"):
         moaspec.load_target(base, adapter=place, packed=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": "(a+)+$"},
+        {"target_modules": "(a|a)*b"},
+        {"target_modules": ".*.*.*.*.*.*q_proj"},
+        {"target_modules": "(?:(?:a{1,9}){1,9}){1,9}b"},
+        {"target_modules": "("},
+        {"target_modules": "(" * 5000},
+        {"exclude_modules": "(a*)*"},
+        {"rank_pattern": {"(a+)+": 4}},
+        {"alpha_pattern": {"(a+)+": 4}},
+        {"init_lora_weights": "pissa_niter_1000000"},
+        {"init_lora_weights": "pissa_niter_" + "9" * 5000},
+        {"r": 10**9},
+        {"r": -1},
+        {"r": "x"},
+        {"rank_pattern": {"q_proj": 10**9}},
+    ],
+)
+def test_configs_that_take_long_are_refused(
+    change: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    save_adapter(tiny.fresh_target(), adapter)
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(config | change))
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        moaspec.load_target(base, adapter=adapter)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"peft_type": ' + "9" * 5000 + "}", "[]", ""])
+def test_configs_that_are_none(content: str, tmp_path: Path) -> None:
+    save_adapter(tiny.fresh_target(), tmp_path)
+    (tmp_path / CONFIG).write_text(content)
+    with pytest.raises(InputError, match="cannot be read"):
+        adapter_hash(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r".*\.(q_proj|v_proj)", r"model\.layers\.\d+\.self_attn\.(q|k)_proj", "^(?!.*up).*_proj$"],
+)
+def test_usual_patterns(pattern: str, base: Path, tmp_path: Path) -> None:
+    save_adapter(tiny.fresh_target(), tmp_path / "adapter", target_modules=pattern)
+    assert moaspec.load_target(base, adapter=tmp_path / "adapter", dtype="float32").adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import chat_tokenizers
 import serving
 import tiny
 from endpoints import Fields, completion, fake, moaspec_server
+from lying_http import OK, endless, lying, whole
 from moaspec.data.conversations import Conversation
 from moaspec.errors import InputError, MoaSpecError, ServerError
 from moaspec.serve.guard import GuardSettings
@@ -373,6 +374,22 @@ def test_refusals_of_single_requests_are_counted(target: Target, tmp_path: Path)
 @pytest.mark.parametrize("body", [b"no JSON", [], {"choices": []}, {"object": "error"}])
 def test_what_is_no_completion_is_refused(body: Any, target: Target, tmp_path: Path) -> None:
     with fake(lambda _: (200, body)) as url, pytest.raises(ServerError):
+        write(target, url, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+@pytest.mark.parametrize("head", [OK + b"\r\n", OK, b"HTTP/1.1 400 No\r\n\r\n"])
+def test_answers_without_end(
+    path: str, head: bytes, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_client, "MAX_ANSWER_BYTES", 2 << 20)
+    monkeypatch.setattr(endpoint_client, "PATIENCE_S", 0.0)
+    models = b'{"data": [{"id": "m"}]}'
+
+    def lie(asked: str) -> Iterable[bytes]:
+        return endless(b"a: b\r\n" * 10_000, head) if asked == path else whole(models)
+
+    with lying(lie) as url, pytest.raises((ServerError, InputError), match=url):
         write(target, url, tmp_path / "a.jsonl")
 
 

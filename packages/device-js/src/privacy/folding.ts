@@ -4,7 +4,8 @@
  *
  * Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
  * angle brackets become the usual ones; accents and invisible characters are removed. In a second
- * copy the escapes of JSON, HTML, URLs and Markdown are decoded.
+ * copy the escapes of JSON, HTML, URLs and Markdown are decoded, in a third one also those of mails
+ * (quoted-printable) and octal numbers, which ordinary text contains by chance.
  */
 import { decodeHTML } from "entities/decode";
 
@@ -18,6 +19,8 @@ const REPLACEMENTS: ReadonlyMap<string, string> = new Map(
       ["\u2039\u2329\u3008\u27e8\u276c\u276e\u02c2\u227a\u29fc\u1438", "<"],
       ["\u203a\u232a\u3009\u27e9\u276d\u276f\u02c3\u227b\u29fd\u1433", ">"],
       ["\u2800", " "],
+      ["\u0131", "i"], // the small letter of a Turkish capital I
+      ["\u0237", "j"],
     ] as const
   ).flatMap(([chars, to]) => [...chars].map((char): [string, string] => [char, to])),
 );
@@ -29,15 +32,36 @@ const DIGIT = /^\p{Nd}/u;
 const DASH = /\p{Pd}/u;
 
 const ESCAPE = new RegExp(
-  String.raw`(?:\\u[0-9a-f]{4})+|\\u\{[0-9a-f]{1,6}\}|\\x[0-9a-f]{2}|(?:%[0-9a-f]{2})+` +
-    String.raw`|&(?:#[0-9]{1,8}|#x[0-9a-f]{1,8}|[a-z][a-z0-9]{1,31});?` +
-    String.raw`|\\[nrt]|\\(?=[!-/:-@\[-${"`"}{-~])|[*${"`"}]+|~~|__`,
+  // Escapes of the first character of escapes, nested in any depth.
+  String.raw`%(?:25)+(?=[0-9a-fA-F]{2})|&(?:[aA][mM][pP];)+` +
+    String.raw`|\\U[0-9a-fA-F]{8}|(?:[\\%][uU][0-9a-fA-F]{4})+|\\[uUxX]\{[0-9a-fA-F]{1,8}\}|\\[xX][0-9a-fA-F]{2}` +
+    String.raw`|\\[nN]\{[\w +\-]{1,90}\}|(?:%[0-9a-fA-F]{2})+` +
+    String.raw`|&(?:#[0-9]{1,8}|#[xX][0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});?` +
+    String.raw`|\\[nrtNRT]|\\(?=[!-/:-@\[-${"`"}{-~])|[*${"`"}]+|~~|__`,
+  "gu",
+);
+/** Quoted-printable and octal numbers. A number in code (`width=40`) mostly is none of these. */
+const RARE_ESCAPE = new RegExp(
+  String.raw`=\r?\n|(?:=[2-7a-f][0-9a-f]){2,}|=40(?=[0-9]{0,3}\p{L})(?!x[0-9]|px)` +
+    String.raw`|=(?:2[0-9a-f]|3[a-f]|4[1-9a-f]|[5-7][0-9a-f])(?![0-9])|\\(?:[0-3][0-7]{2}|o\{[0-7]{1,7}\})`,
   "giu",
 );
+/** The characters of addresses and numbers by name; the browser has no table of all names. */
+const NAMED: ReadonlyMap<string, string> = new Map([
+  ["COMMERCIAL AT", "@"],
+  ["FULL STOP", "."],
+  ["HYPHEN-MINUS", "-"],
+  ["LOW LINE", "_"],
+  ["PLUS SIGN", "+"],
+  ["SPACE", " "],
+  ...["ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE"].map(
+    (name, value): [string, string] => [`DIGIT ${name}`, String(value)],
+  ),
+]);
 /** What HTML gives to no character. */
 const NO_CHARACTER = /[\x01-\x08\x0b\x0e-\x1f\x7f-\x9f\p{Noncharacter_Code_Point}]/gu;
 /** Passes that decode escapes within escapes. */
-const DECODINGS = 4;
+const DECODINGS = 8;
 const MAX_CODE = 0x10ffff;
 
 /** A normalised copy of a text. */
@@ -64,16 +88,30 @@ export class FoldedText {
   }
 }
 
-/** The folded text, and if it has escapes or emphasis, a copy without these. */
+/** The folded text, and copies without escapes and emphasis if it has any. */
 export function foldedCopies(text: string): FoldedText[] {
   const read = unfolded(text);
+  const plain = withoutEscapes(read);
+  const rare = decode(plain, RARE_ESCAPE);
+  const copies = [folded(read)];
+  if (plain !== read) copies.push(folded(plain));
+  if (rare.text !== plain.text) copies.push(folded(withoutEscapes(rare)));
+  return copies;
+}
+
+/** Fold a text without its escapes and emphasis. */
+export function plainCopy(text: string): FoldedText {
+  return folded(withoutEscapes(unfolded(text)));
+}
+
+function withoutEscapes(read: FoldedText): FoldedText {
   let plain = read;
   for (let i = 0; i < DECODINGS; i++) {
-    const decoded = decode(plain);
+    const decoded = decode(plain, ESCAPE);
     if (decoded.text === plain.text) break;
     plain = decoded;
   }
-  return plain === read ? [folded(read)] : [folded(read), folded(plain)];
+  return plain;
 }
 
 /** Fold a text without decoding its escapes. */
@@ -119,7 +157,7 @@ function folded(read: FoldedText): FoldedText {
 }
 
 /** Decode escapes; each decoded character maps to the whole escape. */
-function decode(read: FoldedText): FoldedText {
+function decode(read: FoldedText, escapes: RegExp): FoldedText {
   const parts: string[] = [];
   const starts: number[] = [];
   const stops: number[] = [];
@@ -131,7 +169,7 @@ function decode(read: FoldedText): FoldedText {
       stops.push(read.stops[place]!);
     }
   };
-  for (const { 0: escape, index } of read.text.matchAll(ESCAPE)) {
+  for (const { 0: escape, index } of read.text.matchAll(escapes)) {
     copy(index);
     const decoded = decodeEscape(escape);
     parts.push(decoded);
@@ -147,20 +185,37 @@ function decode(read: FoldedText): FoldedText {
 
 /** Decode one escape; emphasis and a backslash before punctuation are dropped. */
 function decodeEscape(escape: string): string {
-  if (escape[0] === "%") {
-    const bytes = Uint8Array.from(escape.slice(1).split("%"), (one) => Number.parseInt(one, 16));
-    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
+  if (escape[0] === "=") return fromBytes(escape.trim().slice(1).split("="));
+  if (escape[0] === "&") return htmlCharacter(escape);
+  if (/^(?:\\[ux]|%u)/i.test(escape)) {
+    return fromCodes(escape.replace(/[\\%][ux]|[{}]/gi, " ").trim().split(/ +/), 16);
   }
-  if (escape[0] === "&") {
-    return decodeHTML(escape.endsWith(";") ? escape : `${escape};`).replace(NO_CHARACTER, "");
-  }
-  if (/^\\[ux]/i.test(escape)) {
-    const codes = escape.replace(/\\[ux]|[{}]/gi, " ").trim().split(/ +/);
-    const text = codes.map((code) => String.fromCodePoint(Math.min(Number.parseInt(code, 16), MAX_CODE)));
-    // Halves of surrogate pairs become U+FFFD.
-    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(new TextEncoder().encode(text.join("")));
-  }
-  return escape[0] === "\\" && escape.length === 2 ? " " : "";
+  if (/^\\N\{/i.test(escape)) return namedCharacter(escape.slice(3, -1).toUpperCase());
+  if (escape[0] === "%") return /^%(?:25)+$/.test(escape) ? "%" : fromBytes(escape.slice(1).split("%"));
+  if (escape[0] !== "\\" || escape.length === 1) return "";
+  return escape.length === 2 ? " " : fromCodes(escape.match(/[0-7]+/g)!, 8);
+}
+
+function htmlCharacter(escape: string): string {
+  if (/^&(?:amp;)+$/i.test(escape)) return "&";
+  return decodeHTML(escape.endsWith(";") ? escape : `${escape};`).replace(NO_CHARACTER, "");
+}
+
+/** The character of a name or number; nothing for an unknown name. */
+function namedCharacter(name: string): string {
+  const code = /^U\+([0-9A-F]{1,8})/.exec(name)?.[1];
+  return code ? fromCodes([code], 16) : (NAMED.get(name) ?? "");
+}
+
+function fromBytes(digits: readonly string[]): string {
+  const bytes = Uint8Array.from(digits.filter(Boolean), (one) => Number.parseInt(one, 16));
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
+}
+
+function fromCodes(digits: readonly string[], base: number): string {
+  const text = digits.map((code) => String.fromCodePoint(Math.min(Number.parseInt(code, base), MAX_CODE)));
+  // Halves of surrogate pairs become U+FFFD.
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(new TextEncoder().encode(text.join("")));
 }
 
 /** Fold a character: into several for a ligature, into none for an accent. */

@@ -36,6 +36,37 @@ const NO_LETTER = String.raw`[^\p{L}\p{N}]`;
 const FAR = `${NO_LETTER}{0,4}`;
 const DIGITS = new RegExp(`[0-9](?:${NEAR}[0-9])*`, "gu");
 const CARD_LENGTHS = { least: 12, most: 19 };
+/** No card begins so, and dates do. */
+const CENTURY = /^(?:19|20)/;
+const DATE = new RegExp(
+  String.raw`(?<!\d)(?:19|20)\d\d([\-/.])(?:0?[1-9]|1[0-2])\1(?:[0-2]?\d|3[01])(?!\d)` +
+    String.raw`(?:[t ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?`,
+  "gu",
+);
+/** Numbers with anything but letters and digits between them, such as the elements of a list. */
+const LISTED = new RegExp(
+  String.raw`(?<!LETTER)\d{1,16}(?:NO{1,6}\d{1,16})+(?!LETTER)`
+    .replaceAll("NO", NO_LETTER)
+    .replaceAll("LETTER", String.raw`[\p{L}\p{N}]`),
+  "gu",
+);
+const SINGLE = new RegExp(
+  String.raw`(?<!LETTER)\d(?!LETTER)(?:NO{1,6}\d(?!LETTER))+`
+    .replaceAll("NO", NO_LETTER)
+    .replaceAll("LETTER", String.raw`[\p{L}\p{N}]`),
+  "gu",
+);
+/** Characters of a listed card, and one more at least. */
+const MAX_LISTED = 160;
+/**
+ * Numbers of the large card companies, which begin with theirs. Digits of a list are a card only
+ * with such a number: lists of numbers are common.
+ */
+const BRANDS = new RegExp(
+  String.raw`^(?:4(?:\d{12}|\d{15}|\d{18})|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|35\d{14}` +
+    String.raw`|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}` +
+    String.raw`|6(?:011|4[4-9]\d|5\d\d|2\d\d)\d{12,15})$`,
+);
 const CARD_GROUPS = new RegExp(
   String.raw`(?=(\d{4}(?:FAR\d{4}){3}(?:FAR\d{3})?|\d{4}FAR\d{6}FAR\d{4,5}))`.replaceAll("FAR", `${NO_LETTER}{1,4}`),
   "gu",
@@ -74,11 +105,16 @@ function localStart(text: string, end: number): number {
 export function cards(text: string): Span[] {
   const places: Place[] = [];
   for (const copy of foldedCopies(text)) {
-    for (const { 0: digits, index } of copy.text.matchAll(DIGITS)) {
+    const undated = copy.text.replace(DATE, (date) => "d".repeat(date.length));
+    for (const { 0: digits, index } of undated.matchAll(DIGITS)) {
       for (const [start, stop] of cardRanges(digits)) places.push(copy.span(index + start, index + stop));
     }
     for (const { 1: found, index } of copy.text.matchAll(CARD_GROUPS)) {
       if (hasCheckDigit(digitsOf(found!))) places.push(copy.span(index, index + found!.length));
+    }
+    for (const { 0: found, index } of [...copy.text.matchAll(LISTED), ...copy.text.matchAll(SINGLE)]) {
+      const digits = digitsOf(found.slice(0, MAX_LISTED));
+      if (BRANDS.test(digits) && hasCheckDigit(digits)) places.push(copy.span(index, index + found.length));
     }
     for (const { 0: found, index } of copy.text.matchAll(CARDS_IN_A_ROW)) {
       if (found.match(/\d{16}/g)!.every(hasCheckDigit)) places.push(copy.span(index, index + found.length));
@@ -96,7 +132,7 @@ function cardRanges(text: string): Place[] {
     let digits = "";
     for (const { group, index } of groups.slice(first, first + most)) {
       digits += group;
-      if (digits.length > most) break;
+      if (digits.length > most || CENTURY.test(digits)) break;
       if (digits.length >= least && hasCheckDigit(digits)) found.push([start, index + group.length]);
     }
   });

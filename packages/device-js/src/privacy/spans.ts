@@ -1,6 +1,6 @@
 /** Private spans of a text, and the marks that set them (`moaspec/privacy/spans.py`). */
 import { InputError } from "../errors.js";
-import { foldedCopies } from "./folding.js";
+import { plainCopy } from "./folding.js";
 import type { FoldedText } from "./folding.js";
 
 export const MARKED = "PRIVATE";
@@ -94,7 +94,7 @@ interface Tag {
 
 /** Find the marks of a text in any spelling; see `marked`. */
 function tags(text: string): Tag[] {
-  const plain = foldedCopies(text).at(-1)!; // the last copy has no escapes
+  const plain = plainCopy(text);
   // All look-alikes have one unit, as what they replace.
   const spelled = plain.text.replace(/[^\0]/gu, (char) => LOOK_ALIKE.get(char) ?? char);
   for (const { 0: found, index, groups } of spelled.matchAll(NO_TAG)) {

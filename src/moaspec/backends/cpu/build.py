@@ -19,6 +19,7 @@ from torch import Tensor
 from moaspec.backends.cpu.structures import check_layouts
 from moaspec.errors import InputError
 from moaspec.support.paths import make_private, trusted
+from moaspec.support.seals import is_sealed_file, seal_file
 from moaspec.support.switches import setting
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -57,7 +58,7 @@ def must_compile() -> bool:
     """Whether the first use of kernels will compile them, which takes time."""
     try:
         flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
-        return not _library_file(flags, _compiler()).exists()
+        return not _is_whole(_library_file(flags, _compiler()))
     except (_UnavailableError, _NoCompilerError, OSError, InputError):
         return False
 
@@ -113,7 +114,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    """Load the library; compile a damaged one again, once."""
+    """Load the library; compile one again, once, that the linker refuses."""
     try:
         return _checked(path)
     except OSError:
@@ -178,7 +179,7 @@ def _compiled() -> Path:
 def _compiled_for(name: str) -> Path:
     flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
     final = _library_file(flags, compiler)
-    if final.exists():
+    if _is_whole(final):
         return final
     log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
     make_private(final.parent)
@@ -193,11 +194,20 @@ def _compiled_for(name: str) -> Path:
                 timeout=TIMEOUT_S,
             )
             Path(made.name).chmod(0o700)  # the compiler may have set other permissions
+            seal_file(Path(made.name))
             Path(made.name).replace(final)
         except BaseException:
             Path(made.name).unlink(missing_ok=True)
             raise
     return final
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library can be loaded: one that is cut short would kill the process."""
+    try:
+        return is_sealed_file(library)
+    except OSError:
+        return False
 
 
 def _library_file(flags: tuple[str, ...], compiler: str) -> Path:

@@ -17,6 +17,7 @@ from moaspec.support.extras import require
 from moaspec.support.hub import PROBE_S
 from moaspec.support.locks import writing
 from moaspec.support.paths import require_writable
+from moaspec.support.proxies import require_proxies
 
 if TYPE_CHECKING:
     from moaspec.remote.device_onnx.onnx_ops import Weights
@@ -183,6 +184,7 @@ def push(
         from moaspec.model.checkpoint.baseline_checkpoint import read_whole
 
         read_whole(checkpoint)
+    require_proxies()
     hub = HfApi()
     try:
         # Creating a repository is tried for over a minute where the hub cannot be reached.

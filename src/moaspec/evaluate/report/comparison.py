@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moaspec.errors import DataError
 from moaspec.evaluate.report import REPORT
+from moaspec.model.checkpoint.user_files import open_file
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -76,7 +77,8 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a `report.json`, given its path or directory; DataError where it is none."""
     path = path / REPORT if path.is_dir() else path
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            facts = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
-from moaspec.model.checkpoint.directory import CONFIG_FILE, read_json
+from moaspec.model.checkpoint.directory import CONFIG_FILE
 from moaspec.model.checkpoint.tensor_names import PROJECTION
+from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -106,6 +107,8 @@ def require_replaceable(directory: Path) -> None:
     files = list(directory.glob("model*.safetensors"))
     names: set[str] = set()
     for path in files:
+        if why_not_tensors(path) is not None:
+            continue
         with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     if (files or (directory / CONFIG_FILE).exists()) and PROJECTION not in names:
@@ -131,10 +134,15 @@ def require_enough(tensors: Mapping[str, Tensor], make: Callable[[], nn.Module])
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    reason = why_not_tensors(path)
+    if reason is not None:
+        raise CorruptCheckpointError(
+            f"{path} is truncated or not a safetensors file ({reason}). Fetch it again."
+        )
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{path} is truncated or not a safetensors file ({error}). Fetch it again."
         ) from error

@@ -33,6 +33,7 @@ from moaspec.model.checkpoint.moa_checkpoint import device_part, device_part_byt
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.tensor_names import to_module_name as module_name
+from moaspec.model.checkpoint.user_files import why_not_files
 from moaspec.model.checkpoint.weight_files import (
     read_tensors,
     require_enough,
@@ -300,6 +301,8 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     parts = grouped(tensors)
     try:
+        if (reason := why_not_files(directory / TARGET_CONFIG)) is not None:
+            raise ValueError(reason)
         config = _target_config(directory / TARGET_CONFIG, info)
         kind: Any = PartialTarget if is_family(config) else GenericPartialTarget
         own: dict[str, Any] = {"num_layers": info.num_target_layers}

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from moaspec.errors import CorruptCheckpointError
-from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.checkpoint.user_files import read_json
 
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens that have a name: `bos_token`, ..."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError
-from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.checkpoint.user_files import read_json
 from moaspec.model.drafter_config import MAX_LAYERS
 from moaspec.support.paths import why_not_trusted
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import CorruptCheckpointError, InputError
-from moaspec.model.checkpoint.directory import read_json
+from moaspec.model.checkpoint.user_files import read_json
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.version_updates import newer_version

@@ -171,7 +171,8 @@ def _checked(address: str, credentials: Credentials) -> Credentials:
     try:
         parts = urlsplit(address)
         port = parts.port or 0
-    except ValueError:
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # also of a name that has an empty or a long part
         parts, port = urlsplit(""), 0
     plain = parts.hostname and not (parts.query or parts.fragment or "@" in parts.netloc)
     if not plain or parts.scheme not in ("ws", "wss"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError, RefusedError
+from moaspec.model.checkpoint.user_files import MAX_JSON_BYTES, read_limited
 
 if TYPE_CHECKING:
     import grpc
@@ -189,9 +190,10 @@ def _first_cause(error: Exception) -> str:
 
 def _read(path: Path | str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror}.") from error
+        return read_limited(Path(path), MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"Cannot read {path}: {reason}.") from error
 
 
 def server_credentials(

@@ -6,11 +6,14 @@ An adapted target is another target, with other text. Kernels and packing see or
 import hashlib
 import json
 import logging
+import re
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
 from moaspec.support.causes import first_line
 from moaspec.support.extras import require
 from moaspec.target.names import ALIASES
@@ -18,6 +21,7 @@ from moaspec.target.names import ALIASES
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK, MAX_PISSA_STEPS, MAX_PATTERN, MAX_REPEATS = 1 << 14, 100, 1000, 4
 _BASE = "base_model_name_or_path"
 _NO_PART = ("auto_mapping", _BASE, "inference_mode", "peft_version", "revision")
 """Fields of `adapter_config.json` that do not change the merged weights."""
@@ -34,16 +38,73 @@ def read_adapter(directory: str | Path) -> dict[str, Any]:
             "which peft's save_pretrained wrote a LoRA adapter."
         )
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(path / CONFIG)
         kind = config["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path / CONFIG} cannot be read, or is of no adapter: {error}") from error
     if kind != "LORA":
         raise InputError(
             f"The adapter {directory} is of the kind {kind}; only LORA is merged into weights here."
         )
+    reason = _why_unusable(config) or why_not_tensors(path / WEIGHTS)
+    if reason is not None:
+        raise InputError(f"The adapter {directory} cannot be used: {reason}.")
     found: dict[str, Any] = config
     return found
+
+
+def _why_unusable(config: Mapping[str, Any]) -> str | None:
+    """What in a config would take peft very long, or very much memory; None for nothing."""
+    initial = re.fullmatch(r"pissa_niter_(\d+)", str(config.get("init_lora_weights")))
+    if initial is not None and (len(initial[1]) > 3 or int(initial[1]) > MAX_PISSA_STEPS):
+        return f"init_lora_weights asks for more than {MAX_PISSA_STEPS} steps"
+    ranks = {"r": config.get("r", 8), **_mapping(config, "rank_pattern")}
+    for name, rank in ranks.items():
+        if type(rank) is not int or not 0 < rank <= MAX_RANK:
+            return f"its rank {name[:100]} is {str(rank)[:20]}, not 1 to {MAX_RANK}"
+    modules = [config.get(name) for name in ("target_modules", "exclude_modules")]
+    patterns = [one for one in modules if isinstance(one, str)]
+    patterns += [*_mapping(config, "rank_pattern"), *_mapping(config, "alpha_pattern")]
+    slow = next((one for one in patterns if not _is_quick(one)), None)
+    if slow is not None:
+        return (
+            f"the pattern {slow[:100]!r} is wrong, or takes long to search with; name the modules "
+            "in a list, or repeat single characters only, at most four times"
+        )
+    return None
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name) or {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression is searched without much backtracking."""
+    if len(pattern) > MAX_PATTERN:
+        return False
+    try:
+        repeats = list(_repeats(re._parser.parse(pattern)))  # type: ignore[attr-defined]
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return len(repeats) <= MAX_REPEATS and not any(map(_is_compound, repeats))
+
+
+def _repeats(parsed: Any) -> Iterator[Any]:
+    """Yield the bodies of all repeats of a parsed expression, at any depth."""
+    for operator, argument in parsed:
+        repeated = "REPEAT" in str(operator) and argument[1] > 1
+        if repeated:
+            yield argument[2]
+        for part in argument if isinstance(argument, (tuple, list)) else (argument,):
+            for inner in part if isinstance(part, list) else (part,):
+                if isinstance(inner, re._parser.SubPattern):  # type: ignore[attr-defined]
+                    yield from _repeats(inner)
+
+
+def _is_compound(body: Any) -> bool:
+    """Whether more than one character or set of characters is repeated."""
+    return len(body) != 1 or str(body[0][0]) not in {"ANY", "IN", "LITERAL", "NOT_LITERAL"}
 
 
 def adapter_hash(directory: str | Path) -> str:

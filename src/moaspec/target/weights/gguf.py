@@ -4,11 +4,10 @@ import functools
 import hashlib
 import logging
 import re
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from moaspec.model.checkpoint.directory import is_directory
 from moaspec.support.causes import first_line
 from moaspec.support.paths import (
     VARIABLE,
-    close_to_others,
     make_private,
     require_room,
     require_writable,
     trusted,
 )
+from moaspec.support.seals import cached_directory, is_whole
 from moaspec.target.families import require_supported
 from moaspec.target.target import PROCESS_SETTINGS
 
@@ -103,7 +102,7 @@ def key_of(gguf: Path) -> str:
 
 def is_dequantised(key: str) -> bool:
     """Whether the converted file is in the cache."""
-    return (trusted(key) / "config.json").exists()
+    return is_whole(trusted(key))
 
 
 def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
@@ -119,34 +118,32 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         UnsupportedTargetError: a family that is not supported.
     """
     final = trusted(key)
-    if is_dequantised(key):
+    if is_whole(final):
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
-    parts = parts_of(gguf)
-    size = sum(one.stat().st_size for one in parts)
-    require_room(final.parent, (EXPANSION + (len(parts) > 1)) * size)
+    size = sum(one.stat().st_size for one in parts_of(gguf))
+    require_room(final.parent, (EXPANSION + (len(parts_of(gguf)) > 1)) * size)
     said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s on other machines."
     log.info(said, name)
-    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
-        whole = gguf
-        if len(parts) > 1:
-            with _named_errors(name, gguf, remedy, but=OSError):
-                whole = _joined(parts, scratch / "whole.gguf")
-        with _named_errors(name, gguf, remedy):
-            model, tokenizer = _read(name, whole)
-        if whole != gguf:
-            whole.unlink()
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        close_to_others(scratch)
-        _publish(scratch, final)
+        return cached_directory(final, partial(_convert, name, gguf, remedy))
     except (OSError, SafetensorError) as error:
         raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return final
+
+
+def _convert(name: str, gguf: Path, remedy: str, directory: Path) -> None:
+    directory.mkdir()
+    parts, whole = parts_of(gguf), gguf
+    if len(parts) > 1:
+        with _named_errors(name, gguf, remedy, but=OSError):
+            whole = _joined(parts, directory / "whole.gguf")
+    with _named_errors(name, gguf, remedy):
+        model, tokenizer = _read(name, whole)
+    if whole != gguf:
+        whole.unlink()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 @contextmanager
@@ -233,12 +230,3 @@ def _joined(parts: list[Path], whole: Path) -> Path:
         writer.write_tensor_data(one.data)
     writer.close()
     return whole
-
-
-def _publish(scratch: Path, final: Path) -> None:
-    """Move a finished directory into place, unless another process already did."""
-    try:
-        scratch.rename(final)
-    except OSError:
-        if not (final / "config.json").exists():
-            raise

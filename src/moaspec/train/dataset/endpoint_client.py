@@ -14,10 +14,18 @@ import httpx
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from moaspec.errors import DataError, InputError, ServerError
-from moaspec.support.ports import require_url
+from moaspec.support.http_client import (
+    BadAnswerError,
+    HttpClient,
+    message,
+    one_line,
+    require_url,
+)
+from moaspec.support.proxies import proxy_for
 
-CONNECT_S, READ_S = 10.0, 1800.0
-"""Reading waits long: a request may stand in the server's queue behind many others."""
+CONNECT_S, LIST_S, ANSWER_S = 10.0, 60.0, 1800.0
+"""An answer may take long: a request may stand in the server's queue behind many others."""
+MAX_LIST_BYTES, MAX_ANSWER_BYTES = 4 << 20, 64 << 20
 BUSY = frozenset({408, 425, 429, 502, 503, 504})
 """Status codes after which the same request may succeed."""
 KEY_REFUSED = frozenset({401, 402, 403})
@@ -113,6 +121,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         require_url("--endpoint", self.url)
+        proxy_for(self.url)
 
 
 class EndpointClient:
@@ -126,16 +135,16 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, connections: int, tell: Callable[[str], None]) -> None:
         self._endpoint, self._tell = endpoint, tell
         self._refused, self._told = 0, False
-        key = endpoint.key
-        self._http = httpx.AsyncClient(
-            base_url=endpoint.url.rstrip("/").removesuffix("/v1"),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(READ_S, connect=CONNECT_S, pool=None),
-            limits=httpx.Limits(max_connections=connections),
+        self._server = HttpClient(
+            "--endpoint",
+            endpoint.url,
+            endpoint.key,
+            connect_s=CONNECT_S,
+            connections=connections,
         )
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._server.close()
 
     async def model(self, called: str) -> tuple[str, int | None]:
         """The name of the server's model, and its context length if the server reports it.
@@ -158,7 +167,7 @@ class EndpointClient:
             if len(found) != 1:
                 names = ", ".join(found[:5]) or none
                 raise InputError(
-                    f"The server at {self._http.base_url} lists these models: {names}. Name the "
+                    f"The server at {self._server} lists these models: {names}. Name the "
                     "one to ask with --endpoint-model."
                 )
             wanted = found[0]
@@ -177,7 +186,8 @@ class EndpointClient:
             self._refused += 1
             if self._refused >= MAX_REFUSED:
                 raise ServerError(
-                    f"{MAX_REFUSED} successive requests failed: {error}. {CONTINUE}"
+                    f"{MAX_REFUSED} successive requests to {self._server} failed: {error}. "
+                    f"{CONTINUE}"
                 ) from error
             raise
         self._refused = 0
@@ -203,15 +213,16 @@ class EndpointClient:
         while True:
             after_s = None
             try:
-                answer = await self._http.request(method, path, json=fields)
+                answer = await self._answer(method, path, fields)
             except httpx.TransportError as error:
-                cause = str(error) or type(error).__name__
+                cause = one_line(str(error)) or type(error).__name__
             else:
-                if answer.status_code == httpx.codes.OK:
+                code = answer.status_code
+                if code == httpx.codes.OK:
                     return _parsed(form, answer.content)
-                cause, code = f"{answer.status_code}: {_message(answer)}", answer.status_code
+                cause = f"{code}: {message(answer.content)}"
                 if code in fatal:
-                    raise ServerError(f"{self._http.base_url} answers {path} with {cause}")
+                    raise ServerError(f"{self._server} answers {path} with {cause}")
                 faults += code not in BUSY
                 if code not in BUSY and (code < 500 or faults >= MAX_FAULTS):
                     raise UnusableAnswerError(f"the server refuses the request with {cause}")
@@ -220,12 +231,21 @@ class EndpointClient:
             failing_since = now if failing_since is None else failing_since
             if now - failing_since > PATIENCE_S:
                 raise ServerError(
-                    f"{self._http.base_url} has not answered for {PATIENCE_S:.0f} s ({cause}). "
-                    f"{CONTINUE}"
+                    f"{self._server} has not answered for {PATIENCE_S:.0f} s ({cause}). {CONTINUE}"
                 )
             self._tell_waiting(cause)
             await asyncio.sleep(delay_s if after_s is None else max(after_s, least_s))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _answer(
+        self, method: str, path: str, fields: Mapping[str, Any] | None
+    ) -> httpx.Response:
+        """UnusableAnswerError for an answer beyond a limit; httpx.TransportError for none."""
+        most, s = (MAX_LIST_BYTES, LIST_S) if fields is None else (MAX_ANSWER_BYTES, ANSWER_S)
+        try:
+            return await self._server.ask(method, path, fields, most=most, s=s)
+        except BadAnswerError as error:
+            raise UnusableAnswerError(str(error)) from error
 
     def _tell_waiting(self, cause: str) -> None:
         if not self._told:
@@ -243,17 +263,6 @@ def _parsed(form: type[AnswerT], body: bytes) -> AnswerT:
         raise UnusableAnswerError(
             f"the server's answer is no {name} ({place}: {first['msg']})"
         ) from error
-
-
-def _message(answer: httpx.Response) -> str:
-    """A server's own words of an error, in one line."""
-    try:
-        found = answer.json()
-        error = found.get("error", found)
-        text = error if isinstance(error, str) else error.get("message") or found.get("detail")
-    except (ValueError, AttributeError, RecursionError):
-        text = answer.text
-    return " ".join(str(text).split())[:200]
 
 
 def _retry_after_s(answer: httpx.Response) -> float | None:

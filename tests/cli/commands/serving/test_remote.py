@@ -124,6 +124,16 @@ def test_a_planted_bundle_is_not_loaded(
     assert made.is_relative_to(tmp_path / f"moaspec-{os.getuid()}")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "target/tokenizer.json"])
+@pytest.mark.usefixtures("bundled")
+def test_a_damaged_made_bundle_is_made_anew(name: str) -> None:
+    made = device_options._made_bundle("tiny")
+    content = (made / name).read_bytes()
+    (made / name).write_bytes(content[: len(content) // 2])
+    assert isinstance(DeviceOptions(model="tiny").load(), DeviceBundle)
+    assert (made / name).read_bytes() == content
+
+
 def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:
     """An upgrade may bring another one, and servers then have that."""
     first = DeviceOptions(model="tiny").load()
