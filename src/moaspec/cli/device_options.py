@@ -15,7 +15,7 @@ from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.support.extras import has_torch, require
+from moaspec.support.extras import has_torch, install_command, require
 from moaspec.support.paths import make_private, require_writable, trusted
 from moaspec.support.ports import split_address
 
@@ -168,7 +168,7 @@ class DeviceOptions:
                 from moaspec.remote.device_onnx.onnx_device import OnnxDevice
             except ModuleNotFoundError as error:
                 raise InputError(
-                    f"An ONNX bundle needs {error.name}: pip install 'moaspec[device-onnx]'."
+                    f"An ONNX bundle needs {error.name}: {install_command('device-onnx')}."
                 ) from error
             return OnnxDevice(self.bundle, threads=self.threads or 1)
         from moaspec.remote.device.bundle import load_device

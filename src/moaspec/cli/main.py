@@ -34,7 +34,7 @@ from moaspec.errors import (
     TrainingError,
 )
 from moaspec.support.causes import first_line
-from moaspec.support.extras import has_torch
+from moaspec.support.extras import has_torch, install_command
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
@@ -71,7 +71,7 @@ def settings(
     if not has_torch() and context.invoked_subcommand not in ON_DEVICES:
         raise InputError(
             f"`moaspec {context.invoked_subcommand}` needs PyTorch, which moaspec-device does not "
-            "install: pip install moaspec."
+            f"install: {install_command(package='moaspec')}."
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from moaspec.errors import DataError, InputError
+from moaspec.support.extras import install_command
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
@@ -168,7 +169,7 @@ def _optional(module: str, why: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{why}: pip install 'moaspec[data]'.") from error
+        raise DataError(f"{why}: {install_command('data')}.") from error
 
 
 _OPENERS: dict[bytes, Callable[[Path, str], Any]] = {
