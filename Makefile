@@ -12,15 +12,7 @@ DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-# What `make results` measures, an hour on two cores with bf16 instructions; the paper's sets
-# lie below $MOASPEC_SUITES (docs/evaluation.md).
-SETTING ?= --dtype bfloat16 --threads 2
-RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
-OUT ?= results
-PAGES ?= docs/results.md
-METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
-
-.PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench results docs site lock proto vendor install clean
+.PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -111,15 +103,22 @@ bench: install
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
-# The tables and plots of docs/results.md; killed, it goes on where it was.
-results: install
-	test -e $(OUT)/settings.json || $(BIN)/moaspec calibrate $(SETTING)
-	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out $(OUT)
-	$(BIN)/moaspec eval page $(OUT) $(PAGES:%=--markdown %)
+# docs/gains.md and README's table, from the runs in docs/results.
+gains: install
+	$(BIN)/python tools/gains.py page
+
+# Measures a run, on a machine that does nothing else: `make gains-run NAME=machine GAINS="--threads 2"`.
+# Half an hour for each size of load on two cores; killed, it goes on where it was.
+NAME ?= smollm2-135m
+GAINS ?=
+gains-run: install
+	$(BIN)/python tools/gains.py measure --name $(NAME) $(GAINS)
 
 docs: install
 	$(BIN)/python scripts/cli_reference.py > docs/cli.md.new
 	mv docs/cli.md.new docs/cli.md
+	$(BIN)/python scripts/python_reference.py > docs/python-api.md.new
+	mv docs/python-api.md.new docs/python-api.md
 
 # The site, into site/; a link that leads nowhere is an error.
 site: install
