@@ -77,7 +77,9 @@ def _entry(name: str) -> str:
 
 
 def _classes(module: ModuleType) -> str:
-    own = [one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__]
+    own = [
+        one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
+    ]
     return "\n".join(
         f"- `{one.__name__}({', '.join(base.__name__ for base in one.__bases__)})`: {_first(one)}"
         for one in own

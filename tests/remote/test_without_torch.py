@@ -168,7 +168,7 @@ def test_nothing_is_used_that_windows_lacks(directory: Path, addresses: dict[str
 
 def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str, str]) -> None:
     done = run(
-        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--draft", "chain:2"),
+        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--tree", "chain:2"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
         *("--cut-after", "5", "--cut-s", "10"),
     )

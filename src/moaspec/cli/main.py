@@ -23,6 +23,7 @@ from moaspec.cli.commands.serving.serve import serve
 from moaspec.cli.commands.serving.target_server import target_server
 from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
+from moaspec.cli.renamed import Commands
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.errors import (
@@ -43,6 +44,7 @@ ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
 app = typer.Typer(
     name="moaspec",
+    cls=Commands,
     help="Mixture of Attentions speculative decoding: the target's text, exactly, only sooner.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

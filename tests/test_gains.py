@@ -1,0 +1,112 @@
+"""docs/gains.md and README's table are made of the runs that are kept, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GAINS: dict[str, Any] = runpy.run_path(str(ROOT / "tools/gains.py"))
+PUBLISHED = {"docs/compare.md", "docs/start-server.md"}
+"""Pages that quote other people's figures, with their source."""
+
+
+def report(*, lossless: bool = True) -> dict[str, Any]:
+    """What `moaspec eval --json` says, as far as a run keeps it."""
+    plain = {
+        "tokens_per_s": 100.0,
+        "tokens_per_s_by_repeat": [100.0, 50.0],
+        "lossless": True,
+        "num_prompts": 6,
+        "tokens": 60,
+        "tau": 1.0,
+        "ties": 0,
+    }
+    drafted = plain | {
+        "tokens_per_s": 125.0,
+        "tokens_per_s_by_repeat": [125.0, 60.0],
+        "lossless": lossless,
+        "tau": 1.5,
+    }
+    return {"methods": {"plain": plain, "moa": drafted}}
+
+
+def run(*loads: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "a-model",
+        "drafter": "a-drafter",
+        "suite": "bundled",
+        "max_new_tokens": 10,
+        "repeats": 2,
+        "dtype": "bfloat16",
+        "threads": 2,
+        "machine": {"processor": "A CPU", "gpu": None},
+        "kernels": "avx2",
+        "versions": {"moaspec": "1", "torch": "2"},
+        "commit": "abc",
+        "changed": False,
+        "date": "2026-01-01",
+        "loads": list(loads),
+    }
+
+
+def test_a_load_becomes_a_row_whose_figures_agree() -> None:
+    load = GAINS["load_of"](4, report())
+    assert load["gain_by_repeat"] == [1.25, 1.2]
+    *_, row = GAINS["table"]([run(load)]).splitlines()
+    assert row == (
+        "| `a-model` | A CPU, kernels avx2, bfloat16, 2 threads | 4 | 100 | 125 | 1.25x | 1.50 |"
+    )
+
+
+def test_no_gain_is_claimed_where_a_text_differs() -> None:
+    written = run(GAINS["load_of"](1, report(lossless=False)))
+    assert "| lossy |" in GAINS["table"]([written])
+    assert "1.25x" not in GAINS["whole_page"]([written])
+
+
+def test_prompts_fill_every_batch() -> None:
+    rows = [json.loads(row) for row in GAINS["_rows"]("bundled", 3, 4)]
+    assert [row["question_id"] for row in rows] == [0, 1, 2, 3]
+    assert rows[0]["turns"] == rows[3]["turns"] != rows[1]["turns"]
+    assert len(list(GAINS["_rows"]("bundled", 3, 1))) == 3
+
+
+def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n")
+    with pytest.raises(SystemExit, match="no marks"):
+        GAINS["write_pages"]([], tmp_path / "gains.md", readme)
+
+
+def test_the_pages_are_current(tmp_path: Path) -> None:
+    """Run `make gains` when this fails."""
+    readme, page = tmp_path / "README.md", tmp_path / "gains.md"
+    readme.write_text((ROOT / "README.md").read_text("utf-8"), "utf-8")
+    runs = GAINS["read_runs"]()
+    GAINS["write_pages"](runs, page, readme)
+    assert page.read_text("utf-8") == (ROOT / "docs/gains.md").read_text("utf-8")
+    assert readme.read_text("utf-8") == (ROOT / "README.md").read_text("utf-8")
+    assert GAINS["table"](runs) in page.read_text("utf-8")
+    assert GAINS["table"](runs) in readme.read_text("utf-8")
+
+
+def test_a_run_says_how_it_was_made_and_names_no_path() -> None:
+    kept = sorted((ROOT / "docs/results").glob("*.json"))
+    assert kept
+    for path in kept:
+        facts = json.loads(path.read_text("utf-8"))
+        assert set(run()) <= facts.keys()
+        assert "/" not in facts["model"] + facts["drafter"]
+
+
+def test_no_other_page_has_speeds_of_its_own() -> None:
+    pages = [f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")]
+    for name in sorted({*pages, "README.md"} - PUBLISHED - {"docs/gains.md", "docs/cli.md"}):
+        text = GAINS["TABLE"].sub("", (ROOT / name).read_text("utf-8"))
+        assert re.findall(r"\d\.\d\d+x\b|\d tokens/s", text) == [], name
