@@ -47,6 +47,7 @@ def run(*loads: dict[str, Any]) -> dict[str, Any]:
         "threads": 2,
         "machine": {"processor": "A CPU", "gpu": None},
         "kernels": "avx2",
+        "load": 0.1,
         "versions": {"moaspec": "1", "torch": "2"},
         "commit": "abc",
         "changed": False,
@@ -62,6 +63,11 @@ def test_a_load_becomes_a_row_whose_figures_agree() -> None:
     assert row == (
         "| `a-model` | A CPU, kernels avx2, bfloat16, 2 threads | 4 | 100 | 125 | 1.25x | 1.50 |"
     )
+
+
+def test_a_busy_machine_is_told() -> None:
+    load = GAINS["load_of"](1, report())
+    assert "| A CPU (busy), kernels" in GAINS["table"]([run(load) | {"load": 3.0}])
 
 
 def test_no_gain_is_claimed_where_a_text_differs() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ COLUMNS = (
     "gain",
     "tau",
 )
+BUSY = 0.5  # load average from which other programs disturbed a run
 
 
 def main() -> None:
@@ -69,6 +71,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure all loads and keep the run."""
     from moaspec.backends.cpu.build import instructions
 
+    load = round(os.getloadavg()[0], 1)
     work = args.out / args.name
     work.mkdir(parents=True, exist_ok=True)
     model = ["--model", args.model, *(["--drafter", args.drafter] if args.drafter else [])]
@@ -90,6 +93,7 @@ def measure(args: argparse.Namespace) -> None:
         "threads": facts["threads"],
         "machine": facts["machine"],
         "kernels": instructions() or "none",
+        "load": load,  # of the machine before, by its other programs
         "versions": facts["versions"],
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src")),
@@ -155,7 +159,7 @@ def write_pages(runs: Sequence[Mapping[str, Any]], page: Path, readme: Path) -> 
     if not TABLE.search(text):
         sys.exit(f"{readme} has no marks for the table.")
     readme.write_text(
-        TABLE.sub(lambda found: f"{found[1]}{table(runs)}{found[2]}", text), encoding="utf-8"
+        TABLE.sub(lambda found: f"{found[1]}\n{table(runs)}\n{found[2]}", text), encoding="utf-8"
     )
 
 
@@ -183,7 +187,8 @@ def machine(run: Mapping[str, Any]) -> str:
     """Processor, kernels, dtype and threads."""
     processor = run["machine"]["gpu"] or re.sub(r"\(R\)|\(TM\)", "", run["machine"]["processor"])
     threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
-    return f"{processor}, kernels {run['kernels']}, {run['dtype']}, {threads}"
+    busy = " (busy)" if run["load"] > BUSY else ""
+    return f"{processor}{busy}, kernels {run['kernels']}, {run['dtype']}, {threads}"
 
 
 def whole_page(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -201,6 +206,7 @@ yours](#measure-yours).
 - **tau**: tokens per pass of the target in rounds. 1.00, or nothing: no drafts were verified.
 - Decoding is greedy. Every text is compared with the target's
   ([how](evaluation.md#metrics)); "lossy" stands where one differs, in place of the gain.
+- **busy**: other programs ran meanwhile, so the speeds are too low and the gain is rough.
 
 ## What changes the gain
 
@@ -242,7 +248,8 @@ def _description(run: Mapping[str, Any]) -> str:
     return (
         f"- `{run['model']}`, drafter `{run['drafter']}`, {machine(run)}: "
         f"{loads[0]['prompts']} prompts of {run['suite']}, up to {run['max_new_tokens']} tokens, "
-        f"{run['repeats']} repeats. Gain of single repeats, by load: {spread}. "
+        f"repeated {run['repeats']} times. Gain of single repeats, by row: {spread}. "
+        f"Load average of the machine before: {run['load']}. "
         f"Commit {run['commit']}{changed}, {run['date']}, moaspec {run['versions']['moaspec']}, "
         f"PyTorch {run['versions']['torch']}."
     )
