@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import chat_tokenizers
+import tiny
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
 ROOT = Path(__file__).parents[1]
 GAINS: dict[str, Any] = runpy.run_path(str(ROOT / "tools/gains.py"))
@@ -88,6 +94,32 @@ def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
     readme.write_text("# Title\n")
     with pytest.raises(SystemExit, match="no marks"):
         GAINS["write_pages"]([], tmp_path / "gains.md", readme)
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_and_kept(tmp_path: Path) -> None:
+    """A model that needs no network: two loads, the table of both, and the same command again."""
+    model, drafter = tmp_path / "model", tmp_path / "drafter"
+    tiny.model().save_pretrained(model)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = chat_tokenizers.CHATML
+    tokenizer.save_pretrained(model)
+    save_drafter(tiny.agreeing_drafter("llama"), drafter)
+    suite = tmp_path / "words.jsonl"
+    suite.write_text('{"turns": ["w5 w9"]}\n{"turns": ["w2"]}\n')
+    command = [sys.executable, str(ROOT / "tools/gains.py"), "measure", "--name", "tiny"]
+    command += ["--model", str(model), "--drafter", str(drafter), "--suite", str(suite)]
+    command += ["--at-once", "1,3", "--max-new-tokens", "4", "--repeats", "1", "--threads", "1"]
+    command += ["--dtype", "float32", "--no-calibrate"]
+    command += ["--out", str(tmp_path / "out"), "--keep", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "tiny.json").read_text("utf-8"))
+    assert set(run()) == kept.keys()
+    assert (kept["model"], kept["drafter"], kept["suite"]) == ("model", "drafter", "words")
+    assert [(load["at_once"], load["prompts"]) for load in kept["loads"]] == [(1, 2), (3, 3)]
+    assert str(tmp_path) not in GAINS["whole_page"]([kept])
 
 
 def test_the_pages_are_current(tmp_path: Path) -> None:

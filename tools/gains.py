@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> None:
     run = {
         "model": Path(args.model).name,
         "drafter": Path(args.drafter or args.model).name,
-        "suite": args.suite,
+        "suite": Path(args.suite).stem,
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
         "dtype": facts["dtype"],
