@@ -108,15 +108,15 @@ def _public(owner: type) -> Iterator[tuple[str, Any]]:
 
 def _signature(thing: Any, *, short: bool = False) -> str:
     node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    result = ""
     if isinstance(node, ast.ClassDef):
-        arguments = _fields(node) or _of_init(node)
-        name = f"class {node.name}"
+        arguments, name = _fields(node) or _of_init(node), f"class {node.name}"
     else:
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         arguments, name = _arguments(node), node.name
+        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     if short:
         return f"{name}({', '.join(one for one in arguments if one != 'self')})"
-    result = f" -> {ast.unparse(node.returns)}" if getattr(node, "returns", None) else ""
     inside = "".join(f"    {argument},\n" for argument in arguments if argument != "self")
     return f"{name}(\n{inside}){result}" if inside else f"{name}(){result}"
 
