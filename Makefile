@@ -24,20 +24,22 @@ $(INSTALLED): $(DEMO)
 	$(INSTALL) $(EXTRAS)
 	touch $(INSTALLED)
 
-$(DEMO): pyproject.toml constraints.txt scripts/install.py
-	@$(if $(UV),true,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))') || \
-		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	test -x $(BIN)/python || $(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV)
+$(DEMO): pyproject.toml constraints.txt scripts/install.py | $(BIN)/python
 	$(INSTALL) demo
 	touch $(DEMO)
+
+$(BIN)/python:
+	@$(if $(UV),true,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))') || \
+		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV)
 
 demo: $(DEMO)
 	$(BIN)/moaspec demo
 
 # What `make demo` and, with WHAT=dev, `make test` download; nothing is installed.
 WHAT ?= demo
-download-size:
-	@$(PYTHON) scripts/install.py $(WHAT) --size $(if $(TORCH),--torch "$(TORCH)")
+download-size: | $(BIN)/python
+	@$(BIN)/python scripts/install.py $(WHAT) --size $(if $(TORCH),--torch "$(TORCH)")
 
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
