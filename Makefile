@@ -31,7 +31,7 @@ $(DEMO): pyproject.toml constraints.txt scripts/install.py | $(BIN)/python
 $(BIN)/python:
 	@$(if $(UV),true,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))') || \
 		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV)
+	$(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV) || { rm -rf $(VENV); exit 1; }
 
 demo: $(DEMO)
 	$(BIN)/moaspec demo
