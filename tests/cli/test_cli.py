@@ -384,7 +384,7 @@ def test_generate_without_a_prompt(
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0"])
-@pytest.mark.parametrize("option", [("serve", "--cache-gib"), ("target-server", "--max-cache-gib")])
+@pytest.mark.parametrize("option", [("serve", "--cache-gib"), ("target-server", "--cache-gib")])
 def test_caches_of_no_size(option: tuple[str, str], size: str, cli: Cli) -> None:
     output = cli(*option, size)
     assert output.code == 2

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from moaspec.support.extras import EXTRAS
+from moaspec.support import extras
+from moaspec.support.extras import EXTRAS, install_command
+
+ROOT = Path(__file__).parents[2]
 
 BASE_ONLY = """
 import contextlib, io, json, sys
@@ -101,7 +106,7 @@ def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str
     assert code == 2, error
     _, _, message = error.partition("Error: ")
     assert message.count("\n") == 1
-    assert message.endswith(f"pip install 'moaspec[{NEEDING[command]}]'.\n")
+    assert message.endswith(f" install -e '{ROOT}[{NEEDING[command]}]'.\n")
 
 
 @pytest.mark.slow
@@ -112,8 +117,65 @@ def test_other_commands_need_none(command: str, found: dict[str, tuple[int, str]
 
 
 def test_every_extra_is_known() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+
+
+def test_the_checkout_of_the_device_package_is_named() -> None:
+    assert install_command("serve", package="moaspec-device").endswith(
+        f" install -e '{ROOT}/packages/device-python[serve]'"
+    )
+
+
+def _write_distribution(directory: Path, origin: dict[str, object] | None) -> None:
+    """What an installer leaves: metadata, and where the package came from (PEP 610)."""
+    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: moaspec\nVersion: 1\n")
+    if origin is not None:
+        (directory / "direct_url.json").write_text(json.dumps(origin))
+
+
+@pytest.mark.parametrize(
+    ("origin", "asked"),
+    [
+        (None, "moaspec[serve]"),
+        (
+            {"url": "file:///w/moaspec-1-py3-none-any.whl", "archive_info": {}},
+            "moaspec[serve] @ file:///w/moaspec-1-py3-none-any.whl",
+        ),
+        ({"url": "file:///clone", "dir_info": {}}, "moaspec[serve] @ file:///clone"),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "1"}},
+            "moaspec[serve] @ git+https://host/a.git",
+        ),
+    ],
+)
+def test_an_installed_package_is_asked_for_where_it_came_from(
+    origin: dict[str, object] | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "moaspec-1.dist-info"
+    installed.mkdir()
+    _write_distribution(installed, origin)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert install_command("serve", package="moaspec").endswith(f" install '{asked}'")
+    Requirement(asked)
+
+
+def test_pip_is_the_one_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert install_command().startswith(f"{sys.executable} -m pip install ")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert install_command().startswith("pip install ")
+
+
+def test_no_message_names_a_package_that_may_not_be_on_an_index() -> None:
+    """Messages call `install_command`, which knows where this package came from."""
+    fixed = re.compile(r"pip install[^\n]{0,20}moaspec")
+    sources = (ROOT / "src/moaspec").rglob("*.py")
+    assert [path.name for path in sources if fixed.search(path.read_text("utf-8"))] == []
 
 
 @pytest.mark.slow

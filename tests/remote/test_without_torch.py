@@ -168,7 +168,7 @@ def test_nothing_is_used_that_windows_lacks(directory: Path, addresses: dict[str
 
 def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str, str]) -> None:
     done = run(
-        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--draft", "chain:2"),
+        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--tree", "chain:2"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
         *("--cut-after", "5", "--cut-s", "10"),
     )
@@ -220,7 +220,7 @@ def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None
         assert told.returncode == 2
         assert "its manifest.json is damaged" in " ".join(told.stderr.split())
     told = run("edge")
-    assert "pip install 'moaspec-device[serve]'" in told.stderr
+    assert "packages/device-python[serve]'" in told.stderr
 
 
 def test_info_shows_a_bundle(directory: Path) -> None:

@@ -195,7 +195,7 @@ def serve(files: Files) -> Any:
 def edge(files: Files, server: str, *options: str) -> Any:
     return http_server(
         *("edge", "--server", server, "--model", MODEL, "--bundle", files.at("bundle")),
-        *("--draft", "chain:2", "--token-file", files.at("token")),
+        *("--tree", "chain:2", "--token-file", files.at("token")),
         *("--api-key-file", files.at("keys"), *options),
     )
 

@@ -151,7 +151,7 @@ def test_one_process_has_nobody_to_share_with(sharding: Any, tmp_path: Path) -> 
 def test_deepspeed_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     config = TrainConfig(target="t", data=("d",), output=str(tmp_path), sharding="deepspeed")
-    with pytest.raises(InputError, match=r"moaspec\[deepspeed\]"):
+    with pytest.raises(InputError, match=r"pip install .*\[deepspeed\]"):
         new_accelerator(config)
 
 

@@ -36,6 +36,8 @@ CUT_TIMES = {
     "back_limit_s": "at most",
 }
 TERMINATED = 128 + signal.SIGTERM
+AGREEMENT = 0.75  # share of right drafts of replay
+ALONE = 24  # tokens without a link, after a cut
 T = TypeVar("T")
 
 
@@ -45,7 +47,7 @@ def edge_bench(
     independent: Annotated[
         Path | None, typer.Option(help="Device bundle of an independent drafter, to compare with.")
     ] = None,
-    links: Annotated[
+    link: Annotated[
         str, typer.Option(help="none, lan, 4g, 5g, commas between; a jitter model after a colon.")
     ] = "lan,5g,4g",
     modes: Annotated[str, typer.Option(help="plain, server, sync, ahead.")] = (
@@ -60,7 +62,6 @@ def edge_bench(
         str, typer.Option(help="How many times the device's the server's speed is.")
     ] = "3",
     drafted: Annotated[int, typer.Option(help="Tokens per round; 0: as many as pay.")] = 4,
-    agreement: Annotated[float, typer.Option(help="Of replay: share of right drafts.")] = 0.75,
     pass_ms: Annotated[float, typer.Option(help="Least time of a server's pass.")] = 0.0,
     codec: Annotated[
         Literal["fp16", "int8", "int4"], typer.Option(help="Of activations.")
@@ -68,10 +69,9 @@ def edge_bench(
     int8: Annotated[bool, typer.Option("--int8", help="Weights on the device in 8 bits.")] = False,
     limit: Annotated[int, typer.Option(help="Prompts of those in the package.", min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 64,
-    cut: Annotated[
+    cut_after: Annotated[
         int | None, typer.Option(help="Cut the link after this many tokens, instead of timing.")
     ] = None,
-    alone: Annotated[int, typer.Option(help="With --cut: tokens without a link.")] = 24,
     dtype: Dtype = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
@@ -85,7 +85,7 @@ def edge_bench(
     and whether the case pays beside plain streaming by it. `speed` is the server's over the
     device's; passes and bytes are per token.
 
-    Example: moaspec edge-bench --links lan,4g --drafter smollm2-135m-n3 --out edge.json
+    Example: moaspec edge-bench --link lan,4g --drafter smollm2-135m-n3 --out edge.json
     """
     require("`moaspec edge-bench`", "remote")
     name = drafter or (model if model in bundled_drafters() else None)
@@ -114,13 +114,13 @@ def edge_bench(
             bundles=bundles,
             prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
             dtype=dtype,
-            links=tuple(_list(links)),
+            links=tuple(_list(link)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
             num_target_layers=layers or (0,),
             server_speeds=speeds,
             drafted=drafted,
-            agreement=agreement,
+            agreement=AGREEMENT,
             pass_s=pass_ms / 1e3,
             codec=codec,
             max_new_tokens=max_new_tokens,
@@ -133,13 +133,13 @@ def edge_bench(
         with loading(model):  # kernels are compiled once all names are known to be right
             settings = replace(settings, num_target_layers=known, dtype=chosen_dtype(dtype))
         with ProgressBar("") as bar:
-            if cut is None:
+            if cut_after is None:
                 report = run_edge_bench(settings, bar.begin)
             else:
-                report = run_cut_bench(settings, after=cut, alone=alone, advance=bar.begin)
+                report = run_cut_bench(settings, after=cut_after, alone=ALONE, advance=bar.begin)
     if as_json:
         console.out.print(json.dumps(report))
-    elif cut is None:
+    elif cut_after is None:
         _show(report)
     else:
         show_table(_cuts_table(report))

@@ -23,7 +23,7 @@ def page(
 ) -> None:
     """Write report.html anew, in a checkout.
 
-    Example: moaspec eval page results --markdown docs/results.md
+    Example: moaspec eval page results --markdown results.md
     """
     from eval_report.pages import write_markdown, write_page
 

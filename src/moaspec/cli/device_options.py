@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.support.extras import has_torch, require
+from moaspec.support.extras import has_torch, install_command, require
 from moaspec.support.paths import require_writable, trusted
 from moaspec.support.ports import split_address
 
@@ -50,14 +50,14 @@ class DeviceOptions:
         ),
     ] = None
     on_cut: Annotated[
-        str,
+        Literal["rollback", "keep", "wait"],
         "While the link is down: rollback (write on, correct later), keep (write on, "
         "correct nothing) or wait.",
     ] = "rollback"
-    codec: Annotated[str, "Encoding of activations on the link: fp16, int8 or int4."] = "int8"
-    draft: Annotated[
-        str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in chain:4."
-    ] = "auto"
+    codec: Annotated[Literal["fp16", "int8", "int4"], "Encoding of activations on the link."] = (
+        "int8"
+    )
+    tree: options.Shape = "auto"
     num_target_layers: Annotated[
         int | None, "N: drafts also pass the target's last N layers; default: the drafter's."
     ] = None
@@ -107,11 +107,11 @@ class DeviceOptions:
             _, port = split_address(server, option="--server")
             if port == 0:
                 raise InputError(f"--server must name a port, got {server!r}.")
-        if self.draft != "auto":
+        if self.tree != "auto":
             # Imported here: it imports NumPy.
             from moaspec.drafting.tree_shapes import parse_shape
 
-            parse_shape(self.draft)
+            parse_shape(self.tree)
         self.vault().hide("")  # refuses unknown phone regions
         ca = None if self.ca is None or self.ca == "system" else Path(self.ca)
         files = {"--ca": ca, "--certificate": self.certificate, "--key": self.key}
@@ -142,9 +142,9 @@ class DeviceOptions:
 
         if self.prefix_dir is not None:
             require_writable("--prefix-dir", self.prefix_dir)
-        names = ("codec", "num_target_layers", "draft", "on_cut", "prefix_dir", "give_up_s")
+        names = ("codec", "num_target_layers", "on_cut", "prefix_dir", "give_up_s")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return RemoteOptions(**given)
+        return RemoteOptions(draft=self.tree, **given)
 
     def vault(self) -> Vault:
         from moaspec.privacy.recognisers import default
@@ -169,7 +169,7 @@ class DeviceOptions:
                 from moaspec.remote.device_onnx.onnx_device import OnnxDevice
             except ModuleNotFoundError as error:
                 raise InputError(
-                    f"An ONNX bundle needs {error.name}: pip install 'moaspec[device-onnx]'."
+                    f"An ONNX bundle needs {error.name}: {install_command('device-onnx')}."
                 ) from error
             return OnnxDevice(self.bundle, threads=self.threads or 1)
         from moaspec.remote.device.bundle import load_device

@@ -25,6 +25,7 @@ from moaspec.cli.commands.serving.target_server import target_server
 from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
 from moaspec.cli.entry import INTERRUPTED
+from moaspec.cli.renamed import Commands
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.errors import (
@@ -36,7 +37,7 @@ from moaspec.errors import (
     TrainingError,
 )
 from moaspec.support.causes import first_line
-from moaspec.support.extras import has_torch
+from moaspec.support.extras import has_torch, install_command
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
@@ -86,7 +87,7 @@ def settings(
     if not has_torch() and context.invoked_subcommand not in ON_DEVICES:
         raise InputError(
             f"`moaspec {context.invoked_subcommand}` needs PyTorch, which moaspec-device does not "
-            "install: pip install moaspec."
+            f"install: {install_command(package='moaspec')}."
         )
 
 

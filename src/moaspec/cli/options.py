@@ -82,9 +82,9 @@ Dtype = Annotated[
     typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
 ]
 Quantize = Annotated[
-    str | None,
-    "int8 or int4: round the target's weights by torchao. Its text is then the rounded "
-    "target's, with drafts and without, and not the original's.",
+    Literal["int8", "int4"] | None,
+    "Round the target's weights by torchao. Its text is then the rounded target's, with "
+    "drafts and without, and not the original's.",
 ]
 Adapter = Annotated[
     str | None,
@@ -101,6 +101,8 @@ Threads = Annotated[
     int | None, typer.Option(help="CPU threads at most; default: PyTorch's number.")
 ]
 Device = Annotated[str, "A torch device."]
+Link = Literal["none", "lan", "4g", "5g"]
+"""Names of emulated links."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -45,9 +45,7 @@ class WritingOptions:
     model: Model = MODEL
     drafter: Annotated[str | None, "Drafter, for speed: alias, directory or hub id."] = None
     system_prompts: Annotated[Path | None, "Text file, one system prompt per line."] = None
-    batch_size: Annotated[
-        int, "Conversations decoded together, or asked of --endpoint together."
-    ] = 8
+    batch: Annotated[int, "Conversations decoded together, or asked of --endpoint together."] = 8
     group_size: Annotated[int, "Conversations saved together."] = 64
     generation_config: GenerationConfig = "auto"
     adapter: Adapter = None
@@ -71,7 +69,7 @@ class WritingOptions:
 
         require_writable_file("--out", self.out)
         seconds = None if self.for_ is None else parse_duration(self.for_)
-        options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
+        options = WriterOptions(batch_size=self.batch, group_size=self.group_size, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
         known = {"target": self.model, "drafter": self.drafter, **asked}
         context.with_resource(writing(self.out))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 from moaspec.data.row_shapes import ROW_COLUMNS
 from moaspec.errors import DataError, InputError
 from moaspec.model.checkpoint.user_files import open_file
+from moaspec.support.extras import install_command
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
@@ -187,7 +188,7 @@ def _optional(module: str, why: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{why}: pip install 'moaspec[data]'.") from error
+        raise DataError(f"{why}: {install_command('data')}.") from error
 
 
 _OPENERS: dict[bytes, Callable[[Path, str], Any]] = {

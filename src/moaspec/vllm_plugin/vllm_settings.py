@@ -19,6 +19,8 @@ SAMPLER = f"{PACKAGE}.vllm_sampling.SeededSampler"
 WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
 CONFIG_KEY = "moaspec"  # our key in vLLM's `additional_config`
+MAX_DRAFTED = 16
+"""Longest draft. Drafters are trained on blocks of 5 to 15 tokens; vLLM verifies all of a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,10 @@ class VLLMServeSettings:
     num_speculative_tokens: int = 3  # length of each draft, a chain
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTED:
             raise InputError(
-                f"A draft needs at least 1 token, got {self.num_speculative_tokens}. To serve "
-                "without drafts, leave the speculative options out."
+                f"A draft has 1 to {MAX_DRAFTED} tokens, got num_speculative_tokens="
+                f"{self.num_speculative_tokens}. To serve without drafts, call `vllm serve` itself."
             )
 
     @property
@@ -66,7 +68,7 @@ class VLLMVerifierSettings:
     num_kv_heads: int = 1  # of the target
     tensor_parallel_size: int = 1  # ranks, each with its own KV heads
     features: bool = True  # whether a drafter's encoder reads the target's keys and values
-    max_drafted: int = 16  # maximum number of drafted tokens that a round verifies
+    max_drafted: int = MAX_DRAFTED  # maximum number of drafted tokens that a round verifies
     # Further arguments of `vllm.EngineArgs`.
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 

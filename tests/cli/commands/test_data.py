@@ -63,7 +63,7 @@ def jsonl(path: Path, rows: list[Any]) -> str:
 
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)]
-SMALL = ("--max-new-tokens", "8", "--batch-size", "2", "--group-size", "4")
+SMALL = ("--max-new-tokens", "8", "--batch", "2", "--group-size", "4")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -79,7 +79,7 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     prompts, responses = str(tmp_path / "p.jsonl"), str(tmp_path / "r.jsonl.gz")
     name = ("--model", model)
     code, out, _ = cli(
-        "data", "synth", "--num", "6", "--out", prompts, *name, "--batch-size", "4",
+        "data", "synth", "--num", "6", "--out", prompts, *name, "--batch", "4",
         "--group-size", "8",
     )  # fmt: skip
     assert (code, out) == (0, f"6 rows in {prompts}")
@@ -351,7 +351,7 @@ def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:
         (("regenerate", "nowhere.jsonl", "--out", "x", "--limit", "9" * 30), "nowhere.jsonl"),
         (("regenerate", "p", "--out", "x", "--limit", "0"), "--limit"),
         (("stats", "p", "--max-length", "-1"), "--max-length"),
-        (("regenerate", "p", "--out", "x", "--batch-size", "0"), "batch_size"),
+        (("regenerate", "p", "--out", "x", "--batch", "0"), "batch_size"),
         (("regenerate", "p", "--out", "x", "--temperature", "-1"), "temperature"),
         (("regenerate", "p", "--out", "x", "--system-prompts", "nowhere.txt"), "nowhere.txt"),
         (("synth", "--out", "x", "--num", "0"), "--num"),
@@ -437,7 +437,7 @@ def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
     """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     rows = [{"prompt": f"w{10 + i % 50} w{11 + i % 7}"} for i in range(12)]
     prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
-    options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
+    options = ("--max-new-tokens", "30", "--batch", "2", "--group-size", "3")
     program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(

@@ -24,7 +24,7 @@ from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.target import registry
 from moaspec.target.target import Target
 
-SMALL = ("--max-new-tokens", "8", "--batch-size", "2", "--group-size", "4")
+SMALL = ("--max-new-tokens", "8", "--batch", "2", "--group-size", "4")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_no_weights_are_loaded(
     assert "12/12" in done.err
     assert "tokens/s" in done.err
     assert there.read_bytes() == here.read_bytes()
-    again = cli(*arguments, "--out", str(there), "--endpoint", url, "--batch-size", "5")
+    again = cli(*arguments, "--out", str(there), "--endpoint", url, "--batch", "5")
     assert again.code == 0
     assert there.read_bytes() == here.read_bytes()
 
@@ -117,7 +117,7 @@ def test_budgets_shorter_than_an_answer_get_to_the_end(
 ) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
-    endpoint = ("--endpoint", url, "--limit", "4", "--batch-size", "1", "--for", "0.001s")
+    endpoint = ("--endpoint", url, "--limit", "4", "--batch", "1", "--for", "0.001s")
     codes: list[int] = []
     while not codes or codes[-1]:
         codes.append(cli(*arguments, *endpoint).code)
@@ -170,7 +170,7 @@ def test_a_signal_while_a_group_is_saved(
             signal.raise_signal(number)
 
     name = ("data", "regenerate", prompts, "--model", model, "--out", str(out))
-    options = ("--max-new-tokens", "8", "--batch-size", "12", "--group-size", "3")
+    options = ("--max-new-tokens", "8", "--batch", "12", "--group-size", "3")
     with fake(second_group_last) as url:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", fsync)
@@ -236,7 +236,7 @@ def test_a_server_that_goes_away_costs_no_finished_conversation(
 
     arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
     with fake(unloaded) as url:
-        endpoint = ("--endpoint", url, "--batch-size", "1", "--group-size", "12")
+        endpoint = ("--endpoint", url, "--batch", "1", "--group-size", "12")
         done = cli(*arguments, *endpoint)
         assert done.code == 1
         assert "model unloaded" in done.err
@@ -271,7 +271,7 @@ def test_kill_9_at_ten_random_moments(
 ) -> None:
     """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     out = tmp_path / "r.jsonl"
-    options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
+    options = ("--max-new-tokens", "30", "--batch", "2", "--group-size", "3")
     program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(

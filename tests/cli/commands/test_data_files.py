@@ -17,6 +17,7 @@ import chat_tokenizers
 from commands import complaints
 from moaspec.cli.main import run
 from moaspec.data.conversations import read_conversations
+from moaspec.support.extras import install_command
 
 Result = tuple[int, str, str]
 Q, A = {"role": "user", "content": "w20"}, {"role": "assistant", "content": "w30 w31"}
@@ -298,4 +299,4 @@ def test_packages_that_are_missing_are_named(
     path.write_bytes(start + b"rest")
     code, _, err = stats(path)
     assert code == 2
-    assert "`pyarrow`: pip install 'moaspec[data]'" in err
+    assert f"`pyarrow`: {install_command('data')}" in err

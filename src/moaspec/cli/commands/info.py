@@ -16,7 +16,7 @@ from moaspec.errors import InputError, UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle, read_manifest
-from moaspec.support.extras import has_torch
+from moaspec.support.extras import has_torch, install_command
 
 
 def info(
@@ -39,7 +39,7 @@ def info(
     if needs_torch and not has_torch():
         raise InputError(
             f"{directory} holds no ONNX bundle, or its manifest.json is damaged; without PyTorch "
-            "`moaspec info` shows nothing else: pip install moaspec."
+            f"`moaspec info` shows nothing else: {install_command(package='moaspec')}."
         )
     with loading(checkpoint, torch=needs_torch):
         facts = _describe_any(directory)

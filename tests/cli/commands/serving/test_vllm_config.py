@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 import tiny
 from commands import Cli
 from moaspec.model.baselines import EagleDrafter
@@ -48,6 +50,36 @@ def test_drafters_that_vllm_refuses_get_no_command(cli: Cli, tmp_path: Path) -> 
     done = cli("vllm-config", str(tmp_path / "eagle"), "--model", "some/model")
     assert done.code == 2
     assert "drafter=moa" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--num-speculative-tokens", "0"), "1 to 16"),
+        (("--num-speculative-tokens", "17"), "1 to 16"),
+        (("--num-speculative-tokens", "1000"), "got num_speculative_tokens=1000"),
+        (("--num-speculative-tokens", "three"), "valid integer"),
+        (("--model", ""), "--model is empty"),
+        (("--model", "no-such-model"), "no-such-model"),
+        (("--port", "8000"), "--port"),
+    ],
+)
+def test_no_command_is_printed_for_options_that_vllm_cannot_run(
+    arguments: tuple[str, ...], named: str, cli: Cli, tmp_path: Path
+) -> None:
+    """`SERVE=$(moaspec vllm-config ...) && eval "$SERVE"` must not start half a command."""
+    save_drafter(
+        tiny.random_drafter(tiny.target()), tmp_path, training={"config": {"target": "a/model"}}
+    )
+    done = cli("vllm-config", str(tmp_path), *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert named in " ".join(done.err.split())
+
+
+def test_an_empty_drafter_is_not_the_working_directory(cli: Cli) -> None:
+    done = cli("vllm-config", "")
+    assert (done.code, done.out) == (2, "")
+    assert "DRAFTER is empty" in done.err
 
 
 def test_a_target_of_other_sizes_is_refused(cli: Cli, tmp_path: Path) -> None:

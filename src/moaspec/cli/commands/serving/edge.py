@@ -16,8 +16,8 @@ def edge(
     device: device_options.DeviceOptions,
     http: HttpOptions,
     port: Port = 8001,
-    emulate: Annotated[
-        str | None, "Delay the link as on lan, 4g or 5g, or none; the page can cut it."
+    link: Annotated[
+        options.Link | None, "Emulate a link, which the page can then cut; none: without delay."
     ] = None,
     max_active: Active = 8,
     max_waiting: Waiting = 64,
@@ -30,15 +30,15 @@ def edge(
     also what was written without a link). Text between `<private>` and `</private>`, and
     text that recognisers find, never leaves this machine: the server sees placeholders.
 
-    Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
+    Example: moaspec edge --server 127.0.0.1:50051 --link 4g --open
     """
     device.check("`moaspec edge`", "serve", "device")
     keys = http.keys()
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
 
-    faults = None if emulate is None else Faults()
-    link = None if emulate is None else link_named(emulate)
+    faults = None if link is None else Faults()
+    emulated = None if link is None else link_named(link)
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
@@ -56,8 +56,8 @@ def edge(
         source = EdgeSource(
             loaded,
             transport
-            if link is None
-            else transport.through(lambda one: ShapedTransport(one, link, faults)),
+            if emulated is None
+            else transport.through(lambda one: ShapedTransport(one, emulated, faults)),
             name=device.served,
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),

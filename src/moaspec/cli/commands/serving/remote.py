@@ -37,7 +37,7 @@ def remote(
         int | None, typer.Option(help="Cut the link after this many tokens.", min=0)
     ] = None,
     cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.", min=0)] = 3.0,
-    link: Annotated[str, "Delay the link as on lan, 4g or 5g."] = "none",
+    link: Annotated[options.Link, "Emulate a link."] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
     seed: options.Seed = None,

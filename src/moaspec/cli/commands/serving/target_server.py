@@ -90,7 +90,7 @@ def target_server(
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
-    max_cache_gib: Annotated[
+    cache_gib: Annotated[
         float,
         typer.Option(
             help="GiB for keys and values of all sessions at their longest.",
@@ -167,7 +167,7 @@ def target_server(
 
         limits = ServiceOptions(
             max_tokens=max_tokens,
-            max_cache_bytes=int(max_cache_gib * 2**30),
+            max_cache_bytes=int(cache_gib * 2**30),
             sessions=StoreOptions(
                 max_sessions=max_sessions,
                 max_sessions_per_owner=max_sessions_per_client

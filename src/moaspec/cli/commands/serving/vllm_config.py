@@ -11,7 +11,7 @@ import typer
 from moaspec.cli.options import MODEL, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
-from moaspec.errors import MismatchError
+from moaspec.errors import InputError, MismatchError
 from moaspec.model.checkpoint.directory import is_directory, read_config
 
 
@@ -23,7 +23,7 @@ def vllm_config(
     model: Annotated[
         str | None, "Target as vLLM loads it; default: what the drafter records."
     ] = None,
-    num_speculative_tokens: Annotated[int, "Tokens of one draft."] = 3,
+    num_speculative_tokens: Annotated[int, "Tokens of one draft, 1 to 16."] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
@@ -35,13 +35,14 @@ def vllm_config(
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
+    _refuse_empty({"DRAFTER": drafter, "--model": model})
     with loading(drafter):
         from moaspec.generation.drafters import check_drafter
         from moaspec.target.registry import find_weights
         from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
         config = _usable_config(drafter)
-        name = model or _recorded_target(drafter, config)
+        name = _recorded_target(drafter, config) if model is None else model
         weights = find_weights(name)
         if is_directory(Path(weights)):  # a model of the hub is not downloaded for this
             check_drafter(drafter, name)
@@ -53,6 +54,13 @@ def vllm_config(
     )
     text = json.dumps(serving.engine_arguments) if as_json else shlex.join(serving.command)
     console.out.print(text)
+
+
+def _refuse_empty(names: Mapping[str, str | None]) -> None:
+    """A shell variable that is not set; an empty path would be the working directory."""
+    for option, name in names.items():
+        if name is not None and not name.strip():
+            raise InputError(f"{option} is empty: name a directory, an alias or a hub id.")
 
 
 def _usable_config(drafter: str) -> dict[str, Any]:
