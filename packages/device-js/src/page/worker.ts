@@ -101,7 +101,8 @@ async function load(token: string): Promise<void> {
 /** Take a new version of the drafter, unless an answer is being written. */
 async function update(): Promise<void> {
   const server = updates;
-  if (!server || stopping || isUpdating || transport!.cut || isPrepared) return;
+  if (!server || stopping || isUpdating || isPrepared || transport!.cut) return;
+  if (link().state === "down") return; // each connection that fails holds back those of the session
   isUpdating = true;
   const { manifest } = device!;
   try {
