@@ -135,7 +135,7 @@ async function begin(): Promise<void> {
 }
 
 function link(): Link {
-  const { stats, draftMs, provisional } = session!;
+  const { stats, draftGain, draftMs, provisional } = session!;
   const isDown = stats.state === "down" || (stats.state === "connecting" && stats.failures > 0);
   const isUp = stats.state === "up" && !provisional.length;
   return {
@@ -145,6 +145,7 @@ function link(): Link {
     bytes_received: stats.bytesDown,
     cut: transport!.cut,
     can_cut: true,
+    draft_gain: draftGain ?? null,
     draft_ms: draftMs ?? null,
   };
 }
