@@ -19,8 +19,9 @@ import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import browsing
 from page_start import renderer_bytes
+
+import browsing
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -50,7 +51,9 @@ self.onmessage = async ({ data: { bundle, warmUp, repeats } }) => {
     const began = performance.now();
     const found = await session.run(feeds);
     steps.push(performance.now() - began);
-    for (const name of Object.keys(found)) if (name.startsWith("new_")) feeds[name.slice(4)] = found[name];
+    for (const name of Object.keys(found)) {
+      if (name.startsWith("new_")) feeds[name.slice(4)] = found[name];
+    }
   }
   self.postMessage(steps);
 };
@@ -70,7 +73,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.bundles = bundles
         super().__init__(*args)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:  # noqa: N802 - the library's name
+    def do_GET(self) -> None:
         """Answer one request."""
         kinds = {".mjs": "text/javascript", ".js": "text/javascript", ".wasm": "application/wasm"}
         data = self.content(self.path)
