@@ -50,7 +50,7 @@ def page_starts(bundle: Path, model: str, drafter: str, repeats: int) -> dict[st
                 began = time.monotonic()
                 visited.page.reload()
                 warm.append(answer(visited, began))
-                memory = _renderer_bytes()
+                memory = renderer_bytes()
     return {
         "bytes": sum(file.stat().st_size for file in bundle.iterdir()),
         "cold_s": cold,
@@ -74,7 +74,7 @@ def _serving(bundle: Path, model: str, drafter: str) -> Iterator[str]:
             running.terminate()
 
 
-def _renderer_bytes() -> int:
+def renderer_bytes() -> int:
     """Private memory of the largest of Chromium's renderers that this process started."""
     found = []
     for one in psutil.Process().children(recursive=True):

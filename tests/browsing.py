@@ -50,6 +50,10 @@ class Visit:
             self.page.wait_for_timeout(20)
         raise AssertionError(f"still not true: {expression}")
 
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, or of the promise that it is."""
+        return self.page.evaluate(expression)
+
     def count(self, selector: str) -> int:
         """How many elements there are."""
         return self.page.locator(selector).count()

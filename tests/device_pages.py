@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from google.protobuf.message import DecodeError
 
 import memorised_target
 from free_port import free_port
@@ -40,6 +41,26 @@ READY = "document.querySelector('#model')?.textContent === 'tiny'"
 
 KEPT = "navigator.serviceWorker.controller !== null"
 """It would open without a server."""
+
+BEGIN_ANSWER = """async (body) => {
+  const { Server } = await import('/server.js');
+  const server = window.device ??= new Server();
+  await server.about();
+  const told = window.told = { ids: [], most: 0, shownMs: 0, done: false };
+  (async () => {
+    for await (const { moaspec } of server.chat(body, new AbortController().signal)) {
+      told.ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
+      const shown = moaspec.provisional?.length ?? 0;
+      told.most = Math.max(told.most, shown);
+      if (shown && told.cutMs) told.shownMs ||= Date.now();
+    }
+    told.done = true;
+  })();
+}"""
+"""An answer in the background: its ids, most provisional tokens at once, and when they came."""
+
+LINK_DOWN = "device.link.state === 'down'"
+"""Of such an answer: the link is down."""
 
 PACKAGE = Path(__file__).parents[1] / "packages" / "device-js"
 
@@ -125,6 +146,14 @@ class PageServer:
             self.thread = None
 
 
+def _base(frame: bytes) -> int:
+    """Tokens of the text before a verdict; 0 of other messages."""
+    try:
+        return pb.ServerMessage.FromString(frame).verdict.base
+    except DecodeError:  # an answer to another call
+        return 0
+
+
 @contextmanager
 def serving_pages(
     directory: Path, scripts: Path, tls: ssl.SSLContext | None = None
@@ -135,7 +164,7 @@ def serving_pages(
     async def send_late(connection: WebSocketConnection, frame: bytes) -> None:
         await asyncio.sleep(PAUSE_S)
         most = server.most
-        if most is None or pb.ServerMessage.FromString(frame).verdict.base <= most:
+        if most is None or _base(frame) <= most:
             await send(connection, frame)
 
     decide = SharedVerifier.decide

@@ -26,7 +26,7 @@ import moaspec
 import serving
 from browsing import PHONE, Visit
 from chatpage import DONE, ask, asked, local_source, painted, raw_text, violations
-from device_pages import KEPT, READY, PageServer, built_scripts, serving_pages
+from device_pages import BEGIN_ANSWER, KEPT, READY, PageServer, built_scripts, serving_pages
 from free_port import free_port
 from memorised_target import ANSWER, QUESTION
 from moaspec.remote.protocol import target_pb2 as pb
@@ -59,23 +59,6 @@ CUT_IN_THE_MIDDLE = """() => {
   observer.observe(log, { childList: true, subtree: true, characterData: true });
 }"""
 """Cuts the emulated link as soon as an answer has some words."""
-
-BEGIN_ANSWER = """async (body) => {
-  const { Server } = await import('/server.js');
-  const server = window.device ??= new Server();
-  await server.about();
-  const told = window.told = { ids: [], most: 0, shownMs: 0, done: false };
-  (async () => {
-    for await (const { moaspec } of server.chat(body, new AbortController().signal)) {
-      told.ids.push(...(moaspec.pieces ?? []).map((piece) => piece.id));
-      const shown = moaspec.provisional?.length ?? 0;
-      told.most = Math.max(told.most, shown);
-      if (shown && told.cutMs) told.shownMs ||= Date.now();
-    }
-    told.done = true;
-  })();
-}"""
-"""An answer in the background: its ids, most provisional tokens at once, and when they came."""
 
 
 @pytest.fixture(scope="module")

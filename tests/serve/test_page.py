@@ -475,3 +475,35 @@ def test_verdicts_and_sentences(browser: Browser, local: Served) -> None:
             "1.5 kB",
             "2.0 MB",
         ]
+        pays = visited.module("panel.js", "a.map(m.pays)", [None, 0.6, 1.4])
+        assert pays[0].startswith("Drafts pay where ")
+        assert pays[1].startswith("Drafts do not pay here: ")
+        assert pays[2] == "Drafts pay here: about 1.4 times the speed of streaming."
+
+
+def test_a_race_is_short_and_nothing_has_ended_before_its_end(
+    browser: Browser, local: Served
+) -> None:
+    """Answers of 40 s are replayed; the clock shows their own times."""
+    replay = """(async () => {
+      const { Answer, emptyText } = await import('/answer.js');
+      const [answer, seen] = [new Answer("Answer", emptyText()), []];
+      document.body.append(answer.element);
+      for (const [id, at] of [0, 20_000, 40_000].entries()) {
+        const piece = { id, text: 'word ', source: 'target' };
+        answer.add([piece]);
+        answer.record.push({ at, pieces: [piece] });
+      }
+      answer.end('length');
+      const clock = answer.clock.bind(answer);
+      answer.clock = (text) => { clock(text); seen.push([text, answer.notes.textContent]); };
+      await m.race([answer], new AbortController().signal);
+      return { seen, notes: answer.notes.textContent };
+    })()"""
+    with browsing.visit(browser, local.url) as visited:
+        found = visited.module("race.js", replay)
+        *writing, (last, _) = [one for one in found["seen"] if one[0]]
+        assert writing[0][0].endswith("shown 8.0 times as fast")
+        assert "done after 40.00 s" in last
+        assert not any(notes for _, notes in writing)
+        assert found["notes"] == "Ended at the token limit."

@@ -127,3 +127,12 @@ test("a model's settings that are not supported", () => {
   expect(new GenerationDefaults({ typical_p: 0.5, num_beams: 1, dola_layers: null }).settings(false)).toBeTruthy();
   expect(() => new GenerationDefaults({ typical_p: 0.5 }).settings(true)).toThrow(InputError);
 });
+
+test("the gain of drafts is known once both times are measured", () => {
+  const gain = (waitMs: number, stepMs: number | undefined, plainMs: number | undefined) =>
+    new LinkPolicy(() => waitMs, () => stepMs, true, () => plainMs).gain;
+  expect(gain(160, 5, 150)).toBeGreaterThan(1);
+  expect(gain(40, 5, 8)).toBeLessThan(1);
+  expect(gain(160, undefined, 150)).toBeUndefined();
+  expect(gain(160, 5, undefined)).toBeUndefined();
+});

@@ -10,6 +10,7 @@ import type { PendingRequest } from "../src/session/remote_verifier.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, FaultyTransport, device, draftInTurn, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
+import type { Transport } from "../src/protocol/transport.js";
 
 /** Cuts are noticed quickly. A process that stands still for less than `LATE_MS` is no cut. */
 const LINK = { heartbeatMs: 20, deadAfterMs: 300, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
@@ -515,4 +516,17 @@ test("invalid arguments", async () => {
   for (const options of [{ codec: "fp8" }, { onCut: "stay" }, { maxProvisional: -1 }, { draft: "tree" }]) {
     expect(() => made(options as SessionOptions)).toThrow(InputError);
   }
+});
+
+test("connections that take longer than the limit of an attempt", async () => {
+  const server = new FakeServer();
+  const slow: Transport = {
+    connect: async (events) => {
+      await new Promise((resolve) => setTimeout(resolve, 3 * LINK.connectMs));
+      return server.connect(events);
+    },
+  };
+  const session = new RemoteSession(device(), slow, { link: LINK, draft: 2 });
+  sessions.push(session);
+  expect((await session.generate(PROMPT, { maxNewTokens: 20 })).tokenIds).toEqual(ownText(PROMPT, 20));
 });

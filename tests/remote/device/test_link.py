@@ -9,7 +9,7 @@ from moaspec.remote.device.events import LinkStats
 from moaspec.remote.device.link import ServerLink
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.transport import Connection, InProcessTransport
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 
 
 class Silent:
@@ -20,9 +20,27 @@ class Silent:
             await connection.receive()
 
 
-def silent_link() -> ServerLink:
+class Echo:
+    """A server that sends heartbeats back."""
+
+    async def converse(self, _: str, connection: Connection) -> None:
+        while True:
+            message = pb.ClientMessage.FromString(await connection.receive())
+            answer = pb.ServerMessage(heartbeat=message.heartbeat)
+            await connection.send(answer.SerializeToString())
+
+
+class Slow(InProcessTransport):
+    """A link over which a connection takes longer than the limit of an attempt."""
+
+    async def connect(self) -> Connection:
+        await asyncio.sleep(3 * QUICK.connect_s)
+        return await super().connect()
+
+
+def made_link(transport: Transport | None = None) -> ServerLink:
     return ServerLink(
-        Fleet.of(InProcessTransport(Silent())).route(),
+        Fleet.of(transport or InProcessTransport(Silent())).route(),
         bytes(16),
         QUICK,
         LinkStats(),
@@ -36,7 +54,7 @@ def test_who_gives_up_closing_a_link_gives_it_up_at_any_moment() -> None:
     """Python 3.11's `wait_for` loses a cancellation that comes as the awaited work ends."""
 
     async def close_and_give_up(moment: int) -> bool:
-        link = silent_link()
+        link = made_link()
         link.start()
         while not link.connected:
             await asyncio.sleep(0)
@@ -55,5 +73,17 @@ def test_who_gives_up_closing_a_link_gives_it_up_at_any_moment() -> None:
         moment = 0
         while not await close_and_give_up(moment):
             moment += 1
+
+    asyncio.run(run())
+
+
+def test_connections_that_take_longer_than_the_limit_of_an_attempt() -> None:
+    async def run() -> None:
+        link = made_link(Slow(Echo()))
+        link.start()
+        async with asyncio.timeout(60):
+            while link.stats.state != "up":
+                await asyncio.sleep(0.01)
+        await link.close()
 
     asyncio.run(run())

@@ -35,6 +35,16 @@ def test_drafts_where_they_pay() -> None:
     assert min(depths(policy(0.16, 0.005, 0.15), 40)) > 1
 
 
+def test_the_gain_of_drafts_is_known_once_measured() -> None:
+    """Without drafts it is 1: a server's streaming does not wait for the link."""
+    slow_target, fast_target = policy(0.16, 0.005, 0.15), policy(0.04, 0.005, 0.008)
+    assert slow_target.gain is not None
+    assert fast_target.gain is not None
+    assert slow_target.gain > 1 > fast_target.gain
+    assert policy(0.16, None, 0.15).gain is None
+    assert policy(0.16, 0.005, None).gain is None
+
+
 @pytest.mark.parametrize("step_s", [0.2, 0.3, 0.5])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_no_drafts_where_they_do_not(step_s: float, ahead: bool) -> None:

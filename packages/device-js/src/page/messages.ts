@@ -54,6 +54,8 @@ export interface Link {
   readonly bytes_received: number;
   readonly cut: boolean;
   readonly can_cut: boolean;
+  /** Expected speed with drafts on this link, relative to the server's streaming alone. */
+  readonly draft_gain: number | null;
   /** Milliseconds of one drafted token. */
   readonly draft_ms: number | null;
 }

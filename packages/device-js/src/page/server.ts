@@ -32,6 +32,7 @@ const NOT_YET: Link = {
   bytes_received: 0,
   cut: false,
   can_cut: true,
+  draft_gain: null,
   draft_ms: null,
 };
 

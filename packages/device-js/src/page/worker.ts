@@ -101,7 +101,8 @@ async function load(token: string): Promise<void> {
 /** Take a new version of the drafter, unless an answer is being written. */
 async function update(): Promise<void> {
   const server = updates;
-  if (!server || stopping || isUpdating || transport!.cut || isPrepared) return;
+  if (!server || stopping || isUpdating || isPrepared || transport!.cut) return;
+  if (link().state === "down") return; // each connection that fails holds back those of the session
   isUpdating = true;
   const { manifest } = device!;
   try {
@@ -134,7 +135,7 @@ async function begin(): Promise<void> {
 }
 
 function link(): Link {
-  const { stats, draftMs, provisional } = session!;
+  const { stats, draftGain, draftMs, provisional } = session!;
   const isDown = stats.state === "down" || (stats.state === "connecting" && stats.failures > 0);
   const isUp = stats.state === "up" && !provisional.length;
   return {
@@ -144,6 +145,7 @@ function link(): Link {
     bytes_received: stats.bytesDown,
     cut: transport!.cut,
     can_cut: true,
+    draft_gain: draftGain ?? null,
     draft_ms: draftMs ?? null,
   };
 }

@@ -1,4 +1,5 @@
 import { InputError, LinkError, RefusedError, UnknownClientError } from "../errors.js";
+import { Health } from "./health.js";
 import { MAX_FRAME_BYTES } from "./limits.js";
 import type { Connection, ConnectionEvents, Transport } from "./transport.js";
 import type { Description } from "./target_pb.js";
@@ -32,6 +33,7 @@ export class WebSocketTransport implements Transport {
   private readonly url: string;
   private readonly protocols = [SUBPROTOCOL];
   private readonly make: new (url: string, protocols: string[]) => WebSocket;
+  private readonly health: Health | undefined;
 
   /**
    * @param address ws://HOST:PORT, or wss://HOST:PORT for TLS
@@ -50,7 +52,9 @@ export class WebSocketTransport implements Transport {
       const encoded = btoa(token).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
       this.protocols.push(TOKEN_PREFIX + encoded);
     }
-    this.url = `${parts.href.replace(/\/+$/, "")}/v1/`;
+    const place = parts.href.replace(/\/+$/, "");
+    this.url = `${place}/v1/`;
+    this.health = options.WebSocket ? undefined : Health.of(place);
     const make = options.WebSocket ?? globalThis.WebSocket;
     if (!make) throw new InputError("There is no global WebSocket here; pass that of the package ws.");
     this.make = make;
@@ -93,7 +97,13 @@ export class WebSocketTransport implements Transport {
   }
 
   /** Open a connection for one of the server's calls; see `connect`. */
-  open(call: Call, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+  async open(call: Call, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
+    if (this.health && !(await this.health.mayOpen(signal))) throw new LinkError("The server does not answer.");
+    if (signal.aborted) throw new LinkError("The server took too long.");
+    return this.dial(call, events, signal);
+  }
+
+  private dial(call: Call, events: ConnectionEvents, signal: AbortSignal): Promise<Connection> {
     return new Promise((resolve, reject) => {
       const socket = new this.make(this.url + call, this.protocols);
       socket.binaryType = "arraybuffer";
@@ -102,6 +112,7 @@ export class WebSocketTransport implements Transport {
       const end = (error: LinkError | RefusedError): void => {
         if (closed) return;
         closed = true;
+        if (!(error instanceof EndOfCall)) this.health?.noteFailure();
         if (socket.readyState < 2) socket.close();
         if (opened) events.onEnd(error);
         else reject(error);
@@ -114,6 +125,7 @@ export class WebSocketTransport implements Transport {
           return;
         }
         opened = true;
+        this.health?.noteOpened();
         resolve({
           send: (frame) => {
             if (closed || socket.readyState !== 1) return;

@@ -24,7 +24,7 @@ export interface LinkOptions {
   /** First and longest time from the start of a failed attempt to that of the next. */
   readonly backoffMs: number;
   readonly maxBackoffMs: number;
-  /** Limit of an attempt. */
+  /** Limit of an attempt; it grows while attempts take too long. */
   readonly connectMs: number;
   /** A request is repeated after this time or several round trips. */
   readonly retryMs: number;
@@ -41,6 +41,13 @@ export const LINK_DEFAULTS: LinkOptions = {
 
 /** A timer that fires this late shows that the device was suspended, not that the link is dead. */
 const LATE_MS = 200;
+/**
+ * Attempts that may take too long before the next ones get more time: servers that are avoided after these come first.
+ * Then the limit doubles. Its largest factor is enough for Chromium, which holds a connection back by up to 5 s, and for
+ * long round trips; while packets are lost, the system repeats the first one less and less often, by then every 3 s.
+ */
+const MAX_LATE = 2;
+const MAX_LIMIT_FACTOR = 6;
 /** Heartbeats without an answer that are remembered. */
 const MAX_BEATS = 64;
 
@@ -66,6 +73,8 @@ export class ServerLink {
   /** Whether this device itself has ended the connection. */
   private isRenewing = false;
   private readonly pause = new WakeUp();
+  /** Attempts, one after another, that took too long. */
+  private late = 0;
   private heardMs = 0;
   private number = 0n;
   private readonly beats = new Map<bigint, number>();
@@ -116,6 +125,7 @@ export class ServerLink {
   /** Connect at once, over a new connection. */
   reconnect(): void {
     this.route.forgive();
+    this.late = 0;
     this.isRenewing = true;
     this.pause.set();
     this.breakOff?.();
@@ -205,7 +215,11 @@ export class ServerLink {
   /** Open a connection; undefined when the server cannot be reached in time. */
   private async connect(events: ConnectionEvents): Promise<Connection | undefined> {
     const attempt = new AbortController();
-    const limit = setTimeout(() => attempt.abort(), this.options.connectMs);
+    const factor = Math.min(2 ** Math.max(0, this.late - MAX_LATE + 1), MAX_LIMIT_FACTOR);
+    const limit = setTimeout(() => {
+      this.late += 1;
+      attempt.abort();
+    }, factor * this.options.connectMs);
     this.breakOff = () => attempt.abort();
     const given = new Promise<undefined>((resolve) => {
       attempt.signal.addEventListener("abort", () => resolve(undefined), { once: true });
@@ -270,7 +284,7 @@ export class ServerLink {
       if (this.stats.state !== "up") {
         this.stats.reconnects += this.stats.state === "down" ? 1 : 0;
         this.stats.upMs = now();
-        this.stats.failures = 0;
+        this.stats.failures = this.late = 0;
         this.setState("up");
       }
       if (message.kind.case === "heartbeat") this.noteRoundTrip(message.kind.value.number);

@@ -152,6 +152,13 @@ export class LinkPolicy {
     return this.rounds(rates).map(({ tokens, roundMs }) => (1000 * tokens) / roundMs);
   }
 
+  /** Expected speed of the best chain, relative to streaming without drafts; undefined until both are measured. */
+  get gain(): number | undefined {
+    const plainMs = this.plainMs();
+    if (plainMs === undefined || this.stepMs() === undefined || this.measuring()) return undefined;
+    return (Math.max(...this.speeds()) * Math.max(plainMs, MIN_MS)) / 1000;
+  }
+
   private get knownWaitMs(): number {
     return Math.max(this.waitMs() ?? ASSUMED_WAIT_MS, MIN_MS);
   }

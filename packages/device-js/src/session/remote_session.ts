@@ -112,6 +112,11 @@ export class RemoteSession {
     return this.ahead.stepMs;
   }
 
+  /** Expected speed with drafts on this link, relative to the server's streaming alone; undefined until measured. */
+  get draftGain(): number | undefined {
+    return this.auto.gain;
+  }
+
   /** Connect now, and not with the first turn. */
   connect(): void {
     this.link.start();

@@ -20,6 +20,14 @@ from moaspec.support.tasks import end_tasks
 FAREWELL_S = 0.5
 """Time for a link that is closed to send queued messages."""
 
+MAX_LATE = 2
+"""Attempts that may take too long before the next ones get more time, for servers that are avoided
+after these come first; then the limit doubles."""
+
+MAX_LIMIT_FACTOR = 6
+"""Of the limit of an attempt: enough for long round trips and busy servers. While packets are lost,
+the system repeats the first one less and less often, by then every 3 s."""
+
 LATE_S = 0.2
 """A timer that fires this late shows that the device was suspended, not that the link is dead."""
 
@@ -33,7 +41,7 @@ class LinkOptions:
         dead_after_s: silence after which the link is dead.
         backoff_s, max_backoff_s: first and longest time from the start of a failed attempt to that
             of the next.
-        connect_s: timeout of an attempt.
+        connect_s: timeout of an attempt; it grows while attempts take too long.
         retry_s: a request is repeated after this time or several round trips, in
             case it or its answer was lost.
     """
@@ -79,6 +87,7 @@ class ServerLink:
         self._task: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
         self._heard_s = 0.0
+        self._late = 0  # attempts, one after another, that took too long
         self._number = 0
         self._beats: dict[int, float] = {}
         self._renew = self._moving = self._closing = False
@@ -151,10 +160,14 @@ class ServerLink:
 
     async def _connect_once(self) -> bool:
         """Open one connection and use it until it ends; returns whether it was ever up."""
+        factor = min(2 ** max(0, self._late - MAX_LATE + 1), MAX_LIMIT_FACTOR)
         try:
-            async with asyncio.timeout(self.options.connect_s):
+            async with asyncio.timeout(factor * self.options.connect_s):
                 connection = await self._route.connect()
-        except (LinkError, TimeoutError):
+        except LinkError:
+            return False
+        except TimeoutError:
+            self._late += 1
             return False
         try:
             return await self._use_connection(connection)
@@ -207,6 +220,7 @@ class ServerLink:
             if self.stats.state != "up":
                 self.stats.reconnects += self.stats.state == "down"
                 self.stats.up_s = now()
+                self._late = 0
                 self._set("up")
             if message.HasField("heartbeat"):
                 self._note_round_trip(message.heartbeat.number)

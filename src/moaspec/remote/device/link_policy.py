@@ -145,6 +145,17 @@ class LinkPolicy(DraftPolicy):
         tokens, round_s = self._rounds(self._acceptance.rates if rates is None else rates)
         return np.asarray(tokens / round_s)
 
+    @property
+    def gain(self) -> float | None:
+        """Expected speed of the best chain, relative to streaming without drafts.
+
+        None until both are measured.
+        """
+        plain_s = self._plain_s()
+        if plain_s is None or self._step_s() is None or self._measuring():
+            return None
+        return float(self.speeds().max()) * max(plain_s, 1e-4)
+
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Count a round that sent drafts; of drafts that the server dropped the tree is empty."""
         if self._counts():

@@ -230,6 +230,14 @@ class RemoteSession:
             if self._task is None and self._memory is not None:
                 self._memory.save(self._verifier.text, len(self._prompt))
 
+    @property
+    def draft_gain(self) -> float | None:
+        """Expected speed with drafts on this link, relative to the server's streaming alone.
+
+        None until both are measured.
+        """
+        return self._auto.gain
+
     async def close(self) -> None:
         """End the session here and on the server."""
         await self._end_turn()

@@ -10,7 +10,7 @@ from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import LinkState, SourceFacts, Update
 from moaspec.serve.sources.text_writer import Piece
 
-LINK_FIELDS = ("state", "round_trip_s", "bytes_sent", "bytes_received")
+LINK_FIELDS = ("state", "round_trip_s", "draft_gain", "bytes_sent", "bytes_received")
 
 
 class ExtensionWriter:

@@ -85,8 +85,10 @@ export class Answer {
     this.#remark();
   }
 
-  /** Clear the text, so that a race can replay it. */
+  /** Clear the text and its end, so that a race can replay it until `end`. */
   rewind() {
+    this.element.setAttribute("aria-busy", "true");
+    this.notes.querySelector(".finish")?.remove();
     Object.assign(this.written, { text: "", runs: [] });
     this.ids = [];
     this.#now();

@@ -178,9 +178,9 @@ export class Chat {
     reply.node.verdict = verdict(of(answer), of(plain));
     this.keep();
     await this.#race([answer, plain]);
-    reply.judge(reply.node.verdict);
+    const shown = reply.judge(reply.node.verdict);
     this.parts.speaker.say(reply.node.verdict.text);
-    this.log.toEnd();
+    shown.scrollIntoView({ block: "nearest" });
   }
 
   async #race(answers) {

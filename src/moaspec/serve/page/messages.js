@@ -113,9 +113,11 @@ class Reply {
     );
   }
 
-  /** Show the comparison of two answers. */
+  /** Show the comparison of two answers above them. */
   judge({ same, text }) {
-    this.panes.append(element("p", `verdict ${same ? "same" : "differs"}`, text));
+    const verdict = element("p", `verdict ${same ? "same" : "differs"}`, text);
+    this.panes.prepend(verdict);
+    return verdict;
   }
 
   remove() {

@@ -19,6 +19,18 @@ export function bytes(number) {
   return `${(number / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
+/** A sentence on whether drafting pays on a link: `gain` is the speed with drafts over that without. */
+export function pays(gain) {
+  if (gain == null) {
+    return "Drafts pay where they and a round trip take less time than the passes they save.";
+  }
+  const much = `${gain.toFixed(1)} times the speed of streaming`;
+  return gain < 1 ?
+    `Drafts do not pay here: with the round trip they would give ${much}, so the server ` +
+      "streams nearly all tokens." :
+    `Drafts pay here: about ${much}.`;
+}
+
 const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
 
 export class Panel {
@@ -105,6 +117,7 @@ export class Panel {
     if (!link) return;
     $("link-state").textContent = STATES[link.state];
     $("link-state").dataset.state = link.state;
+    $("pays").textContent = pays(link.draft_gain);
     $("round-trip").textContent =
       link.round_trip_s == null ? "–" : `${Math.round(link.round_trip_s * 1000)} ms`;
     $("sent").textContent = bytes(link.bytes_sent);

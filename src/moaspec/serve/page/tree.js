@@ -3,6 +3,7 @@
 const COLUMN = 72;
 const ROW = 32;
 const NODE = { width: 62, height: 24 };
+const SMALLEST = 0.75;
 const SVG = "http://www.w3.org/2000/svg";
 
 /** A token's text on one short line with visible white space. Special tokens have no text. */
@@ -61,9 +62,12 @@ export function draw(into, round) {
   const { places, rows, depth } = layout(nodes);
   const width = depth * COLUMN + 24;
   const svg = make("svg", {
-    width, height: rows * ROW, viewBox: `0 0 ${width} ${rows * ROW}`,
+    viewBox: `0 0 ${width} ${rows * ROW}`,
     role: "img", "aria-label": sentence(round),
   });
+  // A deep tree shrinks to the panel's width, as far as it can be read; then it scrolls.
+  svg.style.minWidth = `${Math.round(SMALLEST * width)}px`;
+  svg.style.maxWidth = `${width}px`;
   nodes.forEach((node, index) => svg.append(edge(places[node.parent], places[index], node)));
   svg.append(make("circle", { cx: 8, cy: ROW / 2, r: 5, class: "root" }));
   nodes.forEach((node, index) => svg.append(box(places[index], node)));

@@ -234,6 +234,7 @@ class EdgeSource(TextSource):
         return LinkState(
             state=reached if latest is None else _link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
+            draft_gain=None if latest is None else latest.session.draft_gain,
             bytes_sent=self._closed_bytes[0] + sum(each.bytes_up for each in stats),
             bytes_received=self._closed_bytes[1] + sum(each.bytes_down for each in stats),
             can_cut=self._faults is not None,

@@ -65,6 +65,8 @@ class LinkState:
 
     state: Literal["up", "down", "syncing"]  # state of the latest session
     round_trip_s: float | None = None  # latest measured round trip; None if unknown
+    # Expected speed with drafts, relative to the server's streaming alone; None if unknown.
+    draft_gain: float | None = None
     # bytes_sent, bytes_received: totals since the start.
     bytes_sent: int = 0
     bytes_received: int = 0

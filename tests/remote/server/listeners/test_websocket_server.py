@@ -383,6 +383,7 @@ def test_health() -> None:
         async with listening(at) as listener, httpx.AsyncClient() as client:
             url = listener.url.replace("ws", "http", 1)
             well = await client.get(f"{url}/health")
+            assert well.headers["access-control-allow-origin"] == "*"
             assert (well.status_code, well.text) == (200, "SERVING\n")
             assert "server" not in well.headers
             assert (await client.get(f"{url}/v1/nothing")).status_code == 404

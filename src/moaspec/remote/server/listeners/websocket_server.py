@@ -167,12 +167,19 @@ class WebSocketListener:
             own = _own_origin(request, secure=self._options.tls is not None)
             connection.protocol.origins = [*(connection.protocol.origins or ()), *own]
         if request.path == "/health":
-            if self._service.draining:
-                return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "NOT_SERVING\n")
-            return connection.respond(HTTPStatus.OK, "SERVING\n")
+            return self._health(connection)
         if request.path not in PATHS:
             return connection.respond(HTTPStatus.NOT_FOUND, "There is no such call.\n")
         return None
+
+    def _health(self, connection: ServerConnection) -> Response:
+        """Answer whether calls are served, also to pages of other origins that may make calls."""
+        if self._service.draining:
+            response = connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "NOT_SERVING\n")
+        else:
+            response = connection.respond(HTTPStatus.OK, "SERVING\n")
+        response.headers["Access-Control-Allow-Origin"] = "*"
+        return response
 
     async def _serve(self, connection: ServerConnection) -> None:
         """Serve the call that a connection was opened for."""
