@@ -4,7 +4,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from moaspec import __version__
 from moaspec.cli.checkout import add_tool_command
@@ -25,7 +24,7 @@ from moaspec.cli.commands.serving.target_server import target_server
 from moaspec.cli.commands.serving.vllm_config import vllm_config
 from moaspec.cli.commands.train import train
 from moaspec.cli.entry import INTERRUPTED
-from moaspec.cli.renamed import Commands
+from moaspec.cli.renamed import RenamedOptions
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
 from moaspec.errors import (
@@ -45,7 +44,7 @@ FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
 
-class Commands(TyperGroup):
+class Commands(RenamedOptions):
     """Says that Ctrl-C has stopped a command which does not say it itself."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -17,7 +17,7 @@ RENAMED = {
 """Earlier and present names, by command."""
 
 
-class Commands(TyperGroup):
+class RenamedOptions(TyperGroup):
     """Commands whose renamed options are told, where "no such option" would not help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
