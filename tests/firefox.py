@@ -114,7 +114,7 @@ def firefox() -> Iterator[Firefox]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         lines = [f"user_pref({json.dumps(k)}, {json.dumps(v)});" for k, v in SETTINGS.items()]
         (Path(profile) / "user.js").write_text("\n".join(lines))
-        command = [FIREFOX, "--headless", "--remote-debugging-port", "0", "--profile", profile]
+        command = [str(FIREFOX), "--headless", "--remote-debugging-port", "0", "--profile", profile]
         pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         # The command starts another process, which is the browser.
         with subprocess.Popen(command, start_new_session=True, **pipes) as running:
