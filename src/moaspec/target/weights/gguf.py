@@ -1,20 +1,19 @@
 """Convert GGUF files to directories that transformers loads in seconds."""
 
-import functools
 import hashlib
+import json
 import logging
-import re
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
@@ -27,15 +26,24 @@ from moaspec.support.paths import (
     require_writable,
     trusted,
 )
-from moaspec.target.families import require_supported
-from moaspec.target.target import PROCESS_SETTINGS
+from moaspec.target.weights.gguf_config import architecture_of, read_config
+from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
+from moaspec.target.weights.gguf_tensors import parameters, sources
 
 log = logging.getLogger(__name__)
-_PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
-_WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
-"""Fields of a part that the joined file lacks, or that its writer adds itself."""
-EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
+READER = 2
+"""Version of what a file is read as; files that an older version converted are converted again."""
+FLOAT_BYTES = 4
+SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Fields `general.sampling.*`, and what transformers calls them."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -65,15 +73,6 @@ def find_gguf(path: Path) -> Path | None:
     return firsts[0]
 
 
-def parts_of(gguf: Path) -> list[Path]:
-    """All parts of a split file, by any part; the file itself where it is whole."""
-    part = _PART.search(gguf.name)
-    if part is None or int(part[2]) < 2:
-        return [gguf]
-    begun = gguf.name[: part.start()]
-    return [gguf.with_name(f"{begun}-{i:05}{part[1]}") for i in range(1, int(part[2]) + 1)]
-
-
 def is_gguf_name(path: Path) -> bool:
     """Whether a name ends in .gguf, in upper or lower case."""
     return path.suffix.lower() == ".gguf"
@@ -97,7 +96,7 @@ def key_of(gguf: Path) -> str:
     """Cache key of the converted file: its name with a hash of path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
-    text = f"{gguf.resolve()} {text}"
+    text = f"{READER} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -115,31 +114,30 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
     Raises:
         OSError: the cache cannot be written.
-        UnknownModelError: transformers cannot read the file.
-        UnsupportedTargetError: a family that is not supported.
+        UnknownModelError: the file is damaged, or lacks tensors or has others.
+        UnsupportedTargetError: an architecture or a field that is not read.
     """
     final = trusted(key)
     if is_dequantised(key):
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
-    parts = parts_of(gguf)
-    size = sum(one.stat().st_size for one in parts)
-    require_room(final.parent, (EXPANSION + (len(parts) > 1)) * size)
     said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s on other machines."
     log.info(said, name)
+    with _named_errors(name, gguf, remedy):
+        file = read_gguf(gguf)
+        config = read_config(file)
+        found = sources(config, architecture_of(file), file)
+        tokenizer = _tokenizer(file, name)
+    weights = sum(tensor.num_weights for tensor in file.tensors.values())
+    require_room(final.parent, FLOAT_BYTES * weights)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
-        whole = gguf
-        if len(parts) > 1:
-            with _named_errors(name, gguf, remedy, but=OSError):
-                whole = _joined(parts, scratch / "whole.gguf")
-        with _named_errors(name, gguf, remedy):
-            model, tokenizer = _read(name, whole)
-        if whole != gguf:
-            whole.unlink()
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        _write_weights(scratch, _named(parameters(found, file), name, gguf, remedy))
+        config.save_pretrained(scratch)
+        _generation_config(config, file).save_pretrained(scratch)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
         close_to_others(scratch)
         _publish(scratch, final)
     except (OSError, SafetensorError) as error:
@@ -150,89 +148,86 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
 
 @contextmanager
-def _named_errors(
-    name: str, gguf: Path, remedy: str, *, but: type[Exception] = MoaSpecError
-) -> Iterator[None]:
-    """Turn the libraries' errors, except those of type `but`, into ours, which name the file."""
+def _named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
+    """Name the target and the file in errors, and turn the libraries' into ours."""
+    begun = f"Cannot load the target {name!r} from the GGUF file {gguf}: "
+    remedy = f" {remedy}." if remedy else ""
     try:
         yield
-    except (MoaSpecError, but):
-        raise
+    except MoaSpecError as error:
+        raise type(error)(f"{begun}{error}{remedy}") from error
     # The libraries raise almost anything where files are damaged.
     except Exception as error:
         raise UnknownModelError(
-            f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
-            f"transformers cannot read. {remedy}{'. ' if remedy else ''}Cause: {first_line(error)}"
+            f"{begun}it is damaged, or no GGUF.{remedy} Cause: {first_line(error)}"
         ) from error
 
 
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Parse the file once, and build its table of names once; transformers repeats both."""
-    import gguf as package  # here: few targets are GGUF files
-
-    with PROCESS_SETTINGS:
-        names = "GGUFReader", "get_tensor_name_map"
-        kept = {name: getattr(package, name) for name in names}
-        try:
-            for name, made in kept.items():
-                setattr(package, name, functools.cache(made))
-            yield
-        finally:
-            for name, made in kept.items():
-                setattr(package, name, made)
+def _named(
+    tensors: Iterator[tuple[str, Tensor]], name: str, gguf: Path, remedy: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; errors in reading them name the file."""
+    while True:
+        with _named_errors(name, gguf, remedy):
+            one = next(tensors, None)
+        if one is None:
+            return
+        yield one
 
 
-@_parsed_once()
-def _read(name: str, gguf: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
-    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    config = AutoConfig.from_pretrained(**source)
-    require_supported(config, name)
-    _check_sizes(config, gguf)
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain float32 now; without this transformers refuses to save them.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    return model, AutoTokenizer.from_pretrained(**source)
+def _tokenizer(file: GGUFFile, name: str) -> Any:
+    """The tokenizer, or None where the file has none (token ids still work)."""
+    if file.fields.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+        return None
+    return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
 
 
-def _check_sizes(config: Any, gguf: Path) -> None:
-    """Refuse sizes that do not fit the file, before transformers builds such a model."""
-    with gguf.open("rb") as file:
-        (num_tensors,) = struct.unpack("<8xQ", file.read(16))
-    if config.num_hidden_layers > num_tensors:
-        raise ValueError(f"{config.num_hidden_layers} layers, and {num_tensors} tensors")
-    largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
-    if largest > 8 * gguf.stat().st_size:  # less than one bit a weight
-        raise ValueError(f"a matrix of {largest} weights in {gguf.stat().st_size} bytes")
+def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
+    """Tokens that end an answer, and the sampling that the file recommends."""
+    sampling = {
+        theirs: file.fields[f"general.sampling.{ours}"]
+        for ours, theirs in _SAMPLING.items()
+        if f"general.sampling.{ours}" in file.fields
+    }
+    made = GenerationConfig.from_model_config(config)
+    made.update(**sampling, **({"do_sample": True} if sampling else {}))
+    return made
 
 
-def _joined(parts: list[Path], whole: Path) -> Path:
-    """Join the parts of a split file; transformers reads whole ones only."""
-    # Imported here: few files are split.
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write shards of a limited size, and their index."""
+    shards: list[dict[str, int]] = []
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and _size(held) + tensor.nbytes > SHARD_BYTES:
+            shards.append(_write_shard(directory, len(shards), held))
+            held = {}
+        held[name] = tensor
+    shards.append(_write_shard(directory, len(shards), held))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names):
+        _shard(directory, number).rename(directory / name)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(sum(shard.values()) for shard in shards)},
+            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    readers = [GGUFReader(one) for one in parts]
-    fields = readers[0].fields
-    writer = GGUFWriter(whole, fields["general.architecture"].contents())
-    for name, field in fields.items():
-        if not name.startswith(_WRITTEN_ANEW):
-            kind = field.types[0]
-            inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), kind, sub_type=inner)
-    tensors = [tensor for reader in readers for tensor in reader.tensors]
-    for one in tensors:
-        writer.add_tensor_info(
-            one.name, one.data.shape, one.data.dtype, one.data.nbytes, one.tensor_type
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for one in tensors:
-        writer.write_tensor_data(one.data)
-    writer.close()
-    return whole
+
+def _write_shard(directory: Path, number: int, held: dict[str, Tensor]) -> dict[str, int]:
+    save_file(held, _shard(directory, number), metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in held.items()}
+
+
+def _shard(directory: Path, number: int) -> Path:
+    return directory / f"{number}.safetensors"
+
+
+def _size(held: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in held.values())
 
 
 def _publish(scratch: Path, final: Path) -> None:
