@@ -129,7 +129,7 @@ def _tokens(writer: Any, size: int) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([f"<{i}>" for i in range(3)] + [chr(33 + i) for i in range(size - 3)])
     writer.add_token_types([3, 3, 3, *[1] * (size - 3)])
-    writer.add_token_merges(["! \""])
+    writer.add_token_merges(['! "'])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
@@ -29,10 +29,11 @@ from moaspec.support.paths import (
 from moaspec.target.weights.gguf_config import architecture_of, read_config
 from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
 from moaspec.target.weights.gguf_tensors import parameters, sources
+from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 
 log = logging.getLogger(__name__)
-READER = 2
-"""Version of what a file is read as; files that an older version converted are converted again."""
+CONVERSION = 2
+"""Part of the names of converted files; another number where they must be made anew."""
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -96,7 +97,7 @@ def key_of(gguf: Path) -> str:
     """Cache key of the converted file: its name with a hash of path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
-    text = f"{READER} {gguf.resolve()} {text}"
+    text = f"{CONVERSION} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -128,14 +129,14 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         file = read_gguf(gguf)
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
-        tokenizer = _tokenizer(file, name)
+    tokenizer = _tokenizer(file, name)
     weights = sum(tensor.num_weights for tensor in file.tensors.values())
     require_room(final.parent, FLOAT_BYTES * weights)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
         _write_weights(scratch, _named(parameters(found, file), name, gguf, remedy))
-        config.save_pretrained(scratch)
         _generation_config(config, file).save_pretrained(scratch)
+        config.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         close_to_others(scratch)
@@ -177,9 +178,13 @@ def _named(
 
 def _tokenizer(file: GGUFFile, name: str) -> Any:
     """The tokenizer, or None where the file has none (token ids still work)."""
-    if file.fields.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+    if not _has_vocabulary(file):
         return None
-    return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    return read_tokenizer(file.fields, name=name)
+
+
+def _has_vocabulary(file: GGUFFile) -> bool:
+    return file.fields.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
 
 def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
@@ -190,6 +195,8 @@ def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
         if f"general.sampling.{ours}" in file.fields
     }
     made = GenerationConfig.from_model_config(config)
+    if _has_vocabulary(file):
+        made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
     made.update(**sampling, **({"do_sample": True} if sampling else {}))
     return made
 
@@ -212,7 +219,9 @@ def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> No
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(sum(shard.values()) for shard in shards)},
-            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+            "weight_map": {
+                key: name for name, shard in zip(names, shards, strict=True) for key in shard
+            },
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.target.weights.gguf_fields import Fields
 from moaspec.target.weights.gguf_file import GGUFFile
-from moaspec.target.weights.gguf_rope import rope_parameters
+from moaspec.target.weights.gguf_rope import Rotary, rope_parameters
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Values = dict[str, Any]
@@ -47,6 +47,8 @@ class Architecture:
             another order than in transformers.
         norm_offset: what transformers adds to the weights of norms, and the file contains.
         head: whether the file has a head of its own.
+        partial_rotary: whether only a share of each head may be rotated.
+        own_yarn: whether llama.cpp reads YaRN's ramp and magnitude for this architecture.
     """
 
     model_type: str
@@ -55,6 +57,8 @@ class Architecture:
     pairs: bool = False
     norm_offset: float = 0.0
     head: Literal["own", "tied", "either"] = "either"
+    partial_rotary: bool = False
+    own_yarn: bool = False
 
 
 def read_config(file: GGUFFile) -> Any:
@@ -114,7 +118,11 @@ def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Value
         "intermediate_size": fields.integer("feed_forward_length"),
         "max_position_embeddings": context,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 0.0),
-        "rope_parameters": rope_parameters(fields, file, head_dim, context),
+        "rope_parameters": rope_parameters(
+            fields,
+            file,
+            Rotary(head_dim, context, architecture.partial_rotary, architecture.own_yarn),
+        ),
         "tie_word_embeddings": architecture.head == "tied"
         or (architecture.head == "either" and HEAD not in file.tensors),
         **_special_ids(file),
@@ -141,14 +149,15 @@ def _special_ids(file: GGUFFile) -> Values:
 
 def _biases(_fields: Fields, file: GGUFFile, _values: Values) -> Values:
     """Biases of llama-like models, by the tensors that the file has."""
+    inputs = _has_biases(file, "attn_q", "attn_k", "attn_v") or _has_biases(file, "attn_qkv")
     return {
-        "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
-        "mlp_bias": _has_bias(file, "ffn_up"),
+        "attention_bias": inputs and _has_biases(file, "attn_output"),
+        "mlp_bias": _has_biases(file, "ffn_up", "ffn_down"),
     }
 
 
-def _has_bias(file: GGUFFile, *parts: str) -> bool:
-    return any(f"blk.0.{part}.bias" in file.tensors for part in parts)
+def _has_biases(file: GGUFFile, *parts: str) -> bool:
+    return all(f"blk.0.{part}.bias" in file.tensors for part in parts)
 
 
 def _llama(fields: Fields, file: GGUFFile, values: Values) -> Values:
@@ -162,9 +171,9 @@ def _llama(fields: Fields, file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _qwen3_moe(fields: Fields, file: GGUFFile, _values: Values) -> Values:
+def _qwen3_moe(fields: Fields, file: GGUFFile, values: Values) -> Values:
     return {
-        "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
+        "attention_bias": _biases(fields, file, values)["attention_bias"],
         "num_experts": fields.integer("expert_count"),
         "num_experts_per_tok": fields.integer("expert_used_count"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
@@ -193,7 +202,7 @@ def _gemma2(fields: Fields, file: GGUFFile, values: Values) -> Values:
     return {
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": _scaled_by(fields, values, layers_of_27b=46),
+        "query_pre_attn_scalar": _scaled_by(values, layers_of_27b=46),
         "sliding_window": fields.integer("attention.sliding_window", 4096),
         "layer_types": _layer_types(fields, values, period=2),
     }
@@ -208,7 +217,7 @@ def _gemma3(fields: Fields, file: GGUFFile, values: Values) -> Values:
     local = fields.number("rope.freq_base_swa", 10000.0)
     return {
         "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
-        "query_pre_attn_scalar": _scaled_by(fields, values, layers_of_27b=62),
+        "query_pre_attn_scalar": _scaled_by(values, layers_of_27b=62),
         "sliding_window": window or 4096,
         "layer_types": kinds,
         "rope_parameters": {
@@ -218,7 +227,7 @@ def _gemma3(fields: Fields, file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _scaled_by(fields: Fields, values: Values, *, layers_of_27b: int) -> int:
+def _scaled_by(values: Values, *, layers_of_27b: int) -> int:
     """What attention divides by the root of; files have no field for it."""
     head_dim, hidden = values["head_dim"], values["hidden_size"]
     is_27b = values["num_hidden_layers"] == layers_of_27b
@@ -227,8 +236,9 @@ def _scaled_by(fields: Fields, values: Values, *, layers_of_27b: int) -> int:
 
 def _layer_types(fields: Fields, values: Values, *, period: int) -> list[str]:
     """Layers with a sliding window: all but each last of a period, or those that a list names."""
-    given, layers = fields.raw("attention.sliding_window_pattern", period), range(
-        values["num_hidden_layers"]
+    given, layers = (
+        fields.raw("attention.sliding_window_pattern", period),
+        range(values["num_hidden_layers"]),
     )
     if isinstance(given, list):
         if len(given) != len(layers):
@@ -248,7 +258,7 @@ def _phi3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _olmo2(fields: Fields, file: GGUFFile, values: Values) -> Values:
+def _olmo2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     """OLMo 3, which has sliding windows, is stored as OLMo 2."""
     window = fields.integer("attention.sliding_window", 0)
     if not window:
@@ -296,16 +306,16 @@ def _smollm3(fields: Fields, file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _seed_oss(_fields: Fields, file: GGUFFile, _values: Values) -> Values:
+def _seed_oss(fields: Fields, file: GGUFFile, values: Values) -> Values:
     return {
-        "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
-        "attention_out_bias": _has_bias(file, "attn_output"),
-        "mlp_bias": _has_bias(file, "ffn_up"),
+        **_biases(fields, file, values),
+        "attention_bias": _has_biases(file, "attn_q", "attn_k", "attn_v"),
+        "attention_out_bias": _has_biases(file, "attn_output"),
     }
 
 
-def _qwen3(_fields: Fields, file: GGUFFile, _values: Values) -> Values:
-    return {"attention_bias": _has_bias(file, "attn_q", "attn_qkv")}
+def _qwen3(fields: Fields, file: GGUFFile, values: Values) -> Values:
+    return {"attention_bias": _biases(fields, file, values)["attention_bias"]}
 
 
 _MIXTRAL = {f"mlp.{ours}": theirs for ours, theirs in _EXPERTS.items()}
@@ -317,11 +327,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", {**_GEMMA2, **_HEAD_NORMS}, _gemma3, norm_offset=1.0),
     "granite": Architecture("granite", _LLAMA, _granite, pairs=True),
     "llama": Architecture("llama", {**_LLAMA, **_MIXTRAL}, _llama, pairs=True),
-    "mistral3": Architecture("mistral", _LLAMA, _mistral3, pairs=True),
-    "olmo2": Architecture(
-        "olmo2", {**_LLAMA, **_POST_NORMS, **_HEAD_NORMS}, _olmo2, head="own"
-    ),
-    "phi3": Architecture("phi3", _LLAMA, _phi3),
+    "mistral3": Architecture("mistral", _LLAMA, _mistral3, pairs=True, own_yarn=True),
+    "olmo2": Architecture("olmo2", {**_LLAMA, **_POST_NORMS, **_HEAD_NORMS}, _olmo2, head="own"),
+    "phi3": Architecture("phi3", _LLAMA, _phi3, partial_rotary=True),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_HEAD_NORMS}, _qwen3),
     "qwen3moe": Architecture("qwen3_moe", {**_LLAMA, **_HEAD_NORMS, **_MIXTRAL}, _qwen3_moe),
@@ -335,4 +343,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "starcoder2", {**_LLAMA, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, _starcoder2
     ),
 }
-"""By `general.architecture`. Mistral, SmolLM 2 and DeepSeek's distilled Llamas are stored as llama."""
+"""By `general.architecture`. Mistral and SmolLM 2, too, are stored as llama."""

@@ -138,7 +138,7 @@ def _check_split(parts: Sequence[Path], readers: Sequence["GGUFReader"]) -> None
         if len(parts) == 1 and count in (None, 1):
             continue
         if (number, count) != (index, len(parts)):
-            is_ = "no part of a split file" if count is None else f"part {number + 1} of {count}"
+            is_ = f"part {(number or 0) + 1} of {count}" if count else "no part of a split file"
             raise UnknownModelError(
                 f"{part.name} is {is_} by its own fields, and its name says part {index + 1} of "
                 f"{len(parts)}. Give all parts the names with which they were published "

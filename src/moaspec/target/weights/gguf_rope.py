@@ -1,11 +1,13 @@
 """Rotary embeddings of GGUF files as `rope_parameters` of transformers.
 
-Source: `ggml_rope_ext` of llama.cpp. It rotates by position / (factor_i * scale) * base^(-2i/d), where
-`rope_freqs.weight`, or `rope_factors_short` and `rope_factors_long` for texts within and beyond the
-trained length, hold factor_i; YaRN interpolates between both sides of a ramp over the dimensions.
+Source: `ggml_rope_ext` of llama.cpp. It rotates by position / (factor_i * scale) * base^(-2i/d).
+`rope_freqs.weight` holds factor_i, or `rope_factors_short` and `rope_factors_long` do for texts
+within and beyond the trained length. YaRN interpolates along a ramp over the dimensions.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +25,33 @@ _CLOSE = 2e-6  # float32 rounding of a few operations
 _EPSILON = 1e-6  # factors are stored in float32
 
 
-def rope_parameters(fields: Fields, file: GGUFFile, head_dim: int, context: int) -> dict[str, Any]:
-    """Base, rotated share of a head, and scaling.
+@dataclass(frozen=True)
+class Rotary:
+    """What the scaling depends on beside its own fields."""
 
-    Args:
-        context: the model's context length.
+    head_dim: int
+    context: int  # the model's context length
+    partial: bool  # whether a share of each head may be rotated
+    own_yarn: bool  # whether the ramp and magnitude of YaRN are read
+
+
+def rope_parameters(fields: Fields, file: GGUFFile, rotary: Rotary) -> dict[str, Any]:
+    """Base, rotated share of a head, and scaling.
 
     Raises:
         UnknownModelError, UnsupportedTargetError: without the file's name.
     """
-    base = fields.number("rope.freq_base", 10000.0)
-    rotated = _rotated(fields, head_dim)
+    base, context = fields.number("rope.freq_base", 10000.0), rotary.context
+    rotated = _rotated(fields, rotary)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    if rotated != head_dim:
-        parameters["partial_rotary_factor"] = rotated / head_dim
+    if rotated != rotary.head_dim:
+        parameters["partial_rotary_factor"] = rotated / rotary.head_dim
     if SHORT in file.tensors or LONG in file.tensors:
         return parameters | _by_length(fields, file, rotated // 2, context)
     kind = fields.raw("rope.scaling.type", "linear")
     factor = _factor(fields)
     if kind == "yarn" and FACTORS not in file.tensors:
-        return parameters | _yarn(fields, factor, context)
+        return parameters | _yarn(fields, factor, rotary)
     if kind not in ("none", "linear"):
         raise fields.refuse(
             "rope.scaling.type",
@@ -61,9 +70,18 @@ def rope_parameters(fields: Fields, file: GGUFFile, head_dim: int, context: int)
     return parameters | ({} if factor == 1.0 else {"rope_type": "linear", "factor": factor})
 
 
-def _rotated(fields: Fields, head_dim: int) -> int:
+def _rotated(fields: Fields, rotary: Rotary) -> int:
+    head_dim = rotary.head_dim
     rotated = fields.integer("rope.dimension_count", head_dim)
-    if not 0 < rotated <= head_dim or rotated % 2 or int(head_dim * (rotated / head_dim)) != rotated:
+    if rotated != head_dim and not rotary.partial:
+        raise fields.refuse(
+            "rope.dimension_count", f"and this architecture rotates all {head_dim} of a head"
+        )
+    if (
+        not 0 < rotated <= head_dim
+        or rotated % 2
+        or int(head_dim * (rotated / head_dim)) != rotated
+    ):
         raise fields.refuse("rope.dimension_count", f"and a head has {head_dim} dimensions")
     return rotated
 
@@ -103,30 +121,37 @@ def _by_length(fields: Fields, file: GGUFFile, size: int, context: int) -> dict[
     return parameters
 
 
-def _yarn(fields: Fields, factor: float, context: int) -> dict[str, Any]:
-    if fields.number("rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):
-        raise fields.refuse("rope.scaling.yarn_ext_factor", "and moaspec reads 1")
-    parameters: dict[str, Any] = {
+def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
+    trained = fields.integer("rope.scaling.original_context_length", rotary.context)
+    parameters = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": fields.integer(
-            "rope.scaling.original_context_length", context
-        ),
+        "original_max_position_embeddings": trained,
     }
-    for key in ("beta_fast", "beta_slow"):
-        if f"rope.scaling.yarn_{key}" in fields:
-            parameters[key] = fields.number(f"rope.scaling.yarn_{key}")
     usual = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
-    given = fields.number("rope.scaling.yarn_attn_factor", 1.0)
-    # llama.cpp does not use this field; converters copy a config's `attention_factor` to it.
-    if not any(math.isclose(given, same, rel_tol=1e-4) for same in (1.0, usual)):
-        raise fields.refuse("rope.scaling.yarn_attn_factor", f"and moaspec reads 1 and {usual:.4f}")
-    whole = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    # Converters copy a config's `attention_factor` to it, and llama.cpp does not read it.
+    _require_usual(fields, "yarn_attn_factor", (1.0, usual))
+    _require_usual(fields, "yarn_ext_factor", (1.0, -1.0))
+    whole = 0.0
+    if rotary.own_yarn:
+        ramp = (key for key in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{key}" in fields)
+        parameters |= {key: fields.number(f"rope.scaling.yarn_{key}") for key in ramp}
+        whole = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    else:  # llama.cpp does not read them, and the model's own library may
+        _require_usual(fields, "yarn_beta_fast", (32.0,))
+        _require_usual(fields, "yarn_beta_slow", (1.0,))
     scale = fields.number("rope.scaling.attn_factor", 1.0)
     if scale != 1.0 or whole:
         whole = 1.0 + 0.1 * whole * math.log(factor) if factor > 1 else 1.0
         parameters["attention_factor"] = scale * usual / whole
     return parameters
+
+
+def _require_usual(fields: Fields, name: str, usual: Sequence[float]) -> None:
+    given = fields.number(f"rope.scaling.{name}", usual[0])
+    if not any(math.isclose(given, value, rel_tol=1e-4) for value in usual):
+        shown = " or ".join(f"{value:g}" for value in usual)
+        raise fields.refuse(f"rope.scaling.{name}", f"and moaspec reads {shown}")
 
 
 def _by_factors(factors: Tensor, base: float, rotated: int, context: int) -> dict[str, Any]:

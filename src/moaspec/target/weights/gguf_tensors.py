@@ -142,9 +142,11 @@ def _require(found: Mapping[str, Source], file: GGUFFile) -> None:
         )
     surplus = [name for name in file.tensors if name not in wanted and name not in _ROPE]
     if surplus:
-        why = " It has a head of its own, where this architecture takes the embedding." if (
-            HEAD in surplus
-        ) else ""
+        why = (
+            " It has a head of its own, where this architecture takes the embedding."
+            if (HEAD in surplus)
+            else ""
+        )
         raise UnknownModelError(
             f"it has {_listed(surplus)}, which its fields have no place for in a model of the "
             f"architecture {file.architecture!r}.{why}"
