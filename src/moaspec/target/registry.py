@@ -32,6 +32,7 @@ from moaspec.target.spec import TargetSpec
 from moaspec.target.target import PROCESS_SETTINGS, Target
 from moaspec.target.weights.adapter import adapter_hash, merged
 from moaspec.target.weights.gguf import (
+    CONVERSION,
     dequantised,
     find_gguf,
     is_dequantised,
@@ -323,7 +324,7 @@ def find_weights(name: str) -> str:
 
 
 def _alias_key(name: str, gguf: Path) -> str:
-    return f"{name}-{gguf.stat().st_size}"
+    return f"{name}-{gguf.stat().st_size}-{CONVERSION}"
 
 
 def _resolved(name: str) -> str:

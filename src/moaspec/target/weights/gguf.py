@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
@@ -29,11 +29,14 @@ from moaspec.support.paths import (
 )
 from moaspec.target.families import require_supported
 from moaspec.target.target import PROCESS_SETTINGS
+from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 
 log = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 _WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
 """Fields of a part that the joined file lacks, or that its writer adds itself."""
+CONVERSION = 2
+"""Part of the names of converted files; another number where they must be made anew."""
 EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -97,7 +100,7 @@ def key_of(gguf: Path) -> str:
     """Cache key of the converted file: its name with a hash of path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
-    text = f"{gguf.resolve()} {text}"
+    text = f"{CONVERSION} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -194,7 +197,21 @@ def _read(name: str, gguf: Path) -> tuple[Any, Any]:
     # The weights are plain float32 now; without this transformers refuses to save them.
     del model.config.quantization_config
     model.hf_quantizer = None
-    return model, AutoTokenizer.from_pretrained(**source)
+    fields = _metadata(gguf)
+    _set_ends(model, end_ids(fields))
+    return model, read_tokenizer(fields, name=name)
+
+
+def _metadata(gguf: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    return {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+
+
+def _set_ends(model: Any, ends: list[int]) -> None:
+    """Stop at the file's own tokens; transformers takes others where it names none."""
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = ends or None
 
 
 def _check_sizes(config: Any, gguf: Path) -> None:
