@@ -32,7 +32,7 @@ def main() -> None:
             raise SystemExit(str(answer)[:500])
         (one,) = answer["choices"][0]["logprobs"]["content"]
         found.append([[best["id"], best["logprob"]] for best in one["top_logprobs"]])
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 def _parameters(model: str, length: int, threads: int) -> Any:

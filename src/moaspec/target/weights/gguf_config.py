@@ -181,7 +181,7 @@ def _qwen3_moe(fields: Fields, file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _mistral3(fields: Fields, file: GGUFFile, values: Values) -> Values:
+def _mistral3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     """Ministral 3 also scales queries by their position."""
     scale = fields.number("attention.temperature_scale", 0.0)
     if not scale:
@@ -194,11 +194,11 @@ def _mistral3(fields: Fields, file: GGUFFile, values: Values) -> Values:
     return {"model_type": "ministral3", "rope_parameters": rope}
 
 
-def _gemma(fields: Fields, _file: GGUFFile, _values: Values) -> Values:
+def _gemma(_fields: Fields, _file: GGUFFile, _values: Values) -> Values:
     return {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
-def _gemma2(fields: Fields, file: GGUFFile, values: Values) -> Values:
+def _gemma2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     return {
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
@@ -208,7 +208,7 @@ def _gemma2(fields: Fields, file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _gemma3(fields: Fields, file: GGUFFile, values: Values) -> Values:
+def _gemma3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     rope, layers = values["rope_parameters"], values["num_hidden_layers"]
     if rope["rope_type"] not in ("default", "linear"):
         raise fields.refuse("rope.scaling.type", "and moaspec reads linear for Gemma 3")
