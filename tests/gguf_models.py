@@ -127,7 +127,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _tokens(writer: Any, size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"<{i}>" for i in range(3)] + [chr(33 + i) for i in range(size - 3)])
+    letters = [chr(33 + i) for i in range(size - 4)]
+    writer.add_token_list(["<0>", "<1>", "<2>", *letters, '!"'])
     writer.add_token_types([3, 3, 3, *[1] * (size - 3)])
     writer.add_token_merges(['! "'])
     writer.add_bos_token_id(1)

@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,15 @@ def is_dequantised(key: str) -> bool:
     return (trusted(key) / "config.json").exists()
 
 
-def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+def dequantised(
+    name: str, gguf: Path, key: str, *, remedy: str = "", with_tokenizer: bool = True
+) -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds.
 
     Args:
         gguf: the file, or its first part.
         remedy: what to do where the file is damaged.
+        with_tokenizer: whether the file's tokenizer must be one that can be read.
 
     Raises:
         OSError: the cache cannot be written.
@@ -120,6 +123,8 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """
     final = trusted(key)
     if is_dequantised(key):
+        if with_tokenizer and not (final / "tokenizer.json").exists():
+            _add_tokenizer(name, gguf, remedy, final)
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
@@ -129,7 +134,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         file = read_gguf(gguf)
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
-    tokenizer = _tokenizer(file, name)
+    tokenizer = _tokenizer(file, name, required=with_tokenizer)
     weights = sum(tensor.num_weights for tensor in file.tensors.values())
     require_room(final.parent, FLOAT_BYTES * weights)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
@@ -176,11 +181,26 @@ def _named(
         yield one
 
 
-def _tokenizer(file: GGUFFile, name: str) -> Any:
-    """The tokenizer, or None where the file has none (token ids still work)."""
+def _add_tokenizer(name: str, gguf: Path, remedy: str, directory: Path) -> None:
+    """Write the file's tokenizer to a directory that was made for another tokenizer."""
+    with _named_errors(name, gguf, remedy):
+        file = read_gguf(gguf)
+    tokenizer = _tokenizer(file, name, required=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _tokenizer(file: GGUFFile, name: str, *, required: bool) -> Any:
+    """The tokenizer, or None where the file has none (token ids still work).
+
+    Args:
+        required: whether one that cannot be read is refused; else None stands for it, too.
+    """
     if not _has_vocabulary(file):
         return None
-    return read_tokenizer(file.fields, name=name)
+    with nullcontext() if required else suppress(UnknownModelError):
+        return read_tokenizer(file.fields, name=name)
+    return None
 
 
 def _has_vocabulary(file: GGUFFile) -> bool:
