@@ -61,8 +61,10 @@ def check(
         from moaspec.generation.drafters import check_drafter
 
         if asked.drafter is not None:
-            check_drafter(asked.drafter, model)
-        chosen = chosen_dtype(asked.dtype, model=model, adapter=asked.adapter)
+            check_drafter(asked.drafter, model, tokenizer=asked.tokenizer)
+        chosen = chosen_dtype(
+            asked.dtype, model=model, adapter=asked.adapter, tokenizer=asked.tokenizer
+        )
     checked: dict[str, list[CheckedText]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if asked.dtype == "auto" else (chosen,)):
@@ -73,6 +75,7 @@ def check(
                 dtype=one,
                 quantize=asked.quantize,
                 adapter=asked.adapter,
+                tokenizer=asked.tokenizer,
                 generation_config=options.generation_defaults(generation_config),
             )
             target = load()

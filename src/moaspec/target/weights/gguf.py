@@ -1,5 +1,6 @@
 """Convert GGUF files to directories that transformers loads in seconds."""
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -109,12 +110,15 @@ def is_dequantised(key: str) -> bool:
     return (trusted(key) / "config.json").exists()
 
 
-def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+def dequantised(
+    name: str, gguf: Path, key: str, *, remedy: str = "", with_tokenizer: bool = True
+) -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds.
 
     Args:
         gguf: the file, or its first part.
         remedy: what to do where the file is damaged.
+        with_tokenizer: whether the file's tokenizer must be one that can be read.
 
     Raises:
         OSError: the cache cannot be written.
@@ -123,6 +127,10 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """
     final = trusted(key)
     if is_dequantised(key):
+        if with_tokenizer and not (final / "tokenizer.json").exists():
+            # It was converted for another tokenizer.
+            with _named_errors(name, gguf, remedy):
+                read_tokenizer(_metadata(gguf), name=name).save_pretrained(final)
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
@@ -138,11 +146,12 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
             with _named_errors(name, gguf, remedy, but=OSError):
                 whole = _joined(parts, scratch / "whole.gguf")
         with _named_errors(name, gguf, remedy):
-            model, tokenizer = _read(name, whole)
+            model, tokenizer = _read(name, whole, with_tokenizer=with_tokenizer)
         if whole != gguf:
             whole.unlink()
         model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
         close_to_others(scratch)
         _publish(scratch, final)
     except (OSError, SafetensorError) as error:
@@ -187,8 +196,12 @@ def _parsed_once() -> Iterator[None]:
 
 
 @_parsed_once()
-def _read(name: str, gguf: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
+def _read(name: str, gguf: Path, *, with_tokenizer: bool) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer; None for one that cannot be read."""
+    fields = _metadata(gguf)
+    tokenizer = None
+    with contextlib.nullcontext() if with_tokenizer else contextlib.suppress(UnknownModelError):
+        tokenizer = read_tokenizer(fields, name=name)
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     config = AutoConfig.from_pretrained(**source)
     require_supported(config, name)
@@ -197,15 +210,14 @@ def _read(name: str, gguf: Path) -> tuple[Any, Any]:
     # The weights are plain float32 now; without this transformers refuses to save them.
     del model.config.quantization_config
     model.hf_quantizer = None
-    fields = _metadata(gguf)
     _set_ends(model, end_ids(fields))
-    return model, read_tokenizer(fields, name=name)
+    return model, tokenizer
 
 
 def _metadata(gguf: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
-    return {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+    return {name: field.contents() for name, field in GGUFReader(str(gguf)).fields.items()}
 
 
 def _set_ends(model: Any, ends: list[int]) -> None:
