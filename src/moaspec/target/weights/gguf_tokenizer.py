@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moaspec.errors import UnknownModelError
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
-from moaspec.target.weights.gguf_tokens import KEY, USER_DEFINED, Tokens, UnreadableError
+from moaspec.target.weights.gguf_tokens import KEY, NORMAL, USER_DEFINED, Tokens, UnreadableError
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _TEMPLATE = "tokenizer.chat_template"
@@ -150,20 +150,21 @@ def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
     ids = tokens.ids
     scores = tokens.field("scores") or [0.0] * len(ids)
     found = []
-    for text, score in zip(tokens.texts, scores, strict=False):
+    for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
         for at in range(1, len(text)):
             left, right = text[:at], text[at:]
             if left in ids and right in ids:
                 found.append((-score, left, right))
-            elif _needs_more_letters(left, right, ids):
+            elif kind == NORMAL and _lacks_letter(left, right, ids):
                 raise UnreadableError(f"{text!r} is a token, and not all of its letters are.")
     found.sort(key=lambda one: one[0])
     return [(left, right) for _, left, right in found]
 
 
-def _needs_more_letters(left: str, right: str, ids: Mapping[str, int]) -> bool:
-    """Whether llama.cpp merges these two, where one is a letter that is no token."""
-    return all(part in ids or len(part) == 1 for part in (left, right))
+def _lacks_letter(left: str, right: str, ids: Mapping[str, int]) -> bool:
+    """Whether llama.cpp merges these two although one is a letter that is no token."""
+    parts = (left, right)
+    return " " not in parts and all(part in ids or len(part) == 1 for part in parts)
 
 
 def _added(tokens: Tokens) -> Iterator[AddedToken]:
