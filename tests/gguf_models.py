@@ -9,8 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf.quants import quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 VOCAB = 96
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -73,14 +75,16 @@ def write(
     factors: Mapping[str, Any] = {},
     change: Callable[[dict[str, np.ndarray]], None] = lambda _: None,
     split: int = 0,
+    quantised: bool = False,
 ) -> Path:
-    """Write a model in float32, with a vocabulary of bytes.
+    """Write a model in float32, with a vocabulary of single characters.
 
     Args:
         fields: of the architecture, beside the usual ones; None leaves a usual one out.
         factors: tensors of the rotary embeddings.
         change: changes the tensors before they are written.
         split: number of tensors of each part; 0 writes one file.
+        quantised: write matrices as Q8_0.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in (_fields(made.config) | dict(fields)).items():
@@ -90,7 +94,8 @@ def write(
     tensors = {**_tensors(architecture, made), **{k: np.array(v, "f4") for k, v in factors.items()}}
     change(tensors)
     for name, value in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(value))
+        kind = Q8_0 if quantised and value.ndim > 1 else F32
+        writer.add_tensor(name, quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
