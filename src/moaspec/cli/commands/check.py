@@ -101,12 +101,14 @@ def check(
             break
     text = [token for prompt in plan.prompts for token in prompt]
     reader = check_reader(asked, text, quiet=as_json) if whole else None
+    right = _right(checked) and (reader is None or reader.verdict != "different")
     if as_json:
-        known = {"reader": vars(reader)} if reader else {}
-        console.out.print(json.dumps({**_as_json(model, checked), **known, "complete": whole}))
+        facts = {**_as_json(model, checked), "right": right, "complete": whole}
+        facts["reader"] = None if reader is None else vars(reader)
+        console.out.print(json.dumps(facts))
     if not whole:
         raise typer.Exit(130)
-    if not _right(checked) or (reader and reader.verdict == "different"):
+    if not right:
         raise typer.Exit(1)
 
 
@@ -133,7 +135,6 @@ def _as_json(model: str, checked: Mapping[str, Sequence[CheckedText]]) -> dict[s
         "dtype": ", ".join(checked),
         "device": "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "right": _right(checked),
         "findings": [
             {"dtype": dtype, **vars(finding)}
             for dtype, findings in checked.items()
