@@ -76,6 +76,8 @@ def write(
     change: Callable[[dict[str, np.ndarray]], None] = lambda _: None,
     split: int = 0,
     quantised: bool = False,
+    others: Mapping[str, Any] = {},
+    vocabulary: bool = True,
 ) -> Path:
     """Write a model in float32, with a vocabulary of single characters.
 
@@ -85,12 +87,16 @@ def write(
         change: changes the tensors before they are written.
         split: number of tensors of each part; 0 writes one file.
         quantised: write matrices as Q8_0.
+        others: fields outside the architecture.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in (_fields(made.config) | dict(fields)).items():
         if value is not None:
             _add(writer, f"{architecture}.{key}", value)
-    _tokens(writer, made.config.vocab_size)
+    for key, value in others.items():
+        _add(writer, key, value)
+    if vocabulary:
+        _tokens(writer, made.config.vocab_size)
     tensors = {**_tensors(architecture, made), **{k: np.array(v, "f4") for k, v in factors.items()}}
     change(tensors)
     for name, value in tensors.items():

@@ -120,6 +120,24 @@ def _longrope(trained: int) -> Case:
     return Case("phi3", "phi3", changes, fields, factors)
 
 
+_FACTORS = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+
+
+def _same(architecture: str, model_type: str, **changes: Any) -> Case:
+    """`rope_freqs.weight` with other factors than Llama 3's, and a linear factor."""
+    both = [2.0 * factor for factor in _FACTORS]
+    rope = _rope(
+        rope_type="longrope",
+        short_factor=both,
+        long_factor=both,
+        original_max_position_embeddings=512,
+        attention_factor=1.25,
+    )
+    fields = {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.25, "logit_scale": 1.0}
+    factors = {"rope_freqs.weight": _FACTORS}
+    return Case(architecture, model_type, {**changes, **rope}, fields, factors)
+
+
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _YARN_FIELDS = {
@@ -148,7 +166,22 @@ CASES = {
     "llama, experts": Case(
         "llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERTS
     ),
+    "llama, longrope": Case(
+        "llama",
+        "llama",
+        _rope(
+            rope_type="longrope",
+            short_factor=[1.0] * 8,
+            long_factor=_FACTORS,
+            original_max_position_embeddings=32,
+            attention_factor=1.0,
+        ),
+        {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 32},
+        {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": _FACTORS},
+    ),
     "arcee": Case("arcee", "arcee"),
+    "arcee, factors": _same("arcee", "arcee"),
+    "arcee, yarn": Case("arcee", "arcee", _rope(**_YARN), _YARN_FIELDS),
     "gemma": Case("gemma", "gemma", {"head_dim": 32, **_TIED}, tolerance=TABLE),
     "gemma2": Case(
         "gemma2",
@@ -212,6 +245,8 @@ CASES = {
             "logit_scale": 4.0,
         },
     ),
+    "granite, factors": _same("granite", "granite", attention_multiplier=0.25),
+    "mistral3, factors": _same("mistral3", "mistral", sliding_window=None),
     "mistral3": Case("mistral3", "mistral", {"sliding_window": None}),
     "ministral 3": Case(
         "mistral3",
@@ -233,6 +268,7 @@ CASES = {
         },
     ),
     "olmo2": Case("olmo2", "olmo2"),
+    "olmo2, linear": Case("olmo2", "olmo2", _LINEAR, _LINEAR_FIELDS),
     "olmo 3": Case(
         "olmo2",
         "olmo3",
@@ -252,6 +288,18 @@ CASES = {
         },
     ),
     "phi3": Case("phi3", "phi3"),
+    "phi3, linear": Case(
+        "phi3",
+        "phi3",
+        _rope(
+            rope_type="longrope",
+            short_factor=[4.0] * 8,
+            long_factor=[4.0] * 8,
+            attention_factor=1.0,
+            original_max_position_embeddings=512,
+        ),
+        _LINEAR_FIELDS,
+    ),
     "phi3, partial rotary": Case(
         "phi3", "phi3", _rope(partial_rotary_factor=0.75), {"rope.dimension_count": 12}
     ),
@@ -344,6 +392,8 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
         ("llama", _with("v.patch_embd.weight", 4, 4), r"has the tensor v\.patch_embd"),
         ("llama", _with("blk.0.attn_k.weight", 32, 48), "has shape 32x48, and .* 32x64"),
         ("llama", _with("rope_freqs.weight", 4), r"rope_freqs.weight is of shape \(4,\)"),
+        ("qwen2", _with("rope_freqs.weight", 8), "has the tensor rope_freqs.weight"),
+        ("qwen2", _with("rope_factors_long.weight", 8), "has the tensor rope_factors_long"),
         ("phi3", _with("rope_factors_long.weight", 8), "rope_factors_short.weight is missing"),
     ],
 )
@@ -366,6 +416,7 @@ def test_other_tensors_are_refused_by_name(
         ("llama", {"rope.scaling.type": "dynamic"}, "rope.scaling.type is dynamic"),
         ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8"),
         ("llama", {"attention.value_length": 8}, r"attention\.value_length is 8"),
+        ("phi3", _YARN_FIELDS, "rope.scaling.type is yarn"),
         ("qwen2", {"rope.dimension_sections": [1, 1, 2, 0]}, "rope.dimension_sections"),
         ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0"),
         ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
@@ -398,7 +449,7 @@ def test_damaged_fields(fields: dict[str, Any], reason: str, tmp_path: Path) -> 
 
 
 def test_fields_that_change_nothing(tmp_path: Path) -> None:
-    fields = {"expert_count": 0, "rope.scaling.finetuned": False, "attention.sliding_window": 0}
+    fields = {"expert_count": 0, "rope.scaling.finetuned": False, "attention.sliding_window": 512}
     path = CASES["llama"].write(tmp_path / "model.gguf", fields=fields)
     assert moaspec.load_target(path).vocab_size == gguf_models.VOCAB
 
@@ -449,6 +500,9 @@ def test_parts_that_were_mixed_up_are_refused(tmp_path: Path) -> None:
     whole = shutil.copy(second, tmp_path / "whole.gguf")
     with pytest.raises(UnknownModelError, match=r"is part 2 of 3 .*says part 1 of 1"):
         moaspec.load_target(whole)
+    with pytest.raises(UnknownModelError, match=r"is named part 4 of 3"):
+        moaspec.load_target(shutil.copy(second, tmp_path / "big-00004-of-00003.gguf"))
+    (tmp_path / "big-00004-of-00003.gguf").unlink()
     second.rename(tmp_path / "kept")
     third.rename(second)
     (tmp_path / "kept").rename(third)
@@ -476,6 +530,22 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnknownModelError, match=r"model.gguf is big-endian"):
         moaspec.load_target(path)
+
+
+def test_recommended_sampling_is_the_default(tmp_path: Path) -> None:
+    path = CASES["llama"].write(
+        tmp_path / "model.gguf",
+        others={"general.sampling.temp": 0.5, "general.sampling.top_k": 7},
+    )
+    defaults = moaspec.load_target(path).generation_defaults
+    assert defaults.sampling == {"temperature": 0.5, "top_k": 7}
+
+
+def test_a_file_without_a_vocabulary(tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf", vocabulary=False)
+    target = moaspec.load_target(path)
+    assert target.tokenizer is None
+    assert target.stop_token_ids == frozenset()
 
 
 def test_parts_of_models_are_no_targets(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.target.weights.gguf_fields import Fields
 from moaspec.target.weights.gguf_file import GGUFFile
-from moaspec.target.weights.gguf_rope import Rotary, rope_parameters
+from moaspec.target.weights.gguf_rope import (
+    FACTORS,
+    LONG,
+    SHORT,
+    Rotary,
+    rope_parameters,
+    same_factors,
+)
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Values = dict[str, Any]
@@ -47,6 +54,7 @@ class Architecture:
             another order than in transformers.
         norm_offset: what transformers adds to the weights of norms, and the file contains.
         head: whether the file has a head of its own.
+        factors: tensors of the rotary embeddings that a file may have.
         partial_rotary: whether only a share of each head may be rotated.
         own_yarn: whether llama.cpp reads YaRN's ramp and magnitude for this architecture.
     """
@@ -57,6 +65,7 @@ class Architecture:
     pairs: bool = False
     norm_offset: float = 0.0
     head: Literal["own", "tied", "either"] = "either"
+    factors: tuple[str, ...] = ()
     partial_rotary: bool = False
     own_yarn: bool = False
 
@@ -121,7 +130,13 @@ def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Value
         "rope_parameters": rope_parameters(
             fields,
             file,
-            Rotary(head_dim, context, architecture.partial_rotary, architecture.own_yarn),
+            Rotary(
+                head_dim,
+                context,
+                factors=architecture.factors,
+                partial=architecture.partial_rotary,
+                own_yarn=architecture.own_yarn,
+            ),
         ),
         "tie_word_embeddings": architecture.head == "tied"
         or (architecture.head == "either" and HEAD not in file.tensors),
@@ -251,8 +266,16 @@ def _layer_types(fields: Fields, values: Values, *, period: int) -> list[str]:
 
 
 def _phi3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
-    trained = values["rope_parameters"].get("original_max_position_embeddings")
+    rope = values["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        raise fields.refuse("rope.scaling.type", "and moaspec reads none and linear for Phi-3")
+    if rope["rope_type"] == "linear":  # transformers' Phi-3 knows LongRoPE only
+        rotated = fields.integer("rope.dimension_count", values["head_dim"])
+        same = [rope.pop("factor")] * (rotated // 2)
+        rope |= same_factors(same, values["max_position_embeddings"])
+    trained = rope.get("original_max_position_embeddings")
     return {
+        "rope_parameters": rope,
         "sliding_window": fields.integer("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": trained or values["max_position_embeddings"],
     }
@@ -320,16 +343,22 @@ def _qwen3(fields: Fields, file: GGUFFile, values: Values) -> Values:
 
 _MIXTRAL = {f"mlp.{ours}": theirs for ours, theirs in _EXPERTS.items()}
 
+_ALL_FACTORS = (FACTORS, SHORT, LONG)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "arcee": Architecture("arcee", _LLAMA, _biases, pairs=True),
+    "arcee": Architecture("arcee", _LLAMA, _biases, pairs=True, factors=_ALL_FACTORS),
     "gemma": Architecture("gemma", _LLAMA, _gemma, norm_offset=1.0, head="tied"),
     "gemma2": Architecture("gemma2", _GEMMA2, _gemma2, norm_offset=1.0, head="tied"),
     "gemma3": Architecture("gemma3_text", {**_GEMMA2, **_HEAD_NORMS}, _gemma3, norm_offset=1.0),
-    "granite": Architecture("granite", _LLAMA, _granite, pairs=True),
-    "llama": Architecture("llama", {**_LLAMA, **_MIXTRAL}, _llama, pairs=True),
-    "mistral3": Architecture("mistral", _LLAMA, _mistral3, pairs=True, own_yarn=True),
+    "granite": Architecture("granite", _LLAMA, _granite, pairs=True, factors=_ALL_FACTORS),
+    "llama": Architecture(
+        "llama", {**_LLAMA, **_MIXTRAL}, _llama, pairs=True, factors=_ALL_FACTORS
+    ),
+    "mistral3": Architecture(
+        "mistral", _LLAMA, _mistral3, pairs=True, factors=_ALL_FACTORS, own_yarn=True
+    ),
     "olmo2": Architecture("olmo2", {**_LLAMA, **_POST_NORMS, **_HEAD_NORMS}, _olmo2, head="own"),
-    "phi3": Architecture("phi3", _LLAMA, _phi3, partial_rotary=True),
+    "phi3": Architecture("phi3", _LLAMA, _phi3, factors=(SHORT, LONG), partial_rotary=True),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_HEAD_NORMS}, _qwen3),
     "qwen3moe": Architecture("qwen3_moe", {**_LLAMA, **_HEAD_NORMS, **_MIXTRAL}, _qwen3_moe),

@@ -121,7 +121,8 @@ class Fields:
         """
         for key in sorted(self._unused - IRRELEVANT):
             value = self._values[key]
-            if value not in NEUTRAL.get(key, ()):
+            wide = key == "attention.sliding_window" and value >= self._values["context_length"]
+            if value not in NEUTRAL.get(key, ()) and not wide:
                 raise self.refuse(
                     key,
                     "which moaspec does not know for this architecture and could compute wrongly "

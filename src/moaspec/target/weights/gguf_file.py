@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.errors import UnknownModelError
+from moaspec.errors import UnknownModelError, UnsupportedTargetError
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader
@@ -45,7 +45,12 @@ class GGUFTensor:
         # Imported here: few targets are GGUF files.
         from gguf.quants import dequantize
 
-        values = np.array(dequantize(self.blocks, self.kind), dtype=np.float32)
+        try:
+            values = np.array(dequantize(self.blocks, self.kind), dtype=np.float32)
+        except NotImplementedError as error:
+            raise UnsupportedTargetError(
+                f"its tensor {self.name} is in {self.kind.name}, which gguf cannot dequantise."
+            ) from error
         return torch.from_numpy(values).reshape(self.shape)
 
 
@@ -75,10 +80,19 @@ class GGUFFile:
 
 
 def parts_of(gguf: Path) -> list[Path]:
-    """All parts of a split file, by any part; the file itself where it is whole."""
+    """All parts of a split file, by any part; the file itself where it is whole.
+
+    Raises:
+        UnknownModelError: its name has the number of no part.
+    """
     part = _PART.search(gguf.name)
     if part is None or int(part[3]) < 2:
         return [gguf]
+    if not 1 <= int(part[1]) <= int(part[3]):
+        raise UnknownModelError(
+            f"{gguf} is named part {int(part[1])} of {int(part[3])}. Give all parts the names with "
+            "which they were published (NAME-00001-of-00003.gguf and so on)."
+        )
     begun = gguf.name[: part.start()]
     return [gguf.with_name(f"{begun}-{i:05}{part[2]}") for i in range(1, int(part[3]) + 1)]
 

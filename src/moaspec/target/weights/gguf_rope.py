@@ -6,7 +6,7 @@ within and beyond the trained length. YaRN interpolates along a ramp over the di
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Rotary:
 
     head_dim: int
     context: int  # the model's context length
+    factors: Collection[str]  # tensors that the architecture may have
     partial: bool  # whether a share of each head may be rotated
     own_yarn: bool  # whether the ramp and magnitude of YaRN are read
 
@@ -46,11 +47,12 @@ def rope_parameters(fields: Fields, file: GGUFFile, rotary: Rotary) -> dict[str,
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if rotated != rotary.head_dim:
         parameters["partial_rotary_factor"] = rotated / rotary.head_dim
-    if SHORT in file.tensors or LONG in file.tensors:
+    given = {name for name in rotary.factors if name in file.tensors}
+    if given & {SHORT, LONG}:
         return parameters | _by_length(fields, file, rotated // 2, context)
     kind = fields.raw("rope.scaling.type", "linear")
     factor = _factor(fields)
-    if kind == "yarn" and FACTORS not in file.tensors:
+    if kind == "yarn" and FACTORS not in given:
         return parameters | _yarn(fields, factor, rotary)
     if kind not in ("none", "linear"):
         raise fields.refuse(
@@ -61,12 +63,12 @@ def rope_parameters(fields: Fields, file: GGUFFile, rotary: Rotary) -> dict[str,
         )
     factor = 1.0 if kind == "none" else factor
     attention = fields.number("rope.scaling.attn_factor", 1.0)
-    factors = _values(file, FACTORS, rotated // 2) if FACTORS in file.tensors else None
+    factors = _values(file, FACTORS, rotated // 2) if FACTORS in given else None
     if factors is not None and factor == attention == 1.0:
         return parameters | _by_factors(factors, base, rotated, context)
     if factors is not None or attention != 1.0:
         factors = torch.ones(rotated // 2) if factors is None else factors
-        return parameters | _exactly(factors * factor, context, attention)
+        return parameters | same_factors((factors * factor).tolist(), context, attention)
     return parameters | ({} if factor == 1.0 else {"rope_type": "linear", "factor": factor})
 
 
@@ -163,7 +165,7 @@ def _by_factors(factors: Tensor, base: float, rotated: int, context: int) -> dic
         if torch.allclose(factors, _llama3(largest, trained, base, rotated), rtol=_CLOSE, atol=0):
             lengths = {"factor": largest, "original_max_position_embeddings": trained}
             return {"rope_type": "llama3", **lengths, **_LLAMA3}
-    return _exactly(factors, context, 1.0)
+    return same_factors(factors.tolist(), context)
 
 
 def _llama3(factor: float, trained: int, base: float, rotated: int) -> Tensor:
@@ -175,12 +177,12 @@ def _llama3(factor: float, trained: int, base: float, rotated: int) -> Tensor:
     return (1 / ((1 - share) / factor + share)).float()
 
 
-def _exactly(factors: Tensor, context: int, attention: float) -> dict[str, Any]:
+def same_factors(factors: list[float], context: int, attention: float = 1.0) -> dict[str, Any]:
     """These factors at every length of text: LongRoPE with the same factors on both sides."""
     return {
         "rope_type": "longrope",
-        "short_factor": factors.tolist(),
-        "long_factor": factors.tolist(),
+        "short_factor": factors,
+        "long_factor": factors,
         "original_max_position_embeddings": context,
         "attention_factor": attention,
     }

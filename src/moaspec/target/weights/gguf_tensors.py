@@ -16,7 +16,6 @@ from moaspec.errors import UnknownModelError
 from moaspec.target.target import PROCESS_SETTINGS
 from moaspec.target.weights.gguf_config import HEAD, Architecture
 from moaspec.target.weights.gguf_file import GGUFFile
-from moaspec.target.weights.gguf_rope import FACTORS, LONG, SHORT
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -25,7 +24,6 @@ _FUSED = {  # parts of transformers that are one tensor or several in files
     "mlp.gate_up_proj": ("ffn_up", ("ffn_gate", "ffn_up")),
     "mlp.experts.gate_up_proj": ("ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps")),
 }
-_ROPE = (FACTORS, SHORT, LONG)  # read for the config
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def sources(config: Any, architecture: Architecture, file: GGUFFile) -> dict[str
     """
     shapes = parameter_shapes(config)
     found = {name: _source(name, config, architecture, file) for name in shapes}
-    _require(found, file)
+    _require(found, architecture, file)
     for name, source in found.items():
         if source.shape(file) != shapes[name]:
             has, asked = (_shown(shape) for shape in (source.shape(file), shapes[name]))
@@ -131,7 +129,7 @@ def _rows_of(part: str, config: Any) -> tuple[int, int]:
     return start, start + rows
 
 
-def _require(found: Mapping[str, Source], file: GGUFFile) -> None:
+def _require(found: Mapping[str, Source], architecture: Architecture, file: GGUFFile) -> None:
     """Refuse a file without some of these tensors, or with others."""
     wanted = dict.fromkeys(name for source in found.values() for name in source.tensors)
     missing = [name for name in wanted if name not in file.tensors]
@@ -140,7 +138,8 @@ def _require(found: Mapping[str, Source], file: GGUFFile) -> None:
             f"it lacks {_listed(missing)}, which its fields ask for in a model of the architecture "
             f"{file.architecture!r}."
         )
-    surplus = [name for name in file.tensors if name not in wanted and name not in _ROPE]
+    known = {*wanted, *architecture.factors}  # factors were read for the config
+    surplus = [name for name in file.tensors if name not in known]
     if surplus:
         why = (
             " It has a head of its own, where this architecture takes the embedding."
