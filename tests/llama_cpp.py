@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+_MARK = "file: "
 
 
 def token_ids(files: Mapping[str, Path], texts: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -24,37 +27,42 @@ def token_ids(files: Mapping[str, Path], texts: Sequence[str]) -> dict[str, list
     return found
 
 
-def end_ids(file: Path) -> set[int]:
+def end_ids(files: Mapping[str, Path]) -> dict[str, set[int]]:
     """The tokens that end an answer, from what it logs about them."""
+    asked = {"files": {name: str(file) for name, file in files.items()}, "texts": [], "log": True}
     with tempfile.TemporaryDirectory() as folder:
         question = Path(folder) / "asked.json"
-        question.write_text(json.dumps({"files": {"": str(file)}, "texts": [], "log": True}))
+        question.write_text(json.dumps(asked), encoding="utf-8")
         log = _run(question, Path(folder) / "answer.json")
-    found = re.findall(r"EOG token\s+= (\d+) ", log)
-    assert found, log
-    return set(map(int, found))
+    parts = re.split(rf"^{_MARK}(.*)$", log, flags=re.MULTILINE)[1:]
+    return {
+        name: set(map(int, re.findall(r"EOG token\s+= (\d+) ", text)))
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def _run(question: Path, answer: Path) -> str:
     """In a process of its own, because it ends the process where a file displeases it."""
     command = [sys.executable, __file__, str(question), str(answer)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr + done.stdout
+    return done.stderr
 
 
 def _main() -> None:
     import xllamacpp
 
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found = {}
+    found, servers = {}, []
     for name, file in asked["files"].items():
+        os.write(2, f"{_MARK}{name}\n".encode())
         server = xllamacpp.Server(_parameters(xllamacpp, file, log=asked.get("log", False)))
         link = http.client.HTTPConnection(server.listening_address.rpartition("/")[2])
         found[name] = [_ids(link, text) for text in asked["texts"]]
         link.close()
-        del server
+        servers.append(server)
     Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)  # a server's end may wait for ever
 
 
 def _parameters(package: Any, file: str, *, log: bool) -> Any:
