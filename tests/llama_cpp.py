@@ -28,8 +28,8 @@ def _answers(files: Mapping[str, Path], asked: Mapping[str, Any]) -> Any:
     """Of a process of its own, because it ends the process where a file displeases it."""
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / "asked.json", Path(folder) / "answer.json"
-        files = {name: str(file) for name, file in files.items()}
-        question.write_text(json.dumps({**asked, "files": files}), encoding="utf-8")
+        named = {name: str(file) for name, file in files.items()}
+        question.write_text(json.dumps({**asked, "files": named}), encoding="utf-8")
         command = [sys.executable, __file__, str(question), str(answer)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
