@@ -63,7 +63,7 @@ def _add(writer: Any, name: str, value: Any) -> None:
 
 def byte_level(
     pre: str,
-    merges: Sequence[str] = (),
+    merges: Sequence[str] = ("a b",),
     *,
     words: Sequence[str] = (),
     special: Mapping[str, int] | None = None,

@@ -98,6 +98,7 @@ class Splits:
     # Tokens are texts with U+2581 for spaces, and other characters are <0x..>; otherwise tokens are
     # texts in GPT-2's alphabet of bytes.
     raw: bool = False
+    whole_lines: bool = False  # line breaks that are a token together are taken whole
 
 
 _LLAMA3 = Splits((_words(_THREE),), ignore_merges=True, add_bos=True)
@@ -163,13 +164,13 @@ _SAME: dict[Splits, tuple[str, ...]] = {
         "solar-open",
         "grok-2",
     ),
-    Splits((_words(_THREE),)): ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
+    Splits((_words(_THREE),)): ("dbrx", "smaug-bpe", "chatglm-bpe"),
     _DEEPSEEK3: ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
     _GPT4O: ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
     _BAILING: ("bailingmoe", "bailingmoe2", "llada-moe"),
     _TINY_AYA: ("tiny_aya", "cohere2moe"),
     Splits((_BLOOM,)): ("bloom", "poro-chat", "gpt3-finnish"),
-    Splits((_RUNS_OF_LINES,), raw=True, add_bos=True): ("gemma4",),
+    Splits((_RUNS_OF_LINES,), raw=True, whole_lines=True, add_bos=True): ("gemma4",),
     Splits((_RUNS_OF_LINES,), raw=True): ("sarvam-moe",),
 }
 _OWN = {
@@ -188,6 +189,7 @@ _OWN = {
     ),
     "deepseek-coder": Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
     "spark2_5": Splits((_THREE, _HAN_AND_KANA, _deepseek3(r"|[\r\n]"), _DIGIT)),
+    "glm4": Splits((_words(_THREE),), ignore_merges=True),
     "youtu": Splits((_HANGUL_AND_MARKS, _uncased(_DIGIT)), ignore_merges=True),
     "qwen35": Splits(
         (_words(_DIGIT, letters=r"[\p{L}\p{M}]+", marks=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)

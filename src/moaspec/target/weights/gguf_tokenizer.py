@@ -108,8 +108,9 @@ def _raw_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     backend.pre_tokenizer = Sequence([Split(Regex(one), "isolated") for one in splits.patterns])
     backend.decoder = _sentencepiece_decoder()
-    runs = [text for text in tokens.texts if len(text) > 1 and not text.strip("\n")]
-    backend.add_tokens([AddedToken(one, normalized=False) for one in runs])
+    if splits.whole_lines:
+        runs = [text for text in tokens.texts if len(text) > 1 and not text.strip("\n")]
+        backend.add_tokens([AddedToken(one, normalized=False) for one in runs])
     return backend
 
 
