@@ -144,12 +144,19 @@ class EndpointOptions:
 
 def load_spec(options: WritingOptions) -> TargetSpec:
     """A target's config and tokenizer."""
-    with loading(options.model):
+    return read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
+
+
+def read_spec(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> TargetSpec:
+    """A target's config and tokenizer; see `read_skeleton`."""
+    with loading(model):
         from moaspec.target.registry import read_skeleton
 
         return read_skeleton(
-            options.model,
-            dtype="float32",
-            tokenizer=options.tokenizer,
-            generation_config=options.auto,
+            model, dtype="float32", tokenizer=tokenizer, generation_config=generation_config
         )
