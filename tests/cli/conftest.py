@@ -70,4 +70,5 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
     load_targets_by(monkeypatch, lambda *_, **__: target)
     monkeypatch.setattr("moaspec.generation.drafters.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", lambda: {"smollm2-135m": Path()})
+    monkeypatch.setattr("moaspec.target.registry.find_target_gguf", lambda _: None)
     return target

@@ -26,6 +26,7 @@ def load_target(
     packed: bool = True,
     quantize: str | None = None,
     adapter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target.
@@ -40,6 +41,8 @@ def load_target(
         quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
             changes the target: its texts, with drafts or without, are those of the rounded weights.
         adapter: directory of a LoRA adapter of peft, which is merged into the weights.
+        tokenizer: directory with a tokenizer.json that is read in place of the target's own
+            tokenizer, such as one in a GGUF file that is not known here.
         generation_config: "auto" keeps the defaults of the model's `generation_config.json`; None
             keeps only the ids that end a text.
 
@@ -47,8 +50,8 @@ def load_target(
         The frozen target, with transformers' own `tokenizer` and `config`.
 
     Raises:
-        InputError: unknown dtype, a device that cannot be used here, or a `quantize` or `adapter`
-            where it cannot be done.
+        InputError: unknown dtype, a device that cannot be used here, a `quantize` or `adapter`
+            where it cannot be done, or no tokenizer in the directory.
         UnknownModelError: nothing of that name can be found or read, or its weights are not those
             of its config, or not finite.
         UnsupportedTargetError: a model that cannot be drafted for.
@@ -63,6 +66,7 @@ def load_target(
             device=device,
             quantize=quantize,
             adapter=adapter,
+            tokenizer=tokenizer,
             generation_config=generation_config,
         )
 
@@ -89,12 +93,13 @@ def chosen_dtype(
     packed: bool = True,
     model: str | Path | None = None,
     adapter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> str:
     """Resolve "auto" to the faster dtype here, which may compile kernels for half a minute.
 
     Args:
-        model, adapter: of the target. Its config and tokenizer, and the adapter, are read before
-            kernels are compiled.
+        model, adapter, tokenizer: of the target. Its config and tokenizer, and the adapter, are
+            read before kernels are compiled.
 
     Raises:
         InputError: an unknown dtype or device.
@@ -108,5 +113,5 @@ def chosen_dtype(
         if adapter is not None:
             adapter_hash(adapter)
         if model is not None:
-            read_skeleton(model, dtype="float32")
+            read_skeleton(model, dtype="float32", tokenizer=tokenizer)
     return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")

@@ -53,6 +53,7 @@ def with_learning(
         target=asked.model,
         dtype=chosen_dtype(asked.dtype, packed=False),
         adapter=asked.adapter,
+        tokenizer=asked.tokenizer,
         initial=initial,
         directory=directory,
     )

@@ -39,13 +39,14 @@ def load_pair(
     from moaspec.generation.drafters import check_drafter
 
     if speculation and asked.drafter is not None:
-        check_drafter(asked.drafter, asked.model)
+        check_drafter(asked.drafter, asked.model, tokenizer=asked.tokenizer)
     target = load_target(
         asked.model,
         dtype=asked.dtype,
         device=device,
         quantize=asked.quantize,
         adapter=asked.adapter,
+        tokenizer=asked.tokenizer,
         generation_config=generation_config,
     )
     module = choose_drafter(asked.drafter, asked.model, target) if speculation else None

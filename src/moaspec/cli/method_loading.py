@@ -39,6 +39,7 @@ class MethodSources:
     device: str = "cpu"
     quantize: str | None = None
     adapter: str | None = None
+    tokenizer: str | None = None
     generation_config: Literal["auto"] | None = "auto"
 
 
@@ -60,10 +61,10 @@ def check_methods(names: Sequence[str], sources: MethodSources) -> None:
         if kind == "hf-assisted":
             read_skeleton(name, dtype="float32")
         elif kind in kinds:
-            check_drafter(name, sources.model)
+            check_drafter(name, sources.model, tokenizer=sources.tokenizer)
     for spec in specs:
         if spec.setting:
-            skeleton = read_skeleton(sources.model, dtype="float32")
+            skeleton = read_skeleton(sources.model, dtype="float32", tokenizer=sources.tokenizer)
             method = KINDS[spec.kind].make(spec, skeleton, None)
             if spec.kind == "moa":
                 read = read_drafter(checkpoints["moa"], target=skeleton)
@@ -105,6 +106,7 @@ def _target(sources: MethodSources, *, packed: bool = True) -> Target:
         packed=packed,
         quantize=sources.quantize,
         adapter=sources.adapter,
+        tokenizer=sources.tokenizer,
         generation_config=sources.generation_config,
     )
 

@@ -91,6 +91,11 @@ Adapter = Annotated[
     "Directory of a LoRA adapter of peft, merged into the target's weights: its text is "
     "then the adapted target's.",
 ]
+Tokenizer = Annotated[
+    str | None,
+    "Directory with the model's tokenizer.json, in place of the tokenizer that --model has, such "
+    "as one in a GGUF file that is not known here.",
+]
 Learn = Annotated[
     Path | None,
     "Let the drafter learn from the texts that are served, in a second process of lowest "
@@ -115,6 +120,7 @@ class LoadOptions:
     dtype: Dtype = "auto"
     quantize: Quantize = None
     adapter: Adapter = None
+    tokenizer: Tokenizer = None
     threads: Threads = None
 
 

@@ -16,6 +16,7 @@ from moaspec.cli.options import (
     GenerationConfig,
     Model,
     Threads,
+    Tokenizer,
     generation_defaults,
     read_lines,
     sent_api_key,
@@ -49,6 +50,7 @@ class WritingOptions:
     group_size: Annotated[int, "Conversations saved together."] = 64
     generation_config: GenerationConfig = "auto"
     adapter: Adapter = None
+    tokenizer: Tokenizer = None
     dtype: Dtype = "auto"
     device: Device = "cpu"
     threads: Threads = None
@@ -71,7 +73,8 @@ class WritingOptions:
         seconds = None if self.for_ is None else parse_duration(self.for_)
         options = WriterOptions(batch_size=self.batch, group_size=self.group_size, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
-        known = {"target": self.model, "drafter": self.drafter, **asked}
+        own = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        known = {"target": self.model, "drafter": self.drafter, **own, **asked}
         context.with_resource(writing(self.out))
         resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
@@ -90,12 +93,15 @@ class WritingOptions:
             from moaspec.backends.load import load_target
             from moaspec.generation.drafters import check_drafter, load_any_drafter
 
-            drafter = self.drafter and check_drafter(self.drafter, self.model)
+            drafter = self.drafter and check_drafter(
+                self.drafter, self.model, tokenizer=self.tokenizer
+            )
             target = load_target(
                 self.model,
                 dtype=self.dtype,
                 device=self.device,
                 adapter=self.adapter,
+                tokenizer=self.tokenizer,
                 generation_config=self.auto,
             )
         return target, drafter and load_any_drafter(drafter, target=target)
@@ -134,9 +140,21 @@ class EndpointOptions:
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
-def load_spec(model: str, generation_config: Literal["auto"] | None) -> TargetSpec:
+def load_spec(options: WritingOptions) -> TargetSpec:
     """A target's config and tokenizer."""
+    return read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
+
+
+def read_spec(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> TargetSpec:
+    """A target's config and tokenizer; see `read_skeleton`."""
     with loading(model):
         from moaspec.target.registry import read_skeleton
 
-        return read_skeleton(model, dtype="float32", generation_config=generation_config)
+        return read_skeleton(
+            model, dtype="float32", tokenizer=tokenizer, generation_config=generation_config
+        )

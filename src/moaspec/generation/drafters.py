@@ -68,12 +68,14 @@ def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseli
     return _read_moa(name, directory, target)
 
 
-def check_drafter(name: str | Path, model: str | Path) -> Path:
+def check_drafter(
+    name: str | Path, model: str | Path, *, tokenizer: str | Path | None = None
+) -> Path:
     """The drafter's directory; raises the errors of `load_drafter` without the target's weights."""
     directory = find_drafter(name)
     if str(name) == str(model):  # the bundled one
         return directory
-    target = read_skeleton(model, dtype="float32")
+    target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
     if is_baseline(directory):
         load_baseline(directory, target.identity)
     else:

@@ -47,9 +47,9 @@ def require_supported(config: Any, name: str) -> None:
     families = ", ".join(SUPPORTED_FAMILIES)
     if not is_family(config):
         raise UnsupportedTargetError(
-            f"{name} is a {config.model_type!r} model. In vLLM and from GGUF files only models of "
-            f"these families can be drafted for: {families}. `moaspec.load_target` may run it "
-            "otherwise, from a directory or the hub: see docs/models.md."
+            f"{name} is a {config.model_type!r} model. In vLLM only models of these families "
+            f"can be drafted for: {families}. `moaspec.load_target` may run it otherwise: see "
+            "docs/models.md."
         )
     reason = _refusal(config)
     if reason is not None:

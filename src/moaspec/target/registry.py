@@ -16,7 +16,9 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
 )
+from transformers.utils.hub import cached_file
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
@@ -33,6 +35,7 @@ from moaspec.target.spec import TargetSpec
 from moaspec.target.target import PROCESS_SETTINGS, Target
 from moaspec.target.weights.adapter import adapter_hash, merged
 from moaspec.target.weights.gguf import (
+    CONVERSION,
     dequantised,
     find_gguf,
     is_dequantised,
@@ -42,6 +45,7 @@ from moaspec.target.weights.gguf import (
 )
 from moaspec.target.weights.quantised import prepare_config, widen
 
+TOKENIZER_JSON = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,6 +56,7 @@ def read_target(
     device: str = "cpu",
     quantize: str | None = None,
     adapter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target as transformers loads it.
@@ -59,41 +64,47 @@ def read_target(
     Args:
         dtype: "float32", "bfloat16" or "float16".
         quantize: format to which the caller will round the weights.
+        tokenizer: directory of a tokenizer in place of the target's own.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     name = str(name)
     hashed = None if adapter is None else adapter_hash(adapter)
-    with _named_errors(name) as source:
+    with _named_errors(name, tokenizer) as source:
         model = _load_model(source, name, dtype).to(device)
         if adapter is not None:
             model = merged(model, adapter, name)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
-        target = target_of(model, load_tokenizer(source), name=name, quantize=quantize)
+        words = _tokenizer(source, tokenizer, model.config)
+        target = target_of(model, words, name=name, quantize=quantize)
         target.adapter = hashed
         return target
 
 
 def read_skeleton(
-    name: str | Path, *, dtype: str, generation_config: Literal["auto"] | None = "auto"
+    name: str | Path,
+    *,
+    dtype: str,
+    tokenizer: str | Path | None = None,
+    generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Read a target without its weights, on the meta device.
 
     Args:
-        dtype: see `read_target`.
+        dtype, tokenizer: see `read_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     require_dtype(dtype)
     name = str(name)
-    with _named_errors(name) as source:
+    with _named_errors(name, tokenizer) as source:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
         model.generation_config = _generation_config(source, config, generation_config)
-        return target_of(model, load_tokenizer(source), name=name)
+        return target_of(model, _tokenizer(source, tokenizer, config), name=name)
 
 
 def skeleton_of(config: Any, dtype: str) -> Any:
@@ -107,24 +118,31 @@ def skeleton_of(config: Any, dtype: str) -> Any:
         )
 
 
-def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
+def target_facts(
+    name: str | Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    tokenizer: str | Path | None = None,
+) -> TargetSpec:
     """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
         dtype: that it will run in.
         device: that it will run on.
+        tokenizer: see `read_target`.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     require_dtype(dtype)
     name = str(name)
-    with _named_errors(name) as source:
+    with _named_errors(name, tokenizer) as source:
         config = _read_config(source, name)
         require_supported(config, name)  # other models need a self-test with their weights
         return TargetSpec(
             config,
-            load_tokenizer(source),
+            _tokenizer(source, tokenizer, config),
             name=name,
             dtype=DTYPES[dtype],
             generation_config=_generation_config(source, config, "auto"),
@@ -133,8 +151,11 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
 
 
 @contextmanager
-def _named_errors(name: str) -> Iterator[str]:
+def _named_errors(name: str, tokenizer: str | Path | None = None) -> Iterator[str]:
     """Find a target's weights, and turn the libraries' errors into ours, which name the target.
+
+    Args:
+        tokenizer: a directory that makes the target's own tokenizer superfluous.
 
     Yields:
         A directory, or a hub id.
@@ -142,7 +163,9 @@ def _named_errors(name: str) -> Iterator[str]:
     Raises:
         UnknownModelError: the weights are not here, or cannot be used.
     """
-    source = find_weights(name)
+    if tokenizer is not None:
+        _require_tokenizer(Path(tokenizer))
+    source = find_weights(name, with_tokenizer=tokenizer is None)
     try:
         if not is_directory(Path(source)):
             source = str(cached_if_offline(source) or source)
@@ -308,8 +331,11 @@ def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
     return UnknownModelError(f"Cannot load the target {name!r}: {what}. Cause: {cause}")
 
 
-def find_weights(name: str) -> str:
+def find_weights(name: str, *, with_tokenizer: bool = True) -> str:
     """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
+
+    Args:
+        with_tokenizer: whether a GGUF file's tokenizer must be one that can be read.
 
     Raises:
         UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
@@ -317,24 +343,31 @@ def find_weights(name: str) -> str:
     """
     alias = ALIASES.get(name)
     if alias is None:
-        return _resolved(name)
+        return _resolved(name, with_tokenizer=with_tokenizer)
     gguf = packaged_gguf(alias)
     if gguf is None:
         return alias.hub_id
     remedy = f"Install it anew: {alias.command} --force-reinstall"
-    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
+    key = _alias_key(name, gguf)
+    return str(dequantised(name, gguf, key, remedy=remedy, with_tokenizer=with_tokenizer))
+
+
+def find_target_gguf(name: str) -> Path | None:
+    """The GGUF file (or its first part) that a target is read from; None for other targets."""
+    alias = ALIASES.get(name)
+    return find_gguf(Path(name)) if alias is None else packaged_gguf(alias)
 
 
 def _alias_key(name: str, gguf: Path) -> str:
-    return f"{name}-{gguf.stat().st_size}"
+    return f"{name}-{gguf.stat().st_size}-{CONVERSION}"
 
 
-def _resolved(name: str) -> str:
+def _resolved(name: str, *, with_tokenizer: bool) -> str:
     """The directory, GGUF file or hub id of a name that is no alias."""
     path = Path(name)
     gguf = find_gguf(path)
     if gguf is not None:
-        return str(dequantised(name, gguf, key_of(gguf)))
+        return str(dequantised(name, gguf, key_of(gguf), with_tokenizer=with_tokenizer))
     if is_file(path):
         raise UnknownModelError(
             f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "
@@ -364,11 +397,47 @@ def must_dequantise(name: str) -> bool:
     return gguf is not None and not is_dequantised(_alias_key(name, gguf))
 
 
+def _tokenizer(source: str, given: str | Path | None, config: Any) -> Any:
+    """The given directory's tokenizer, else the target's own."""
+    if given is None:
+        return load_tokenizer(source)
+    found = load_tokenizer(str(given))
+    largest, rows = max(found.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise InputError(
+            f"The tokenizer in {given} is of another model: its largest id is {largest}, and the "
+            f"target has {rows} tokens."
+        )
+    return found
+
+
+def _require_tokenizer(directory: Path) -> None:
+    if not (directory / TOKENIZER_JSON).is_file():
+        raise InputError(
+            f"--tokenizer {directory} holds no {TOKENIZER_JSON}. Name a directory with that file "
+            "of the model, and its tokenizer_config.json."
+        )
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer, or None for a model directory that has none (token ids still work)."""
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        # The class that a config names may split words by rules of its own.
+        kind: Any = PreTrainedTokenizerFast if _has_tokenizer_json(source) else AutoTokenizer
+        return kind.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, TypeError):
-        if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
+        if Path(source).is_dir() and not (Path(source) / TOKENIZER_JSON).exists():
             return None
         raise
+
+
+def _has_tokenizer_json(source: str) -> bool:
+    if Path(source).is_dir():
+        return (Path(source) / TOKENIZER_JSON).exists()
+    found = cached_file(
+        source,
+        TOKENIZER_JSON,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found is not None

@@ -46,8 +46,8 @@ class LearningSettings:
     """Settings of the process.
 
     Attributes:
-        target, dtype, adapter: as `load_target` takes them. If the server's target is rounded, the
-            process still learns with the weights before rounding.
+        target, dtype, adapter, tokenizer: as `load_target` takes them. If the server's target is
+            rounded, the process still learns with the weights before rounding.
         initial: the drafter to begin with: an alias, directory or hub id.
         directory: of states and versions, see `ContinualTrainer`.
     """
@@ -57,6 +57,7 @@ class LearningSettings:
     initial: str
     directory: Path
     adapter: str | None = None
+    tokenizer: str | None = None
     config: LearnConfig = field(default_factory=LearnConfig)
 
     def newest(self) -> str:
@@ -221,6 +222,7 @@ def _learn(settings: LearningSettings, connection: Connection) -> None:
                 dtype=settings.dtype,
                 packed=False,  # gradients pass through its head
                 adapter=settings.adapter,
+                tokenizer=settings.tokenizer,
             )
             make_private(settings.directory)
             refusal = f"Another server learns in {settings.directory}; use another directory."

@@ -54,6 +54,7 @@ class TrainConfig:
     Attributes:
         target: alias, directory, GGUF file or hub id of the frozen target.
         adapter: directory of a LoRA adapter that is merged into the target; "" for none.
+        tokenizer: directory of a tokenizer that is read in place of the target's own; "" for none.
         data: files, directories or hub data sets, in any format that `docs/data.md` lists.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
@@ -115,6 +116,7 @@ class TrainConfig:
     data: tuple[str, ...]
     output: str
     adapter: str = ""
+    tokenizer: str = ""
     max_length: int = 768
     held_out: int = 32
     batch_size: int = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,21 +51,18 @@ def test_a_directory_with_one_is_the_same(file: Path, cache: Path) -> None:
 
 
 def test_a_file_is_parsed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers parses it four times, in half of the time that a first start takes."""
+    """Parsing takes seconds where the vocabulary is large."""
     import gguf as package
 
     parsed, reader = [], package.GGUFReader
 
-    def counted(path: str) -> object:
+    def counted(path: Path) -> object:
         parsed.append(path)
         return reader(path)
 
     monkeypatch.setattr(package, "GGUFReader", counted)
-    other = shutil.copy(file, file.with_name("other.gguf"))
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(moaspec.load_target, (file, other)))
-    assert sorted(parsed) == sorted([str(file), str(other)])
-    assert package.GGUFReader is counted
+    moaspec.load_target(file)
+    assert parsed == [file]
 
 
 def test_names_end_in_any_case(file: Path) -> None:
@@ -96,7 +92,7 @@ def test_a_file_that_was_replaced_is_converted_again(file: Path) -> None:
 @pytest.mark.parametrize("size", [0, 3, 100, 9000, -5000])
 def test_a_damaged_file_is_refused_in_one_line(size: int, file: Path, cache: Path) -> None:
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(UnknownModelError, match="is damaged, or of a kind") as caught:
+    with pytest.raises(UnknownModelError, match="is damaged, or no GGUF") as caught:
         moaspec.load_target(file)
     assert "\n" not in str(caught.value)
     assert str(file) in str(caught.value)
@@ -105,7 +101,7 @@ def test_a_damaged_file_is_refused_in_one_line(size: int, file: Path, cache: Pat
 
 def test_what_is_no_gguf(file: Path) -> None:
     file.write_bytes(b"not a model at all " * 1000)
-    with pytest.raises(UnknownModelError, match="is damaged, or of a kind"):
+    with pytest.raises(UnknownModelError, match="is damaged, or no GGUF"):
         moaspec.load_target(file)
     with pytest.raises(UnknownModelError, match="a directory or a GGUF file"):
         moaspec.load_target(file.with_name("missing.gguf"))
@@ -124,9 +120,9 @@ NO_TENSORS = b"GGUF" + struct.pack("<IQQQ20sIQ", 3, 0, 1, 20, b"general.architec
         (8, struct.pack("<Q", 1 << 63), "damaged"),  # tensors
         (16, struct.pack("<Q", 1 << 63), "damaged"),  # facts
         (24, struct.pack("<Q", 1 << 63), "damaged"),  # length of the first fact's name
-        (0, NO_TENSORS + b"llama", "32 layers, and 0 tensors"),
+        (0, NO_TENSORS + b"llama", "has no field llama.embedding_length"),
         (b"llama.block_count", struct.pack("<I", 2**31 - 1), "2147483647 layers"),
-        (b"llama.feed_forward_length", struct.pack("<I", 2**31 - 1), "a matrix of"),
+        (b"llama.feed_forward_length", struct.pack("<I", 2**31 - 1), "ask for 2147483647x48"),
     ],
 )
 def test_hostile_sizes(place: int | bytes, patch: bytes, reason: str, file: Path) -> None:
@@ -136,14 +132,13 @@ def test_hostile_sizes(place: int | bytes, patch: bytes, reason: str, file: Path
     end = len(data) if patch.startswith(b"GGUF") else start + len(patch)
     data[start:end] = patch
     file.write_bytes(data)
-    with pytest.raises(UnknownModelError, match="is damaged, or of a kind") as caught:
+    with pytest.raises(UnknownModelError, match=reason):
         moaspec.load_target(file)
-    assert reason in str(caught.value)
 
 
 def test_a_family_that_is_not_supported(file: Path) -> None:
     other = ggufs.write(file.with_name("other.gguf"), "gpt2")
-    with pytest.raises((UnsupportedTargetError, UnknownModelError), match=r"gpt2|damaged"):
+    with pytest.raises(UnsupportedTargetError, match="no GGUF files of the architecture 'gpt2'"):
         moaspec.load_target(other)
 
 
@@ -181,7 +176,8 @@ def test_the_alias_takes_the_packaged_file(
         assert not registry.must_dequantise("smollm2-135m")
         assert target.name == "smollm2-135m"
         assert target.tokenizer is not None
-    assert [one.name for one in cache.glob("smollm2*")] == [f"smollm2-135m-{file.stat().st_size}"]
+    kept = f"smollm2-135m-{file.stat().st_size}-{gguf.CONVERSION}"
+    assert [one.name for one in cache.glob("smollm2*")] == [kept]
 
 
 def test_a_cache_that_cannot_be_written(
@@ -190,14 +186,14 @@ def test_a_cache_that_cannot_be_written(
     def full(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    monkeypatch.setattr(gguf, "save_file", full)
     with pytest.raises(OSError, match=r"Cannot write the cache .*disk full"):
         moaspec.load_target(file)
     assert list(cache.iterdir()) == []
 
 
 def test_a_disk_without_room_is_noticed_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "EXPANSION", 2**60)
+    monkeypatch.setattr(gguf, "FLOAT_BYTES", 2**60)
     with pytest.raises(OSError, match=r"are needed.*\$MOASPEC_CACHE"):
         moaspec.load_target(file)
 

@@ -13,6 +13,7 @@ import typer
 from moaspec.cli import options
 from moaspec.cli.loading import choose_drafter, print_defaults
 from moaspec.cli.prompts import chat_ids
+from moaspec.cli.reader_check import check_reader
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, status
@@ -45,7 +46,8 @@ def check(
 
     Each token of each text is compared with one pass of the model as transformers loads it. Exit
     code 1 if a token is further off than rounding explains. --dtype auto checks float32, and
-    bfloat16 where that is faster here.
+    bfloat16 where that is faster here. A GGUF file is also compared with llama.cpp's reading of it,
+    if xllamacpp is installed.
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
@@ -61,8 +63,10 @@ def check(
         from moaspec.generation.drafters import check_drafter
 
         if asked.drafter is not None:
-            check_drafter(asked.drafter, model)
-        chosen = chosen_dtype(asked.dtype, model=model, adapter=asked.adapter)
+            check_drafter(asked.drafter, model, tokenizer=asked.tokenizer)
+        chosen = chosen_dtype(
+            asked.dtype, model=model, adapter=asked.adapter, tokenizer=asked.tokenizer
+        )
     checked: dict[str, list[CheckedText]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if asked.dtype == "auto" else (chosen,)):
@@ -73,6 +77,7 @@ def check(
                 dtype=one,
                 quantize=asked.quantize,
                 adapter=asked.adapter,
+                tokenizer=asked.tokenizer,
                 generation_config=options.generation_defaults(generation_config),
             )
             target = load()
@@ -94,11 +99,16 @@ def check(
             said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
             console.warn(said)
             break
+    text = [token for prompt in plan.prompts for token in prompt]
+    reader = check_reader(asked, text, quiet=as_json) if whole else None
+    right = _right(checked) and (reader is None or reader.verdict != "different")
     if as_json:
-        console.out.print(json.dumps({**_as_json(model, checked), "complete": whole}))
+        facts = {**_as_json(model, checked), "right": right, "complete": whole}
+        facts["reader"] = None if reader is None else vars(reader)
+        console.out.print(json.dumps(facts))
     if not whole:
         raise typer.Exit(130)
-    if not _right(checked):
+    if not right:
         raise typer.Exit(1)
 
 
@@ -125,7 +135,6 @@ def _as_json(model: str, checked: Mapping[str, Sequence[CheckedText]]) -> dict[s
         "dtype": ", ".join(checked),
         "device": "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "right": _right(checked),
         "findings": [
             {"dtype": dtype, **vars(finding)}
             for dtype, findings in checked.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moaspec.cli.options import MODEL, with_options
+from moaspec.cli.options import MODEL, Tokenizer, with_options
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
@@ -39,6 +39,7 @@ def convert(
         Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
     ],
     model: Annotated[str, "The target it drafts for."] = MODEL,
+    tokenizer: Tokenizer = None,
     num_target_layers: Annotated[
         int | None, "N of a published checkpoint, which does not record it; default: 0."
     ] = None,
@@ -65,7 +66,7 @@ def convert(
         from moaspec.target.registry import read_skeleton
 
         require_replaceable(out)
-        target = read_skeleton(model, dtype="float32")
+        target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if num_target_layers is not None:
         if drafter.config.target is not None:
@@ -102,6 +103,7 @@ def export_device(
             min=0,
         ),
     ] = None,
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Write a bundle for a device.
 
@@ -126,11 +128,25 @@ def export_device(
         if form == "torch":
             from moaspec.remote.device.bundle import export_bundle
 
-            export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
+            export_bundle(
+                target,
+                drafter,
+                out,
+                int8=int8,
+                num_target_layers=num_target_layers,
+                tokenizer=tokenizer,
+            )
         else:
             from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 
-            export_onnx(target, drafter, out, weights=weights, num_target_layers=num_target_layers)
+            export_onnx(
+                target,
+                drafter,
+                out,
+                weights=weights,
+                num_target_layers=num_target_layers,
+                tokenizer=tokenizer,
+            )
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     written = f"Written to {out}: {size / 1e6:.1f} MB"
     if form != "onnx-web":

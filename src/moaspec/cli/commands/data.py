@@ -131,7 +131,7 @@ def regenerate_command(
     with status("Reading rows"):
         found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
-    spec = load_spec(options.model, options.auto)
+    spec = load_spec(options)
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,

@@ -147,10 +147,17 @@ def evaluate(
             device,
             asked.quantize,
             asked.adapter,
+            asked.tokenizer,
             generation_defaults(generation_config),
         )
         check_methods([*timed, *untimed], sources)
-        dtype = chosen_dtype(asked.dtype, device=device, model=asked.model, adapter=asked.adapter)
+        dtype = chosen_dtype(
+            asked.dtype,
+            device=device,
+            model=asked.model,
+            adapter=asked.adapter,
+            tokenizer=asked.tokenizer,
+        )
         sources = replace(sources, dtype=dtype)
         around = {**asdict(sources), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}

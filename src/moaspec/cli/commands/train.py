@@ -85,7 +85,9 @@ def train(
         if accelerator.is_main_process:
             context.with_resource(writing(output))
         # Refuses what cannot be trained before minutes are spent on loading it.
-        skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
+        skeleton = read_skeleton(
+            settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
+        )
         prepare_config(skeleton.model.config, skeleton.name)
         make_plan(skeleton, settings, processes=accelerator.num_processes)
     main = accelerator.is_main_process
@@ -102,6 +104,7 @@ def train(
             device=str(accelerator.device),
             packed=False,
             adapter=settings.adapter or None,
+            tokenizer=settings.tokenizer or None,
         )
     with _explained_stop(output), status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
@@ -175,7 +178,9 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         set_threads(settings.threads or None)
         if settings.data:
             require_sources(settings.data)
-        skeleton = read_skeleton(settings.target, dtype=settings.target_dtype)
+        skeleton = read_skeleton(
+            settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
+        )
         prepare_config(skeleton.model.config, skeleton.name)
         on_gpus = settings.device == "cuda"
         plan = partial(

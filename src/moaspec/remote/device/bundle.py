@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
@@ -54,7 +54,7 @@ from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
 from moaspec.target.names import FAMILIES
 from moaspec.target.partial import PartialTarget, fill_module, grouped, quantised_tensors
-from moaspec.target.registry import DTYPES, read_skeleton, require_dtype
+from moaspec.target.registry import DTYPES, load_tokenizer, read_skeleton, require_dtype
 from moaspec.target.target import Target
 
 FORMAT_VERSION = 1
@@ -140,6 +140,7 @@ def export_bundle(
     *,
     int8: bool = False,
     num_target_layers: int | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """Write a device bundle atomically, see `replacing`.
 
@@ -150,6 +151,7 @@ def export_bundle(
         int8: store matrices in eight bits, half the size of bf16.
         num_target_layers: number of the target's last layers to add; None takes the largest N that
             the drafter was trained for.
+        tokenizer: see `load_target`.
 
     Raises:
         InputError: the drafter needs activations that a server does not send, the target has no
@@ -158,9 +160,9 @@ def export_bundle(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    skeleton, module = read_models(target, drafter, dtype="bfloat16")
+    skeleton, module = read_models(target, drafter, dtype="bfloat16", tokenizer=tokenizer)
     num_layers = _num_layers(module, num_target_layers, skeleton.num_reusable_layers)
-    whole = load_target(target, dtype="bfloat16", packed=False)
+    whole = load_target(target, dtype="bfloat16", packed=False, tokenizer=tokenizer)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
         target=whole.identity,
@@ -182,14 +184,18 @@ def export_bundle(
 
 
 def read_models(
-    target: str | Path, drafter: str | Path, *, dtype: str
+    target: str | Path,
+    drafter: str | Path,
+    *,
+    dtype: str,
+    tokenizer: str | Path | None = None,
 ) -> tuple[Target, MoADrafter | IndependentDrafter]:
     """The target without its weights, so that refusals do not wait for them, and the drafter.
 
     Raises the errors of `export_bundle`.
     """
     source = find_drafter(drafter)
-    skeleton = read_skeleton(target, dtype=dtype)
+    skeleton = read_skeleton(target, dtype=dtype, tokenizer=tokenizer)
     module = read_drafter(source, target=skeleton).to(dtype=skeleton.dtype)
     problem = device_problem(module, skeleton)
     if problem is not None:
@@ -311,7 +317,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
         target = kind(
             config,
             parts[TARGET],
-            AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
+            load_tokenizer(str(directory / TARGET_CONFIG)),
             name=f"The bundle at {directory}",
             **own,
             head_token_ids=draft_token_ids if "head.weight" in parts[TARGET] else None,

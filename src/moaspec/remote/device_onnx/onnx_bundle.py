@@ -44,6 +44,7 @@ def export_onnx(
     *,
     weights: Weights,
     num_target_layers: int | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """Write an ONNX bundle atomically, as `export_bundle` does.
 
@@ -53,6 +54,7 @@ def export_onnx(
         directory: created if missing; a bundle in it is replaced.
         weights: of all matrices.
         num_target_layers: N; None takes 0 where the drafter has it, else its first.
+        tokenizer: see `load_target`.
 
     Raises:
         InputError: the graph cannot hold this drafter or the target's last layers, the target has
@@ -61,8 +63,8 @@ def export_onnx(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    dtype = _dtype(target)
-    skeleton, module = read_models(target, drafter, dtype=dtype)
+    dtype = _dtype(target, with_tokenizer=tokenizer is None)
+    skeleton, module = read_models(target, drafter, dtype=dtype, tokenizer=tokenizer)
     if not isinstance(module, MoADrafter):
         raise InputError(
             f"The drafter {drafter} cannot go into an ONNX bundle: these hold "
@@ -77,18 +79,18 @@ def export_onnx(
     check_drafter(module)
     if number:
         _reused_layers(skeleton, module, number)
-    whole = load_target(target, dtype=dtype, packed=False)
+    whole = load_target(target, dtype=dtype, packed=False, tokenizer=tokenizer)
     graph = _graph(whole, module, weights, number)
     with replacing(directory) as made:
         _write(made, whole, module, graph, weights=weights, num_target_layers=number)
 
 
-def _dtype(target: str | Path) -> str:
+def _dtype(target: str | Path, *, with_tokenizer: bool) -> str:
     """float32 for a target with float32 weights, such as a GGUF file's, else bfloat16.
 
     Weights of eight bits and a scale would change if they were rounded to bf16 first.
     """
-    directory = Path(find_weights(str(target)))
+    directory = Path(find_weights(str(target), with_tokenizer=with_tokenizer))
     config = read_config(directory) if (directory / CONFIG_FILE).is_file() else {}
     return "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
 

@@ -1,19 +1,17 @@
 """Convert GGUF files to directories that transformers loads in seconds."""
 
-import functools
 import hashlib
+import json
 import logging
-import re
-import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
@@ -26,15 +24,25 @@ from moaspec.support.paths import (
     trusted,
 )
 from moaspec.support.seals import cached_directory, is_whole
-from moaspec.target.families import require_supported
-from moaspec.target.target import PROCESS_SETTINGS
+from moaspec.target.weights.gguf_config import architecture_of, read_config
+from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
+from moaspec.target.weights.gguf_tensors import parameters, sources
+from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 
 log = logging.getLogger(__name__)
-_PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
-_WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
-"""Fields of a part that the joined file lacks, or that its writer adds itself."""
-EXPANSION = 6  # bytes of float32 weights for each byte of a GGUF of about five bits a weight
+CONVERSION = 2
+"""Part of the names of converted files; another number where they must be made anew."""
+FLOAT_BYTES = 4
+SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Fields `general.sampling.*`, and what transformers calls them."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -64,15 +72,6 @@ def find_gguf(path: Path) -> Path | None:
     return firsts[0]
 
 
-def parts_of(gguf: Path) -> list[Path]:
-    """All parts of a split file, by any part; the file itself where it is whole."""
-    part = _PART.search(gguf.name)
-    if part is None or int(part[2]) < 2:
-        return [gguf]
-    begun = gguf.name[: part.start()]
-    return [gguf.with_name(f"{begun}-{i:05}{part[1]}") for i in range(1, int(part[2]) + 1)]
-
-
 def is_gguf_name(path: Path) -> bool:
     """Whether a name ends in .gguf, in upper or lower case."""
     return path.suffix.lower() == ".gguf"
@@ -96,7 +95,7 @@ def key_of(gguf: Path) -> str:
     """Cache key of the converted file: its name with a hash of path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
-    text = f"{gguf.resolve()} {text}"
+    text = f"{CONVERSION} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -105,128 +104,151 @@ def is_dequantised(key: str) -> bool:
     return is_whole(trusted(key))
 
 
-def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+def dequantised(
+    name: str, gguf: Path, key: str, *, remedy: str = "", with_tokenizer: bool = True
+) -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds.
 
     Args:
         gguf: the file, or its first part.
         remedy: what to do where the file is damaged.
+        with_tokenizer: whether the file's tokenizer must be one that can be read.
 
     Raises:
         OSError: the cache cannot be written.
-        UnknownModelError: transformers cannot read the file.
-        UnsupportedTargetError: a family that is not supported.
+        UnknownModelError: the file is damaged, or lacks tensors or has others.
+        UnsupportedTargetError: an architecture or a field that is not read.
     """
     final = trusted(key)
     if is_whole(final):
+        if with_tokenizer and not (final / "tokenizer.json").exists():
+            _require_tokenizer(name, gguf, remedy)
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
-    size = sum(one.stat().st_size for one in parts_of(gguf))
-    require_room(final.parent, (EXPANSION + (len(parts_of(gguf)) > 1)) * size)
     said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s on other machines."
     log.info(said, name)
+    with _named_errors(name, gguf, remedy):
+        file = read_gguf(gguf)
+        config = read_config(file)
+        found = sources(config, architecture_of(file), file)
+    tokenizer = _tokenizer(file, name, required=with_tokenizer)
+    weights = sum(tensor.num_weights for tensor in file.tensors.values())
+    require_room(final.parent, FLOAT_BYTES * weights)
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
+        _generation_config(config, file).save_pretrained(directory)
+        config.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+
     try:
-        return cached_directory(final, partial(_convert, name, gguf, remedy))
+        return cached_directory(final, write)
     except (OSError, SafetensorError) as error:
         raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error
 
 
-def _convert(name: str, gguf: Path, remedy: str, directory: Path) -> None:
-    directory.mkdir()
-    parts, whole = parts_of(gguf), gguf
-    if len(parts) > 1:
-        with _named_errors(name, gguf, remedy, but=OSError):
-            whole = _joined(parts, directory / "whole.gguf")
-    with _named_errors(name, gguf, remedy):
-        model, tokenizer = _read(name, whole)
-    if whole != gguf:
-        whole.unlink()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
 @contextmanager
-def _named_errors(
-    name: str, gguf: Path, remedy: str, *, but: type[Exception] = MoaSpecError
-) -> Iterator[None]:
-    """Turn the libraries' errors, except those of type `but`, into ours, which name the file."""
+def _named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
+    """Name the target and the file in errors, and turn the libraries' into ours."""
+    begun = f"Cannot load the target {name!r} from the GGUF file {gguf}: "
+    remedy = f" {remedy}." if remedy else ""
     try:
         yield
-    except (MoaSpecError, but):
-        raise
+    except MoaSpecError as error:
+        raise type(error)(f"{begun}{error}{remedy}") from error
     # The libraries raise almost anything where files are damaged.
     except Exception as error:
         raise UnknownModelError(
-            f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
-            f"transformers cannot read. {remedy}{'. ' if remedy else ''}Cause: {first_line(error)}"
+            f"{begun}it is damaged, or no GGUF.{remedy} Cause: {first_line(error)}"
         ) from error
 
 
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Parse the file once, and build its table of names once; transformers repeats both."""
-    import gguf as package  # here: few targets are GGUF files
-
-    with PROCESS_SETTINGS:
-        names = "GGUFReader", "get_tensor_name_map"
-        kept = {name: getattr(package, name) for name in names}
-        try:
-            for name, made in kept.items():
-                setattr(package, name, functools.cache(made))
-            yield
-        finally:
-            for name, made in kept.items():
-                setattr(package, name, made)
+def _named(
+    tensors: Iterator[tuple[str, Tensor]], name: str, gguf: Path, remedy: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; errors in reading them name the file."""
+    while True:
+        with _named_errors(name, gguf, remedy):
+            one = next(tensors, None)
+        if one is None:
+            return
+        yield one
 
 
-@_parsed_once()
-def _read(name: str, gguf: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
-    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    config = AutoConfig.from_pretrained(**source)
-    require_supported(config, name)
-    _check_sizes(config, gguf)
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain float32 now; without this transformers refuses to save them.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    return model, AutoTokenizer.from_pretrained(**source)
+def _require_tokenizer(name: str, gguf: Path, remedy: str) -> None:
+    """Refuse a file whose tokenizer could not be read when it was converted for another one."""
+    with _named_errors(name, gguf, remedy):
+        file = read_gguf(gguf)
+    _tokenizer(file, name, required=True)
 
 
-def _check_sizes(config: Any, gguf: Path) -> None:
-    """Refuse sizes that do not fit the file, before transformers builds such a model."""
-    with gguf.open("rb") as file:
-        (num_tensors,) = struct.unpack("<8xQ", file.read(16))
-    if config.num_hidden_layers > num_tensors:
-        raise ValueError(f"{config.num_hidden_layers} layers, and {num_tensors} tensors")
-    largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
-    if largest > 8 * gguf.stat().st_size:  # less than one bit a weight
-        raise ValueError(f"a matrix of {largest} weights in {gguf.stat().st_size} bytes")
+def _tokenizer(file: GGUFFile, name: str, *, required: bool) -> Any:
+    """The tokenizer, or None where the file has none (token ids still work).
+
+    Args:
+        required: whether one that cannot be read is refused; else None stands for it, too.
+    """
+    if not _has_vocabulary(file):
+        return None
+    with nullcontext() if required else suppress(UnknownModelError):
+        return read_tokenizer(file.fields, name=name)
+    return None
 
 
-def _joined(parts: list[Path], whole: Path) -> Path:
-    """Join the parts of a split file; transformers reads whole ones only."""
-    # Imported here: few files are split.
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+def _has_vocabulary(file: GGUFFile) -> bool:
+    return file.fields.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
-    readers = [GGUFReader(one) for one in parts]
-    fields = readers[0].fields
-    writer = GGUFWriter(whole, fields["general.architecture"].contents())
-    for name, field in fields.items():
-        if not name.startswith(_WRITTEN_ANEW):
-            kind = field.types[0]
-            inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), kind, sub_type=inner)
-    tensors = [tensor for reader in readers for tensor in reader.tensors]
-    for one in tensors:
-        writer.add_tensor_info(
-            one.name, one.data.shape, one.data.dtype, one.data.nbytes, one.tensor_type
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for one in tensors:
-        writer.write_tensor_data(one.data)
-    writer.close()
-    return whole
+
+def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
+    """Tokens that end an answer, and the sampling that the file recommends."""
+    sampling = {
+        theirs: file.fields[f"general.sampling.{ours}"]
+        for ours, theirs in _SAMPLING.items()
+        if f"general.sampling.{ours}" in file.fields
+    }
+    made = GenerationConfig.from_model_config(config)
+    if _has_vocabulary(file):
+        made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
+    made.update(**sampling, **({"do_sample": True} if sampling else {}))
+    return made
+
+
+def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write shards of a limited size, and their index."""
+    shards: list[dict[str, int]] = []
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and _size(held) + tensor.nbytes > SHARD_BYTES:
+            shards.append(_write_shard(directory, len(shards), held))
+            held = {}
+        held[name] = tensor
+    shards.append(_write_shard(directory, len(shards), held))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names):
+        _shard(directory, number).rename(directory / name)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(sum(shard.values()) for shard in shards)},
+            "weight_map": {
+                key: name for name, shard in zip(names, shards, strict=True) for key in shard
+            },
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_shard(directory: Path, number: int, held: dict[str, Tensor]) -> dict[str, int]:
+    save_file(held, _shard(directory, number), metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in held.items()}
+
+
+def _shard(directory: Path, number: int) -> Path:
+    return directory / f"{number}.safetensors"
+
+
+def _size(held: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in held.values())

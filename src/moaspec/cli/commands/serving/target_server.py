@@ -247,9 +247,15 @@ def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> Target
     from moaspec.generation.shaping import shaping_for
     from moaspec.remote.server.service import TargetService
 
-    drafter = None if asked.drafter is None else check_drafter(asked.drafter, asked.model)
+    drafter = None
+    if asked.drafter is not None:
+        drafter = check_drafter(asked.drafter, asked.model, tokenizer=asked.tokenizer)
     target = load_target(
-        asked.model, dtype=asked.dtype, quantize=asked.quantize, adapter=asked.adapter
+        asked.model,
+        dtype=asked.dtype,
+        quantize=asked.quantize,
+        adapter=asked.adapter,
+        tokenizer=asked.tokenizer,
     )
     module = None if drafter is None else load_drafter(drafter, target=target)
     if module is None:
@@ -281,7 +287,7 @@ def _vllm_service(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = chosen_dtype(asked.dtype, device=device, packed=False)
-    facts = target_facts(asked.model, dtype=dtype, device=device)
+    facts = target_facts(asked.model, dtype=dtype, device=device, tokenizer=asked.tokenizer)
     if any(switch < limits.longest(facts) for switch in facts.rope_switches):
         raise InputError(
             f"{asked.model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} "
@@ -291,7 +297,7 @@ def _vllm_service(
     HeadShare(total=facts.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
     engine = VLLMVerifier(
         VLLMVerifierSettings(
-            model=find_weights(asked.model),
+            model=find_weights(asked.model, with_tokenizer=asked.tokenizer is None),
             dtype=dtype,
             max_rows=limits.fitting(facts).max_sessions,
             max_tokens=limits.longest(facts),

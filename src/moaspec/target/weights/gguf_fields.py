@@ -1,0 +1,130 @@
+"""Access to the fields of a GGUF's architecture, which records what was used."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from moaspec.errors import UnknownModelError, UnsupportedTargetError
+
+IRRELEVANT = frozenset(
+    {
+        "vocab_size",  # the embedding has it
+        "tensor_data_layout",
+        "pooling_type",
+        "rope.scaling.finetuned",  # says how a model was trained; Granite's reader reads it
+        "attention.layer_norm_epsilon",  # a reader has taken the epsilon of its norms
+        "attention.layer_norm_rms_epsilon",
+        "rope.scaling.original_context_length",  # a scaling that needs it has taken it
+        "use_parallel_residual",  # only GPT-NeoX has both forms
+    }
+)
+"""Fields that change nothing where no reader took them."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (False,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.yarn_ext_factor": (0, -1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.attn_factor": (1,),
+}
+"""Values with which a field that no reader took changes nothing."""
+
+
+class Fields:
+    """The fields `<architecture>.*`, by their names without the architecture.
+
+    Args:
+        fields: all fields of the file.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
+        self._prefix = f"{architecture}."
+        start = len(self._prefix)
+        self._values = {k[start:]: v for k, v in fields.items() if k.startswith(self._prefix)}
+        self._unused = set(self._values)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number; of a list with one value for each layer, the value of all.
+
+        Raises:
+            UnknownModelError: it is missing without a default, or no such number.
+            UnsupportedTargetError: layers differ.
+        """
+        value = self._taken(key, default)
+        if type(value) is not int or value < 0:
+            raise UnknownModelError(
+                f"its field {self._prefix}{key} is {value!r}, and must be a whole number."
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; see `integer`."""
+        value = self._taken(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UnknownModelError(
+                f"its field {self._prefix}{key} is {value!r}, and must be a number."
+            )
+        return float(value)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """Any value, as it is."""
+        self._unused.discard(key)
+        return self._values.get(key, default)
+
+    def _taken(self, key: str, default: Any) -> Any:
+        value = self.raw(key, default)
+        if value is None:
+            raise UnknownModelError(f"it has no field {self._prefix}{key}.")
+        if not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
+            raise UnsupportedTargetError(
+                f"its layers differ in {self._prefix}{key} ({str(value)[:60]})."
+            )
+        return value[0]
+
+    def refuse(self, key: str, why: str) -> UnsupportedTargetError:
+        """The refusal of a field's value."""
+        return UnsupportedTargetError(
+            f"its field {self._prefix}{key} is {str(self._values.get(key))[:60]}, {why}."
+        )
+
+    def require_all_used(self) -> None:
+        """Refuse fields that no reader took, unless they change nothing.
+
+        Raises:
+            UnsupportedTargetError: names the first.
+        """
+        for key in sorted(self._unused - IRRELEVANT):
+            value = self._values[key]
+            wide = key == "attention.sliding_window" and value >= self._values["context_length"]
+            if value not in NEUTRAL.get(key, ()) and not wide:
+                raise self.refuse(
+                    key,
+                    "which moaspec does not know for this architecture and could compute wrongly "
+                    "without. Name the model's directory or hub id instead of the GGUF file",
+                )

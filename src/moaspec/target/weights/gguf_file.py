@@ -1,0 +1,176 @@
+"""Fields and tensors of GGUF files, over all parts of a split file."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moaspec.errors import UnknownModelError, UnsupportedTargetError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFReader
+
+_PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor as the file stores it.
+
+    Args:
+        shape: rows first, as in PyTorch.
+        blocks: the stored bytes, or floats, mapped from the file; one row for each row of `shape`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: "GGMLQuantizationType"
+    blocks: np.ndarray
+
+    @property
+    def num_weights(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def dequantised(self) -> Tensor:
+        """The values in float32, in memory of their own."""
+        # Imported here: few targets are GGUF files.
+        from gguf.quants import dequantize
+
+        try:
+            values = np.array(dequantize(self.blocks, self.kind), dtype=np.float32)
+        except NotImplementedError as error:
+            raise UnsupportedTargetError(
+                f"its tensor {self.name} is in {self.kind.name}, which gguf cannot dequantise."
+            ) from error
+        return torch.from_numpy(values).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """What a file holds, or all parts of a split file together.
+
+    Args:
+        fields: metadata as Python values, without those of the split.
+    """
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+    @cached_property
+    def architecture(self) -> str:
+        """The value of `general.architecture`.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        found = self.fields.get("general.architecture")
+        if not isinstance(found, str):
+            raise UnknownModelError("it has no field general.architecture.")
+        return found
+
+
+def parts_of(gguf: Path) -> list[Path]:
+    """All parts of a split file, by any part; the file itself where it is whole.
+
+    Raises:
+        UnknownModelError: its name has the number of no part.
+    """
+    part = _PART.search(gguf.name)
+    if part is None or int(part[3]) < 2:
+        return [gguf]
+    if not 1 <= int(part[1]) <= int(part[3]):
+        raise UnknownModelError(
+            f"{gguf} is named part {int(part[1])} of {int(part[3])}. Give all parts the names with "
+            "which they were published (NAME-00001-of-00003.gguf and so on)."
+        )
+    begun = gguf.name[: part.start()]
+    return [gguf.with_name(f"{begun}-{i:05}{part[2]}") for i in range(1, int(part[3]) + 1)]
+
+
+def read_gguf(gguf: Path) -> GGUFFile:
+    """Map a file, or all parts of a split file.
+
+    Raises:
+        UnknownModelError: without the file's name: what is wrong with it.
+        Exception: almost any, where a file is damaged.
+    """
+    # Imported here: few targets are GGUF files.
+    from gguf import GGUFReader
+
+    readers = []
+    for part in parts_of(gguf):
+        _require_little_endian(part)
+        readers.append(GGUFReader(part))
+    _check_split(parts_of(gguf), readers)
+    fields = dict(_fields(readers[0]))
+    tensors: dict[str, GGUFTensor] = {}
+    for part, reader in zip(parts_of(gguf), readers, strict=True):
+        for tensor in _tensors(reader):
+            if tensor.name in tensors:
+                raise UnknownModelError(f"its tensor {tensor.name} is also in {part.name}.")
+            tensors[tensor.name] = tensor
+    _check_count(fields, tensors, readers)
+    return GGUFFile(gguf, {k: v for k, v in fields.items() if k not in _SPLIT}, tensors)
+
+
+def _require_little_endian(part: Path) -> None:
+    with part.open("rb") as file:
+        start = file.read(8)
+    if start[:4] == b"GGUF" and start[4:6] == b"\0\0" and start[6:] != b"\0\0":
+        raise UnknownModelError(
+            f"{part.name} is big-endian. Convert it to little-endian (gguf-convert-endian of the "
+            "package gguf), or take another file of the model."
+        )
+
+
+def _fields(reader: "GGUFReader") -> Iterator[tuple[str, Any]]:
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            yield name, field.contents()
+
+
+def _tensors(reader: "GGUFReader") -> Iterator[GGUFTensor]:
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        yield GGUFTensor(tensor.name, shape, tensor.tensor_type, tensor.data)
+
+
+def _check_split(parts: Sequence[Path], readers: Sequence["GGUFReader"]) -> None:
+    """Refuse parts that were renamed, mixed up or taken from another file."""
+    for index, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        number, count = (_scalar(reader, key) for key in _SPLIT[:2])
+        if len(parts) == 1 and count in (None, 1):
+            continue
+        if (number, count) != (index, len(parts)):
+            is_ = f"part {(number or 0) + 1} of {count}" if count else "no part of a split file"
+            raise UnknownModelError(
+                f"{part.name} is {is_} by its own fields, and its name says part {index + 1} of "
+                f"{len(parts)}. Give all parts the names with which they were published "
+                "(NAME-00001-of-00003.gguf and so on)."
+            )
+
+
+def _scalar(reader: "GGUFReader", key: str) -> int | None:
+    field = reader.get_field(key)
+    return None if field is None else int(field.contents())
+
+
+def _check_count(
+    fields: Mapping[str, Any], tensors: Mapping[str, Any], readers: Sequence[Any]
+) -> None:
+    expected = fields.get("split.tensors.count")
+    if len(readers) > 1 and expected is not None and expected != len(tensors):
+        raise UnknownModelError(
+            f"its {len(readers)} parts hold {len(tensors)} tensors, and by split.tensors.count "
+            f"{expected}."
+        )

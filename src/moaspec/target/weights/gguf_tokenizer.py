@@ -1,0 +1,186 @@
+"""Build the tokenizer that the metadata of a GGUF file describes.
+
+The ids are those of llama.cpp, for the kinds of tokenizers that causal models have there: `gpt2`
+(byte-level BPE), `llama` (the BPE of SentencePiece) and `gemma4` (BPE over SentencePiece's tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
+
+from moaspec.errors import UnknownModelError
+from moaspec.target.weights.gguf_splits import SPLITS, Splits
+from moaspec.target.weights.gguf_tokens import KEY, NORMAL, USER_DEFINED, Tokens, UnreadableError
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_TEMPLATE = "tokenizer.chat_template"
+_KINDS = ("gpt2", "llama", "gemma4")
+_NAMED = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # as GGUF spells it
+    "pad_token": "padding",
+    "mask_token": "mask",
+}
+# Tokens before which Phi-3 drops no spaces; those of the other control tokens are dropped.
+_KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def read_tokenizer(fields: Mapping[str, Any], *, name: str) -> Any:
+    """Build the tokenizer of a GGUF file.
+
+    Args:
+        fields: the file's metadata.
+        name: the target's, for errors.
+
+    Returns:
+        A fast tokenizer of transformers, with the file's chat templates.
+
+    Raises:
+        UnknownModelError: a kind of tokenizer or a way to split words that is not known here, or
+            tokens and merges that do not fit each other.
+    """
+    try:
+        return _tokenizer(fields)
+    except UnreadableError as error:
+        raise UnknownModelError(
+            f"Cannot read the tokenizer of {name!r} out of its GGUF file: {error} Name a directory "
+            "that holds the model's own tokenizer.json: --tokenizer DIR, or "
+            "load_target(..., tokenizer=DIR)."
+        ) from error
+
+
+def end_ids(fields: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer, as llama.cpp finds them: the file's EOS token first."""
+    return Tokens.of(fields).ends if f"{KEY}tokens" in fields else []
+
+
+def _tokenizer(fields: Mapping[str, Any]) -> Any:
+    kind = fields.get(f"{KEY}model")
+    if kind not in _KINDS:
+        raise UnreadableError(f"{KEY}model is {kind!r}, and known are {', '.join(_KINDS)}.")
+    tokens = Tokens.of(fields)
+    if kind == "llama":
+        backend, begins = _sentencepiece(tokens), True
+    else:
+        splits = _splits(tokens, kind)
+        backend = _raw_bpe(tokens, splits) if splits.raw else _byte_level_bpe(tokens, splits)
+        begins = splits.add_bos
+    backend.add_tokens(list(_added(tokens)))
+    ids = {name: tokens.named(kind) for name, kind in _NAMED.items()}
+    special = {name: tokens.texts[one] for name, one in ids.items() if one is not None}
+    begins = kind == "gemma4" or tokens.field("add_bos_token", begins)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **special,
+        add_bos_token=bool(begins) and "bos_token" in special,
+        add_eos_token=bool(tokens.field("add_eos_token", False)) and "eos_token" in special,
+        chat_template=_chat_template(fields),
+        # Unset, transformers would take spaces out of some texts.
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _splits(tokens: Tokens, kind: str) -> Splits:
+    pre = "gemma4" if kind == "gemma4" else tokens.field("pre") or "default"
+    if pre not in SPLITS:
+        raise UnreadableError(f"{KEY}pre is {pre!r}, which is not known.")
+    return SPLITS[pre]
+
+
+def _byte_level_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
+    merges = list(_merges(tokens))
+    backend = Tokenizer(models.BPE(tokens.ids, merges, ignore_merges=splits.ignore_merges))
+    words = [Split(Regex(one), "isolated") for one in splits.patterns]
+    backend.pre_tokenizer = Sequence([*words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _raw_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
+    backend = Tokenizer(models.BPE(tokens.ids, list(_merges(tokens)), byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.pre_tokenizer = Sequence([Split(Regex(one), "isolated") for one in splits.patterns])
+    backend.decoder = _sentencepiece_decoder()
+    if splits.whole_lines:
+        runs = [text for text in tokens.texts if len(text) > 1 and not text.strip("\n")]
+        backend.add_tokens([AddedToken(one, normalized=False) for one in runs])
+    return backend
+
+
+def _merges(tokens: Tokens) -> Iterator[tuple[str, str]]:
+    """The file's merges, of each pair the first."""
+    ids = tokens.ids
+    for merge in dict.fromkeys(tokens.field("merges") or ()):
+        at = merge.find(" ", 1)  # a token may begin with a space
+        left, right = merge[:at], merge[at + 1 :]
+        if at < 0 or left not in ids or right not in ids or left + right not in ids:
+            raise UnreadableError(f"The merge {merge!r} is not one of tokens to a token.")
+        yield left, right
+
+
+def _sentencepiece(tokens: Tokens) -> Tokenizer:
+    unknown = tokens.named("unknown")
+    model = models.BPE(
+        tokens.ids,
+        _merges_by_score(tokens),
+        byte_fallback=True,
+        unk_token=None if unknown is None else tokens.texts[unknown],
+    )
+    backend = Tokenizer(model)
+    prefix = tokens.field("add_space_prefix", True)
+    begin = [normalizers.Prepend(_SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = _sentencepiece_decoder(prefix=prefix)
+    return backend
+
+
+def _sentencepiece_decoder(*, prefix: bool = False) -> Any:
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+
+
+def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, the token with the best score first."""
+    ids = tokens.ids
+    scores = tokens.field("scores") or [0.0] * len(ids)
+    found = []
+    for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
+        for at in range(1, len(text)):
+            left, right = text[:at], text[at:]
+            if left in ids and right in ids:
+                found.append((-score, left, right))
+            elif kind == NORMAL and _lacks_letter(left, right, ids):
+                raise UnreadableError(f"{text!r} is a token, and not all of its letters are.")
+    found.sort(key=lambda one: one[0])
+    return [(left, right) for _, left, right in found]
+
+
+def _lacks_letter(left: str, right: str, ids: Mapping[str, int]) -> bool:
+    """Whether llama.cpp merges these two although one is a letter that is no token."""
+    parts = (left, right)
+    return " " not in parts and all(part in ids or len(part) == 1 for part in parts)
+
+
+def _added(tokens: Tokens) -> Iterator[AddedToken]:
+    """Tokens that are found in a text before it is split."""
+    phi3 = any(one in tokens.fields.get("general.name", "").lower() for one in ("phi-3", "phi3"))
+    for text, kind in tokens.special():
+        strips = phi3 and text not in _KEPT_SPACES
+        yield AddedToken(text, special=kind != USER_DEFINED, normalized=False, rstrip=strips)
+
+
+def _chat_template(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The file's template, or all of its templates by name."""
+    begin = f"{_TEMPLATE}."
+    named = {key.removeprefix(begin): text for key, text in fields.items() if key.startswith(begin)}
+    default = fields.get(_TEMPLATE)
+    if not named:
+        return default
+    return named if default is None else {"default": default, **named}

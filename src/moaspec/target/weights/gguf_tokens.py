@@ -1,0 +1,185 @@
+"""The tokens of a GGUF file: texts, types, and which of them mean something to llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from moaspec.errors import InputError
+
+KEY = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; 5 is unused, 6 a byte
+
+ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[e~[",
+)
+"""Texts of tokens that end an answer, whatever the file says about them."""
+_FIM = {
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<PRE>",
+        "\u2581<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<SUF>",
+        "\u2581<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<\uff5cfim\u2581end\uff5c>",
+        "<MID>",
+        "\u2581<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Texts of tokens for code to fill in, by the name of the field that may give their id."""
+_OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_ENDS_BY_FIELD = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+"""Texts of control tokens that are part of an answer."""
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
+"""Ids that a file of a kind need not name."""
+
+
+class UnreadableError(InputError):
+    """A tokenizer of a kind that is not known here, or whose parts do not fit each other."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a file, and its other metadata."""
+
+    fields: Mapping[str, Any]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Tokens:
+        """Raises UnreadableError where there are none, or two are the same."""
+        texts = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(fields[f"{KEY}tokens"]))
+        if len(set(texts)) < len(texts):
+            twice = next(text for i, text in enumerate(texts) if text in texts[:i])
+            raise UnreadableError(f"Two of its tokens are {twice!r}.")
+        return cls(fields, texts)
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field of the tokenizer, or the default."""
+        return self.fields.get(f"{KEY}{name}", default)
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {text: i for i, text in enumerate(self.texts)}
+
+    @cached_property
+    def types(self) -> list[int]:
+        """The type of each token: the file's, but for tokens whose text means more."""
+        types = list(self.field("token_type") or [NORMAL] * len(self.texts))
+        if len(types) < len(self.texts):
+            raise UnreadableError(f"It has {len(self.texts)} tokens and {len(types)} types.")
+        by_text = [self._by_text(kind) for kind in _FIM if self._by_field(kind) is None]
+        for one in (*by_text, *self._known_ends):
+            if one is not None:
+                types[one] = CONTROL
+        for text in _SHOWN:
+            if text in self.ids:
+                types[self.ids[text]] = USER_DEFINED
+        for text, kind in self._no_ends.items():
+            types[self.ids[text]] = kind
+        return types
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer, the file's EOS token first."""
+        found = [self.named("eos"), *sorted(self._all_ends)]
+        excluded = {self.ids[text] for text in self._no_ends}
+        return [one for one in dict.fromkeys(found) if one is not None and one not in excluded]
+
+    def named(self, kind: str) -> int | None:
+        """The id that the file or its kind gives to `bos`, `eos`, `unknown`, ..., or None."""
+        given = self._by_field(kind)
+        if given is not None:
+            return given
+        default = _DEFAULTS.get(self.field("model"), {}).get(kind)
+        # Where llama.cpp takes whatever token has the usual id, an ordinary one would end texts.
+        if default is None or default >= len(self.texts):
+            return None
+        return default if self.types[default] in (CONTROL, UNKNOWN) else None
+
+    def _by_field(self, kind: str) -> int | None:
+        keys = (f"{kind}_token_id", f"{_OLD_NAMES.get(kind)}_token_id")
+        found = (self.field(key) for key in keys)
+        return next((int(one) for one in found if one is not None and one < len(self.texts)), None)
+
+    def _by_text(self, kind: str) -> int | None:
+        return next((self.ids[text] for text in _FIM[kind] if text in self.ids), None)
+
+    @cached_property
+    def _known_ends(self) -> list[int]:
+        return [self.ids[text] for text in ENDS if text in self.ids]
+
+    @cached_property
+    def _all_ends(self) -> set[int]:
+        found = {self._by_field(kind) for kind in ("eos", *_ENDS_BY_FIELD)}
+        found |= {
+            self._by_text(kind)
+            for kind in _ENDS_BY_FIELD
+            if kind in _FIM and self._by_field(kind) is None
+        }
+        return {*self._known_ends, *(one for one in found if one is not None)}
+
+    @cached_property
+    def _no_ends(self) -> dict[str, int]:
+        """Texts that end no answer beside other tokens, with the types that they then have."""
+        texts = {self.texts[one] for one in self._all_ends}
+        found = {}
+        calls = texts & {"<|call|>", "<|calls|>"}
+        if "<|end|>" in texts and calls and texts & {"<|return|>", "<|flush|>"}:
+            found["<|end|>"] = USER_DEFINED
+        if {"<|tool_response>", "</s>"} <= texts:
+            found["</s>"] = NORMAL
+        return found
+
+    def special(self) -> Iterator[tuple[str, int]]:
+        """Tokens that are cut out of a text before it is split into words, with their types."""
+        for text, kind in zip(self.texts, self.types, strict=False):
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+                yield text, kind

@@ -1,0 +1,47 @@
+"""`moaspec check` of GGUF files: llama.cpp reads them, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import gguf_models
+from commands import Cli
+from moaspec.target.weights import gguf, gguf_config
+
+OPTIONS = ("--max-new-tokens", "2", "--limit", "1", "--dtype", "float32")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    made = gguf_models.model("llama", max_position_embeddings=2048)
+    return gguf_models.write(tmp_path / "model.gguf", "llama", made)
+
+
+@pytest.mark.slow
+def test_a_right_reading_passes(file: Path, cli: Cli) -> None:
+    pytest.importorskip("xllamacpp")
+    output = cli("check", "--model", str(file), *OPTIONS)
+    assert output.code == 0
+    assert "The GGUF is read as llama.cpp reads it: 50 tokens" in output.words
+
+
+@pytest.mark.slow
+def test_a_wrong_reading_fails(file: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts agree with transformers, which computes from the same wrong weights."""
+    pytest.importorskip("xllamacpp")
+    known = gguf_config.ARCHITECTURES["llama"]
+    wrong = {"llama": dataclasses.replace(known, pairs=False)}
+    monkeypatch.setattr(gguf_config, "ARCHITECTURES", wrong)
+    output = cli("check", "--model", str(file), *OPTIONS)
+    assert output.code == 1
+    assert "Right: every token" in output.words
+    assert "Wrong: the reader of GGUF files" in output.words
+    assert gguf.is_dequantised(gguf.key_of(file))
+    facts = json.loads(cli("check", "--model", str(file), *OPTIONS, "--json").out)
+    assert facts["right"] is False
+    assert facts["reader"]["verdict"] == "different"

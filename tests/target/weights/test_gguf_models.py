@@ -1,0 +1,554 @@
+"""GGUF files of all architectures that are read: what they hold, and what is refused.
+
+transformers' own model is the first oracle and llama.cpp the second; neither shares code with our
+reader.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import gguf_models
+import moaspec
+from moaspec.errors import UnknownModelError, UnsupportedTargetError
+from moaspec.evaluate.correctness.llama_cpp import log_probabilities
+from moaspec.target.weights import gguf
+from moaspec.target.weights.gguf_config import ARCHITECTURES
+
+IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(60)]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SUMS = 1e-4
+"""float32 sums in another order: log-probabilities here differ by up to 1e-5."""
+TABLE = 2e-2
+"""llama.cpp looks GELU up in a table of float16 values: up to 2e-3, and 8e-3 after 62 layers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the fields and factors with which a GGUF stores it."""
+
+    architecture: str
+    model_type: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    factors: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = SUMS
+
+    def model(self) -> Any:
+        return gguf_models.model(self.model_type, **self.changes)
+
+    def write(self, path: Path, made: Any | None = None, **options: Any) -> Path:
+        made = made or self.model()
+        given = {"fields": self.fields, "factors": self.factors, **options}
+        return gguf_models.write(path, self.architecture, made, **given)
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+def _gemma3(layers: int, period: int, **full: Any) -> dict[str, Any]:
+    kinds = [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
+    ropes = {
+        FULL: {"rope_theta": 1e6, "rope_type": "default", **full},
+        SLIDING: {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "rope_parameters": ropes,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
+    }
+
+
+def _llama3(trained: int, factor: float, low: float = 1.0) -> Case:
+    """Factors as llama.cpp's converter computes them."""
+    base, factors = 5e5, []
+    for exponent in range(0, 16, 2):
+        wavelength = 2 * math.pi * base ** (exponent / 16)
+        if wavelength < trained / 4.0:
+            factors.append(1.0)
+        elif wavelength > trained / low:
+            factors.append(factor)
+        else:
+            smooth = (trained / wavelength - low) / (4.0 - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    parameters = {
+        "rope_theta": base,
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": trained,
+    }
+    changes = {"rope_parameters": parameters, "max_position_embeddings": 16384}
+    return Case("llama", "llama", changes, factors={"rope_freqs.weight": factors})
+
+
+def _longrope(trained: int) -> Case:
+    short, long = [1.0, 1.125, 1.25, 1.5], [2.0, 3.0, 4.0, 5.0]
+    rope = _rope(
+        rope_type="longrope",
+        short_factor=short,
+        long_factor=long,
+        original_max_position_embeddings=trained,
+        partial_rotary_factor=0.5,
+    )
+    fields = {
+        "rope.dimension_count": 8,
+        "rope.scaling.original_context_length": trained,
+        "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / trained) / math.log(trained)),
+        "attention.sliding_window": 262144,
+    }
+    factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    changes = {"original_max_position_embeddings": trained, **rope}
+    return Case("phi3", "phi3", changes, fields, factors)
+
+
+_FACTORS = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+
+
+def _same(architecture: str, model_type: str, **changes: Any) -> Case:
+    """`rope_freqs.weight` with other factors than Llama 3's, and a linear factor."""
+    both = [2.0 * factor for factor in _FACTORS]
+    rope = _rope(
+        rope_type="longrope",
+        short_factor=both,
+        long_factor=both,
+        original_max_position_embeddings=512,
+        attention_factor=1.25,
+    )
+    fields = {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.25, "logit_scale": 1.0}
+    factors = {"rope_freqs.weight": _FACTORS}
+    return Case(architecture, model_type, {**changes, **rope}, fields, factors)
+
+
+_EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_YARN_FIELDS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+}
+_LINEAR = _rope(rope_type="linear", factor=4.0)
+_LINEAR_FIELDS = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+_TIED = {"tie_word_embeddings": True}
+
+CASES = {
+    "llama": Case("llama", "llama"),
+    "llama, tied": Case("llama", "llama", _TIED),
+    "llama, biases": Case("llama", "llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, large heads": Case("llama", "llama", {"head_dim": 32}),
+    "llama, linear": Case("llama", "llama", _LINEAR, _LINEAR_FIELDS),
+    "llama, older linear": Case("llama", "llama", _LINEAR, {"rope.scale_linear": 4.0}),
+    "llama, no scaling": Case(
+        "llama", "llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}
+    ),
+    "llama, yarn": Case("llama", "llama", _rope(**_YARN), _YARN_FIELDS),
+    "llama 3.1": _llama3(8192, 8.0),
+    "llama 3.2": _llama3(8192, 32.0),
+    "llama 3, other factors": _llama3(50, 8.0, low=2.0),
+    "llama, experts": Case(
+        "llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERTS
+    ),
+    "llama, longrope": Case(
+        "llama",
+        "llama",
+        _rope(
+            rope_type="longrope",
+            short_factor=[1.0] * 8,
+            long_factor=_FACTORS,
+            original_max_position_embeddings=32,
+            attention_factor=1.0,
+        ),
+        {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 32},
+        {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": _FACTORS},
+    ),
+    "arcee": Case("arcee", "arcee"),
+    "arcee, factors": _same("arcee", "arcee"),
+    "arcee, yarn": Case("arcee", "arcee", _rope(**_YARN), _YARN_FIELDS),
+    "gemma": Case("gemma", "gemma", {"head_dim": 32, **_TIED}, tolerance=TABLE),
+    "gemma2": Case(
+        "gemma2",
+        "gemma2",
+        {
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            **_TIED,
+        },
+        {
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+            "attention.sliding_window": 8,
+        },
+        tolerance=TABLE,
+    ),
+    "gemma2 27B": Case(
+        "gemma2",
+        "gemma2",
+        {"num_hidden_layers": 46, "head_dim": 32, "query_pre_attn_scalar": 16, **_TIED},
+        {"attention.sliding_window": 4096},
+        tolerance=TABLE,
+    ),
+    "gemma3": Case(
+        "gemma3",
+        "gemma3_text",
+        _gemma3(7, 6, rope_type="linear", factor=8.0),
+        {**_LINEAR_FIELDS, "rope.scaling.factor": 8.0, "attention.sliding_window": 8},
+        tolerance=TABLE,
+    ),
+    "gemma3 27B": Case(
+        "gemma3",
+        "gemma3_text",
+        {**_gemma3(62, 6), "head_dim": 32},
+        {"attention.sliding_window": 8},
+        tolerance=TABLE,
+    ),
+    "gemma3, another period": Case(
+        "gemma3",
+        "gemma3_text",
+        _gemma3(3, 2),
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
+        tolerance=TABLE,
+    ),
+    "gemma3 without windows": Case("gemma3", "gemma3_text", _gemma3(2, 1), tolerance=TABLE),
+    "granite": Case(
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 4.0,
+        },
+        {
+            "embedding_scale": 2.0,
+            "residual_scale": 0.5,
+            "attention.scale": 0.25,
+            "logit_scale": 4.0,
+        },
+    ),
+    "granite, factors": _same("granite", "granite", attention_multiplier=0.25),
+    "mistral3, factors": _same("mistral3", "mistral", sliding_window=None),
+    "mistral3": Case("mistral3", "mistral", {"sliding_window": None}),
+    "ministral 3": Case(
+        "mistral3",
+        "ministral3",
+        _rope(
+            **_YARN,
+            beta_fast=8.0,
+            beta_slow=2.0,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            llama_4_scaling_beta=0.125,
+        ),
+        {
+            **_YARN_FIELDS,
+            "rope.scaling.yarn_beta_fast": 8.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+            "attention.temperature_scale": 0.125,
+        },
+    ),
+    "olmo2": Case("olmo2", "olmo2"),
+    "olmo2, linear": Case("olmo2", "olmo2", _LINEAR, _LINEAR_FIELDS),
+    "olmo 3": Case(
+        "olmo2",
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "layer_types": [SLIDING] * 3 + [FULL],
+            "rope_parameters": {
+                FULL: {"rope_theta": 1e4, **_YARN},
+                SLIDING: {"rope_theta": 1e4, "rope_type": "default"},
+            },
+        },
+        {
+            **_YARN_FIELDS,
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [True, True, True, False],
+        },
+    ),
+    "phi3": Case("phi3", "phi3"),
+    "phi3, linear": Case(
+        "phi3",
+        "phi3",
+        _rope(
+            rope_type="longrope",
+            short_factor=[4.0] * 8,
+            long_factor=[4.0] * 8,
+            attention_factor=1.0,
+            original_max_position_embeddings=512,
+        ),
+        _LINEAR_FIELDS,
+    ),
+    "phi3, partial rotary": Case(
+        "phi3", "phi3", _rope(partial_rotary_factor=0.75), {"rope.dimension_count": 12}
+    ),
+    "phi3, beyond the trained length": _longrope(32),
+    "phi3, within the trained length": _longrope(256),
+    "qwen2": Case("qwen2", "qwen2"),
+    "qwen2, yarn": Case("qwen2", "qwen2", _rope(**_YARN), _YARN_FIELDS),
+    "qwen2, yarn and a magnitude": Case(
+        "qwen2",
+        "qwen2",
+        _rope(**_YARN, attention_factor=1.5 * (1 + 0.1 * math.log(4))),
+        {**_YARN_FIELDS, "rope.scaling.attn_factor": 1.5},
+    ),
+    "qwen3": Case("qwen3", "qwen3", {"head_dim": 32, **_TIED}),
+    "qwen3, yarn": Case("qwen3", "qwen3", _rope(**_YARN), _YARN_FIELDS),
+    "qwen3moe": Case(
+        "qwen3moe",
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+        {**_EXPERTS, "expert_feed_forward_length": 32},
+    ),
+    "seed_oss": Case("seed_oss", "seed_oss", {"attention_bias": True, "attention_out_bias": False}),
+    "smollm3": Case("smollm3", "smollm3", {"num_hidden_layers": 5, **_TIED, **_rope()}),
+    "starcoder2": Case(
+        "starcoder2", "starcoder2", {"sliding_window": None, **_TIED}, tolerance=TABLE
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+
+
+def _log_probabilities(model: Any) -> Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([IDS])).logits[0].log_softmax(-1)
+
+
+def test_all_architectures_have_a_case() -> None:
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_the_model(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    made = case.model()
+    path = case.write(tmp_path / "model.gguf", made)
+    target = moaspec.load_target(path, dtype="float32")
+    read = _log_probabilities(target.model)
+    assert_close(read, _log_probabilities(made), atol=1e-5, rtol=0)
+    assert target.stop_token_ids == {2}
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("needs xllamacpp for the rest")
+    found = log_probabilities(path, IDS, num_positions=len(IDS), num_best=gguf_models.VOCAB)
+    expected = torch.tensor([[best[i] for i in range(gguf_models.VOCAB)] for best in found])
+    assert_close(read, expected, atol=case.tolerance, rtol=0)
+
+
+def _without(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for name in [one for one in tensors if one.startswith(names)]:
+            del tensors[name]
+
+    return change
+
+
+def _with(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda tensors: tensors.update({name: np.zeros(shape, "f4")})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("llama", _without("token_embd"), "lacks the tensor token_embd.weight"),
+        ("llama", _without("output_norm"), "lacks the tensor output_norm.weight"),
+        ("llama", _without("blk.1.ffn_down"), r"lacks the tensor blk\.1\.ffn_down\.weight"),
+        ("llama", _without("blk.1."), r"lacks 9 tensors: blk\.1\."),
+        ("qwen2", _without("blk.1.attn_q.bias"), r"lacks the tensor blk\.1\.attn_q\.bias"),
+        ("olmo2", _without("output.weight"), "lacks the tensor output.weight"),
+        ("llama", _with("blk.0.attn_q.bias", 64), r"has the tensor blk\.0\.attn_q\.bias"),
+        ("olmo2", _with("blk.0.attn_q.bias", 64), r"has the tensor blk\.0\.attn_q\.bias"),
+        ("llama", _with("blk.2.attn_norm.weight", 64), r"has the tensor blk\.2\.attn_norm"),
+        ("gemma2", _with("output.weight", 96, 64), "takes the embedding"),
+        ("llama", _with("v.patch_embd.weight", 4, 4), r"has the tensor v\.patch_embd"),
+        ("llama", _with("blk.0.attn_k.weight", 32, 48), "has shape 32x48, and .* 32x64"),
+        ("llama", _with("rope_freqs.weight", 4), r"rope_freqs.weight is of shape \(4,\)"),
+        ("qwen2", _with("rope_freqs.weight", 8), "has the tensor rope_freqs.weight"),
+        ("qwen2", _with("rope_factors_long.weight", 8), "has the tensor rope_factors_long"),
+        ("phi3", _with("rope_factors_long.weight", 8), "rope_factors_short.weight is missing"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(
+    name: str, change: Any, reason: str, tmp_path: Path
+) -> None:
+    path = CASES[name].write(tmp_path / "model.gguf", change=change)
+    with pytest.raises(UnknownModelError, match=reason) as caught:
+        moaspec.load_target(path)
+    assert str(path) in str(caught.value)
+    assert not any((tmp_path / "cache").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("llama", {"logit_scale": 3.0}, r"llama\.logit_scale is 3\.0"),
+        ("llama", {"attention.causal": False}, r"attention\.causal is False"),
+        ("llama", {"attention.sliding_window": 8}, r"attention\.sliding_window is 8"),
+        ("llama", {"rope.scaling.type": "dynamic"}, "rope.scaling.type is dynamic"),
+        ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8"),
+        ("llama", {"attention.value_length": 8}, r"attention\.value_length is 8"),
+        ("phi3", _YARN_FIELDS, "rope.scaling.type is yarn"),
+        ("qwen2", {"rope.dimension_sections": [1, 1, 2, 0]}, "rope.dimension_sections"),
+        ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0"),
+        ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        ("granite", {"logit_scale": 4.0, "rope.scaling.finetuned": False}, "finetuned is False"),
+        ("llama", {"attention.head_count_kv": [2, 4]}, r"layers differ in llama\.attention"),
+        ("llama", {"what.is.this": "x"}, r"llama\.what\.is\.this is x"),
+    ],
+)
+def test_fields_that_change_the_model_are_refused_by_name(
+    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = CASES[name].write(tmp_path / "model.gguf", fields=fields)
+    with pytest.raises(UnsupportedTargetError, match=reason):
+        moaspec.load_target(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"block_count": None}, "has no field llama.block_count"),
+        ({"block_count": "two"}, "block_count is 'two', and must be a whole number"),
+        ({"rope.freq_base": float("nan")}, "freq_base is nan"),
+        ({"attention.head_count": 0}, "is 0"),
+    ],
+)
+def test_damaged_fields(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf", fields=fields)
+    with pytest.raises(UnknownModelError, match=reason):
+        moaspec.load_target(path)
+
+
+def test_fields_that_change_nothing(tmp_path: Path) -> None:
+    fields = {"expert_count": 0, "rope.scaling.finetuned": False, "attention.sliding_window": 512}
+    path = CASES["llama"].write(tmp_path / "model.gguf", fields=fields)
+    assert moaspec.load_target(path).vocab_size == gguf_models.VOCAB
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+def test_fused_and_separate_queries_keys_and_values(name: str, tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for key in [one for one in tensors if ".attn_q." in one]:
+            parts = [tensors.pop(key.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+            tensors[key.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+        for key in [one for one in tensors if ".attn_qkv." in one and name == "phi3"]:
+            rows = np.split(tensors.pop(key), [64, 96])
+            tensors.update(
+                {key.replace("qkv", part): row for part, row in zip("qkv", rows, strict=True)}
+            )
+
+    case = CASES[name]
+    made = case.model()
+    path = case.write(tmp_path / "a.gguf", made, change=change)
+    target = moaspec.load_target(path, dtype="float32")
+    assert_close(target.model.state_dict(), made.state_dict(), rtol=0, atol=0)
+
+
+def test_weights_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "SHARD_BYTES", 50_000)
+    made = CASES["llama"].model()
+    path = CASES["llama"].write(tmp_path / "model.gguf", made)
+    target = moaspec.load_target(path, dtype="float32")
+    assert_close(target.model.state_dict(), made.state_dict(), rtol=0, atol=0)
+    assert len(list((tmp_path / "cache").rglob("model-*.safetensors"))) > 2
+
+
+def _parts(tmp_path: Path, name: str = "big") -> list[Path]:
+    CASES["llama"].write(tmp_path / f"{name}.gguf", split=8)
+    return sorted(tmp_path.glob(f"{name}-*"))
+
+
+def test_a_split_file_is_the_whole_one(tmp_path: Path) -> None:
+    first, *_, last = _parts(tmp_path)
+    made = CASES["llama"].model()
+    for named in (first, last):
+        target = moaspec.load_target(named, dtype="float32")
+        assert_close(target.model.state_dict(), made.state_dict(), rtol=0, atol=0)
+
+
+def test_parts_that_were_mixed_up_are_refused(tmp_path: Path) -> None:
+    first, second, third = _parts(tmp_path)
+    whole = shutil.copy(second, tmp_path / "whole.gguf")
+    with pytest.raises(UnknownModelError, match=r"is part 2 of 3 .*says part 1 of 1"):
+        moaspec.load_target(whole)
+    with pytest.raises(UnknownModelError, match=r"is named part 4 of 3"):
+        moaspec.load_target(shutil.copy(second, tmp_path / "big-00004-of-00003.gguf"))
+    (tmp_path / "big-00004-of-00003.gguf").unlink()
+    second.rename(tmp_path / "kept")
+    third.rename(second)
+    (tmp_path / "kept").rename(third)
+    with pytest.raises(UnknownModelError, match=r"00002-of-00003.gguf is part 3 of 3"):
+        moaspec.load_target(first)
+    CASES["llama"].write(second)
+    with pytest.raises(UnknownModelError, match="is no part of a split file"):
+        moaspec.load_target(first)
+
+
+def test_a_part_of_another_file_is_refused(tmp_path: Path) -> None:
+    first, second, _ = _parts(tmp_path)
+    CASES["llama"].write(tmp_path / "other.gguf", change=_without("blk.0.attn_k"), split=8)
+    others = sorted(tmp_path.glob("other-*"))
+    assert len(others) == 3
+    shutil.copy(others[1], second)
+    with pytest.raises(UnknownModelError, match=r"is also in|tensors, and by split.tensors.count"):
+        moaspec.load_target(first)
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    data[4:8] = data[7:3:-1]
+    path.write_bytes(data)
+    with pytest.raises(UnknownModelError, match=r"model.gguf is big-endian"):
+        moaspec.load_target(path)
+
+
+def test_recommended_sampling_is_the_default(tmp_path: Path) -> None:
+    path = CASES["llama"].write(
+        tmp_path / "model.gguf",
+        others={"general.sampling.temp": 0.5, "general.sampling.top_k": 7},
+    )
+    defaults = moaspec.load_target(path).generation_defaults
+    assert defaults.sampling == {"temperature": 0.5, "top_k": 7}
+
+
+def test_a_file_without_a_vocabulary(tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf", vocabulary=False)
+    target = moaspec.load_target(path)
+    assert target.tokenizer is None
+    assert target.stop_token_ids == frozenset()
+
+
+def test_parts_of_models_are_no_targets(tmp_path: Path) -> None:
+    path = gguf_models.write(tmp_path / "a.gguf", "clip", CASES["llama"].model())
+    with pytest.raises(UnsupportedTargetError, match="no GGUF files of the architecture 'clip'"):
+        moaspec.load_target(path)
