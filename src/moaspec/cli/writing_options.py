@@ -142,14 +142,13 @@ class EndpointOptions:
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
-def load_spec(options: WritingOptions) -> TargetSpec:
+def load_spec(
+    model: str, generation_config: Literal["auto"] | None, tokenizer: str | None = None
+) -> TargetSpec:
     """A target's config and tokenizer."""
-    with loading(options.model):
+    with loading(model):
         from moaspec.target.registry import read_skeleton
 
         return read_skeleton(
-            options.model,
-            dtype="float32",
-            tokenizer=options.tokenizer,
-            generation_config=options.auto,
+            model, dtype="float32", tokenizer=tokenizer, generation_config=generation_config
         )
