@@ -140,11 +140,6 @@ class EndpointOptions:
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
-def load_spec(options: WritingOptions) -> TargetSpec:
-    """A target's config and tokenizer."""
-    return read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
-
-
 def read_spec(
     model: str,
     *,

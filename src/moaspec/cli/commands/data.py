@@ -16,7 +16,7 @@ from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.writing_progress import WritingProgress
-from moaspec.cli.writing_options import EndpointOptions, WritingOptions, load_spec
+from moaspec.cli.writing_options import EndpointOptions, WritingOptions, read_spec
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import require_outside
 from moaspec.errors import DataError, InputError
@@ -131,7 +131,7 @@ def regenerate_command(
     with status("Reading rows"):
         found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
-    spec = load_spec(options)
+    spec = read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,
