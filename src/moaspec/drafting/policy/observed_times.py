@@ -20,7 +20,7 @@ FIRST_INTERVAL, INTERVAL = 2, 48
 
 NEIGHBOURS = 2  # plain rounds that are made then, and rounds before and after that are compared
 NEAR_S = 2.0  # rounds further apart are not compared: other processes may have come or gone
-TRUST = 0.5
+TRUST = 1.0
 """Weight of the table among comparisons; the weight of each is what its drafts cost by the table,
 in plain rounds."""
 

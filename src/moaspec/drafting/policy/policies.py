@@ -30,7 +30,7 @@ MAX_LOSS = 0.02
 
 LEAST_SPEEDUP = 1.0  # of a row's rounds with drafts; below it the row pauses
 
-CREDIT_TOKENS = 64
+CREDIT_TOKENS = 48
 """A row may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this many
 tokens, however few it has written."""
 
@@ -330,7 +330,8 @@ class AdaptivePolicy:
         self._saved_s += costs.plain_s * len(accepted)
         if added_s > 0:  # the encoding after a plain round is not a part of its time
             added_s += encoding_s / costs.excess
-        self.round_s = costs.plain_s, costs.plain_s + added_s
+        if self._drafting is None or self._num_drafted:  # a row's first drafts also read its text
+            self.round_s = costs.plain_s, costs.plain_s + added_s
         if self._drafting is not None:
             own_s += costs.accept_s(emitted)
             self._num_drafted += 1
