@@ -1,8 +1,8 @@
 """The promise that drafting never loses more than 3%, prompt by prompt.
 
-README's first prompt and those of the demo are decoded plainly and with `auto`, by turns, on an idle
-machine and beside one busy process. Every text starts as in a new process: nothing was observed
-before. Times are those of whole requests, prompts included.
+README's first prompt and those of the demo are decoded plainly and with `auto`, by turns, on an
+idle machine and beside one busy process. Every text starts as in a new process: nothing was
+observed before. Times are those of whole requests, prompts included.
 
     python benchmarks/promise.py --threads 2
 """

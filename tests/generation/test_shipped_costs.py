@@ -43,7 +43,7 @@ def test_every_set_of_kernels_has_costs_that_rise() -> None:
 
 @pytest.mark.usefixtures("by_kernels")
 def test_nobody_waits_where_the_clock_may_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine too: "not measured, few or no drafts" was said for a server's whole life."""
+    """On a busy machine too: there few or no drafts were made for a server's whole life."""
     monkeypatch.setattr(shaping, "measure_once", lambda *_, **__: pytest.fail("it measures"))
     target, module = tiny.target(), tiny.agreeing_drafter("llama")
     found = shaping_for(target, module)

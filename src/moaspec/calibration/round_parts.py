@@ -205,6 +205,7 @@ def _text_states(text_pass: TextPass, cache: KVCache, num_tokens: int, context: 
 
 
 def lower_quartile(numbers: Sequence[float]) -> float:
+    """The number at a quarter of the way from the least to the greatest."""
     return sorted(numbers)[(len(numbers) - 1) // 4]
 
 

@@ -2,8 +2,8 @@
 
 `assumed_costs.json` has them for each set of kernels, as another machine measured them: seconds to
 read 10^9 bytes of weights, seconds that further tokens of a pass add per 10^9 weights, and those
-that each layer of the target, each drafted level and each encoding adds. So costs scale with the sizes of
-target and drafter. Only their ratios matter to what is drafted.
+that each layer of the target, each drafted level and each encoding adds. So costs scale with the
+sizes of target and drafter. Only their ratios matter to what is drafted.
 
 - "amx", "avx512", "avx2": SmolLM2-135M and Qwen2.5-0.5B in bf16 with two threads of one Xeon with
   AMX, which `MOASPEC_KERNELS` limited.
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -62,7 +63,7 @@ def machine_costs(target: Target) -> MachineCosts:
 
 
 @cache
-def _shipped() -> dict[str, dict[str, Sequence[float]]]:
+def _shipped() -> dict[str, dict[str, Any]]:
     text = files("moaspec.drafting.policy").joinpath(FILE).read_text(encoding="utf-8")
     return dict(json.loads(text))
 

@@ -197,8 +197,9 @@ class EngineWorker:
         if self._high[0] and self._heard_s + self._limits.parked_s <= time.monotonic():
             self._forget_all()
         if self._renew is not None and self._renewal_in_s <= 0:
-            found = self._renew(self._shaping, lambda: not self._inbox.empty())
-            self._shaping = found or self._shaping
+            with contextlib.suppress(Exception):  # as where memory is short: later jobs go on
+                found = self._renew(self._shaping, lambda: not self._inbox.empty())
+                self._shaping = found or self._shaping
             self._renewal_due_s = time.monotonic() + self._limits.renewal_s
 
     def _advance(self) -> None:
