@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -222,15 +223,14 @@ def test_the_fingerprint_tells_settings_apart() -> None:
 
 
 class SimulatedClock:
-    """A clock that runs on where parts say so; other processes disturb every third reading."""
+    """A clock that runs on where parts say so; other processes disturb it by chance."""
 
     def __init__(self) -> None:
-        self.now_s, self._parts = 0.0, 0
+        self.now_s, self._draws = 0.0, random.Random(0)
 
     def part(self, target: Target, seconds: float) -> TimedPart:
         def run() -> None:
-            self._parts += 1
-            self.now_s += seconds * (4.0 if self._parts % 3 == 0 else 1.0)
+            self.now_s += seconds * (4.0 if self._draws.random() < 0.15 else 1.0)
 
         return TimedPart(run, target.device)
 
@@ -240,7 +240,7 @@ def test_a_quick_measurement_agrees_with_a_thorough_one(
 ) -> None:
     """It took drafts for free where a pass over one token was disturbed, and lost 15%."""
     clock, of = SimulatedClock(), tiny.target()
-    monkeypatch.setattr(round_parts.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now_s)
 
     def target_pass(_: object, tokens: int, context: int) -> TimedPart:
         return clock.part(of, 0.01 + 0.001 * tokens + 1e-6 * context)
@@ -254,9 +254,9 @@ def test_a_quick_measurement_agrees_with_a_thorough_one(
     assert cache.exists()
     for name in ("pass_s", "head_s", "logits_s"):
         found, expected = (np.array(getattr(one, name)) for one in (quick, thorough))
-        assert found == pytest.approx(expected, rel=0.03)
+        assert found == pytest.approx(expected, rel=0.1)
     one, eight = (quick.verify_s(tokens, 64) for tokens in (1, 8))
-    assert eight / one == pytest.approx(0.01914 / 0.01207, rel=0.03)
+    assert eight / one == pytest.approx(0.01914 / 0.01207, rel=0.1)
 
 
 def test_a_time_that_is_too_long_does_not_make_the_next_ones_free() -> None:

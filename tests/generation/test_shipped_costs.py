@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from costs import know, table
-from moaspec.calibration import first_use
+from moaspec.calibration import first_use, measure_costs
 from moaspec.drafting.policy import assumed_costs
 from moaspec.drafting.policy.assumed_costs import MachineCosts
 from moaspec.drafting.policy.cost_model import CostTable
@@ -76,8 +76,8 @@ def _renewed(
         known["costs"] = table(root_s=0.5)
         know(monkeypatch, {0: table(root_s=0.5)})
 
-    monkeypatch.setattr(first_use.measure_costs, "calibrate", calibrate)
-    monkeypatch.setattr(first_use.measure_costs, "stored_costs", lambda *_, **__: known["costs"])
+    monkeypatch.setattr(measure_costs, "calibrate", calibrate)
+    monkeypatch.setattr(measure_costs, "stored_costs", lambda *_, **__: known["costs"])
     monkeypatch.setattr(first_use, "_why_not", lambda *_: options.get("why_not"))
     monkeypatch.setattr(ObservedTimes, "fits", fits)
     before = shaping_for(target, module)
