@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import moaspec
 import tiny
 from caches import new_cache
-from moaspec.calibration import measure_costs
+from moaspec.calibration import measure_costs, round_parts
 from moaspec.calibration.choose_exit import known_exits
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
+from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.policy.policies import AdaptivePolicy
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
 
 
 @pytest.fixture
@@ -216,3 +220,45 @@ def test_the_fingerprint_tells_settings_apart() -> None:
     texts = {json.dumps(facts, sort_keys=True) for facts in settings}
     assert len(texts) == len(settings)
     assert fingerprint(tiny.target(), drafter(), 0) == fingerprint(tiny.target(), drafter())
+
+
+class SimulatedClock:
+    """A clock that runs on where parts say so; other processes disturb it by chance."""
+
+    def __init__(self) -> None:
+        self.now_s, self._draws = 0.0, random.Random(0)
+
+    def part(self, target: Target, seconds: float) -> TimedPart:
+        def run() -> None:
+            self.now_s += seconds * (4.0 if self._draws.random() < 0.15 else 1.0)
+
+        return TimedPart(run, target.device)
+
+
+def test_a_quick_measurement_agrees_with_a_thorough_one(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took drafts for free where a pass over one token was disturbed, and lost 15%."""
+    clock, of = SimulatedClock(), tiny.target()
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now_s)
+
+    def target_pass(_: object, tokens: int, context: int) -> TimedPart:
+        return clock.part(of, 0.01 + 0.001 * tokens + 1e-6 * context)
+
+    def head(_: object, tokens: int, *, logits: bool = False) -> TimedPart:
+        return clock.part(of, 0.001 * (1 + logits) + 1e-5 * tokens)
+
+    monkeypatch.setattr(round_parts.RoundParts, "target_pass", target_pass)
+    monkeypatch.setattr(round_parts.RoundParts, "head", head)
+    quick, thorough = (calibrate(of, quick=quick) for quick in (True, False))
+    assert cache.exists()
+    for name in ("pass_s", "head_s", "logits_s"):
+        found, expected = (np.array(getattr(one, name)) for one in (quick, thorough))
+        assert found == pytest.approx(expected, rel=0.1)
+    one, eight = (quick.verify_s(tokens, 64) for tokens in (1, 8))
+    assert eight / one == pytest.approx(0.01914 / 0.01207, rel=0.1)
+
+
+def test_a_time_that_is_too_long_does_not_make_the_next_ones_free() -> None:
+    found = measure_costs._rising([3.0, 1.0, 2.0, 4.0])
+    assert found == (2.0, 2.0, 2.0, 4.0)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -858,10 +858,23 @@ def one_prompt(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
+    """In one line: rows are for texts that differ."""
     output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
     assert output.code == 0
-    assert "moa (N=0), tree" in output.out
-    assert "Right: every token" in output.out
+    assert output.words.startswith("Right (")
+    assert "every token is the target's choice" in output.words
+    assert "moa, auto" not in output.words
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loaded")
+def test_a_thorough_check_has_every_method(one_prompt: Path, cli: Cli) -> None:
+    options = ("check", "--suite", str(one_prompt), "--max-new-tokens", "4", "--json")
+    short, thorough = (json.loads(cli(*options, *more).out) for more in ((), ("--thorough",)))
+    methods = [{finding["method"] for finding in one["findings"]} for one in (short, thorough)]
+    assert methods[0] < methods[1]
+    assert {"hf", "plain", "moa, auto"} <= methods[0]
+    assert {"moa (N=0), tree", "lookup, chain", "random, tree"} <= methods[1]
 
 
 @pytest.mark.slow
@@ -886,8 +899,8 @@ def test_an_interrupted_check_shows_what_was_found(
 ) -> None:
     run = Check.run
 
-    def interrupted(self: Check) -> Iterator[CheckedText]:
-        yield from islice(run(self), found)
+    def interrupted(self: Check, advance: Callable[[], None]) -> Iterator[CheckedText]:
+        yield from islice(run(self, advance), found)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Check, "run", interrupted)

@@ -18,7 +18,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy import policies
 from moaspec.drafting.policy.cost_model import KnownCosts
-from moaspec.drafting.policy.policies import AdaptivePolicy
+from moaspec.drafting.policy.policies import AdaptivePolicy, DraftPolicy
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
@@ -115,14 +115,16 @@ def test_a_shared_beginning_of_another_prompt(proposer: Any, kept: int, stop: in
         assert_same(again.draft(stop + 1), fresh.draft(stop + 1))
 
 
-class Told:
+class Told(DraftPolicy):
     """A policy that drafts if `drafts` says so, and keeps what `begin` tells it."""
 
-    window = 0
-
     def __init__(self, *, drafts: bool) -> None:
-        self.wants_features = self.drafts = drafts
+        self.drafts = drafts
         self.begun: list[int] = []
+
+    @property
+    def wants_features(self) -> bool:
+        return self.drafts
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
         del room, num_rows, length

@@ -169,16 +169,18 @@ def test_one_round_reads_the_text_anew_at_the_switch() -> None:
     assert depths == [3, 0, 5, 3]
 
 
-class Told:
+class Told(DraftPolicy):
     """Remembers which texts were to be read."""
-
-    wants_features = True
-    window = 0
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []
 
-    def shape(self, _length: int, _num_rows: int, _copied: float) -> Tree:
+    @property
+    def wants_features(self) -> bool:
+        return True
+
+    def shape(self, length: int, num_rows: int, copied: float) -> Tree:
+        del length, num_rows, copied
         return Chain(2)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -25,7 +25,6 @@ from fleet_sim import real_runs, traces
 from fleet_sim.simulation import Fleet, Found, Mode, simulate
 from moaspec.calibration.measure_costs import stored_costs
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.policy.assumed_costs import PASSES, TOKENS
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.remote.emulation import link_named
@@ -34,7 +33,10 @@ FLEETS = ((10, 1), (32, 1), (100, 1), (320, 10), (1_000, 10), (10_000, 100), (10
 CELL = 10
 """Servers that are simulated at most: a larger fleet is many such cells."""
 GPU_PASS_S = 0.02
-"""Assumed for --assumed-gpu: a pass over one token; wider ones are `assumed_costs.PASSES`."""
+"""Assumed for --assumed-gpu: a pass over one token."""
+
+TOKENS, PASSES = (1, 2, 4, 5, 8, 16, 64), (1.0, 1.02, 1.05, 1.06, 1.1, 1.2, 1.7)
+"""Widths of passes, and what these cost in passes over one token: weights are read once for all."""
 LONGEST_PROMPT = 512
 
 
@@ -109,12 +111,12 @@ def costs_of(args: argparse.Namespace) -> CostTable:
         costs = CostTable(
             contexts=(1,),
             tokens=TOKENS,
-            pass_s=(tuple(GPU_PASS_S * one for one in PASSES["cuda"]),),
+            pass_s=(tuple(GPU_PASS_S * one for one in PASSES),),
             head_s=free,
             root_s=0.0,
             widths=(1,),
             step_s=(0.0,),
-            encode_s=tuple(0.05 * GPU_PASS_S * one for one in PASSES["cuda"]),
+            encode_s=tuple(0.05 * GPU_PASS_S * one for one in PASSES),
         )
     elif args.costs:
         costs = real_runs.table(json.loads(Path(args.costs).read_text(encoding="utf-8"))["costs"])

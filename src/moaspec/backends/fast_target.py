@@ -22,7 +22,7 @@ from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import pack_linears
+from moaspec.backends.pack import FusedPart, PackedLinear, pack_linears
 from moaspec.model.layers import CosSin
 from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
@@ -51,6 +51,26 @@ def accelerate(target: Target) -> bool:
     return_freed_memory()
     end_idle_threads()  # another thread may decode
     return target.packed
+
+
+def same_bits(target: Target) -> bool:
+    """Whether a token's results have the same bits in passes of any width, with drafts or without.
+
+    Then drafts change no text, not even at a tie, and the clock may decide about them. It is so
+    where kernels compute all layers and the head.
+    """
+    if not isinstance(target.lm_head, FastLMHead) or target.lm_head.matrix is None:
+        return False
+    return TextPass.of(target) is not None
+
+
+def weight_bytes(target: Target) -> int:
+    """Bytes of the weights that CPU kernels read in a pass; 0 without kernels."""
+    layers = [one.joined if isinstance(one, FusedPart) else one for one in target.model.modules()]
+    matrices = [one.matrix for one in layers if isinstance(one, PackedLinear)]
+    if isinstance(target.lm_head, FastLMHead):
+        matrices.append(target.lm_head.matrix)
+    return sum({id(one): one.num_bytes for one in matrices if one is not None}.values())
 
 
 class TabulatedRotary(RotaryEmbeddings):

@@ -1,5 +1,6 @@
 """Measures a machine when it first drafts by cost, if that takes only seconds."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ import torch
 from moaspec.calibration import measure_costs
 from moaspec.calibration.choose_exit import Exit, known_exits
 from moaspec.calibration.round_parts import RoundParts
-from moaspec.drafting.policy.assumed_costs import PASSES, num_weights
-from moaspec.drafting.policy.assumed_costs import TOKENS as ASSUMED_TOKENS
+from moaspec.drafting.policy.assumed_costs import machine_costs, num_weights, target_pass_s
+from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import cache_dir, why_not_writable
 from moaspec.support.switches import setting
@@ -19,6 +20,7 @@ from moaspec.target.target import Target
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" leaves measuring to `moaspec calibrate`."""
 MAX_EXPECTED_S = 15.0  # longer measurements are left to `moaspec calibrate`
+MAX_IDLE_S = 120.0  # the same for processes that have nothing else to do
 TIME_LIMIT_S = 30.0  # a measurement is given up then: other processes began to use the CPU
 BUSY = "other processes use the CPU"
 MIN_WEIGHTS = 10_000_000  # smaller targets are not measured
@@ -44,7 +46,7 @@ def measure_once(
     busy = any(one.costs is not None and one.costs.busy for one in exits)
     if exits[0].costs is not None and not busy:
         return exits, None
-    why_not = _why_not(target)
+    why_not = _why_not(target, MAX_EXPECTED_S)
     if why_not is not None:
         return exits, why_not
     advance("loading its parts")
@@ -66,11 +68,47 @@ def measure_once(
     return known_exits(target, drafter, num_target_layers=layers), None
 
 
+def measure_again(
+    target: Target,
+    drafter: MoADrafter,
+    num_target_layers: int | None,
+    *,
+    fits: bool,
+    stopped: Callable[[], bool],
+) -> CostTable | None:
+    """Measure an idle machine, and store the costs, if there is a reason to.
+
+    Args:
+        fits: whether the costs in use agree with what was observed.
+        stopped: as in `calibrate`; the measurement is then dropped.
+
+    Returns:
+        The stored costs; None if there was no reason, or if nothing could be measured.
+    """
+    before = measure_costs.stored_costs(target, drafter, num_target_layers=num_target_layers)
+    if fits and before is not None and not before.busy:
+        return None
+    if _why_not(target, MAX_IDLE_S) is not None:
+        return None
+
+    def given_up() -> bool:
+        if stopped() or target.crowded:
+            raise _GivenUpError
+        return False
+
+    with contextlib.suppress(_GivenUpError, OSError):
+        measure_costs.calibrate(
+            target, drafter, num_target_layers=num_target_layers, stopped=given_up
+        )
+        return measure_costs.stored_costs(target, drafter, num_target_layers=num_target_layers)
+    return None
+
+
 class _GivenUpError(Exception):
     """A measurement took too long."""
 
 
-def _why_not(target: Target) -> str | None:
+def _why_not(target: Target, most_s: float) -> str | None:
     if setting(SWITCH) == "off":
         return f"{SWITCH} is off"
     if num_weights(target) < MIN_WEIGHTS:
@@ -82,15 +120,16 @@ def _why_not(target: Target) -> str | None:
     # Asked after the passes that this took: the reading of before may be as old as the program.
     if target.crowded:
         return BUSY
-    return f"that takes about {seconds:.0f} s" if seconds > MAX_EXPECTED_S else None
+    return f"that takes about {seconds:.0f} s" if seconds > most_s else None
 
 
 def expected_s(target: Target) -> float:
     """Seconds that a quick calibration will take here, from the fastest of some passes."""
     if target.token_pass_s is None:
         target.token_pass_s = _token_pass_s(target)
-    ratios = PASSES.get(target.device.type, PASSES["cpu"])
-    widths = np.interp(measure_costs.TOKENS, ASSUMED_TOKENS, ratios)
+    of = machine_costs(target)
+    seconds = target_pass_s(target, of)
+    widths = np.interp(measure_costs.TOKENS, of.tokens, seconds) / seconds[0]
     # Each pass is timed behind one like it.
     turn = 2 * len(measure_costs.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
     return target.token_pass_s * turn * (measure_costs.WARM_UPS + measure_costs.QUICK_TURNS.least)

@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moaspec.backends.cpu.build import instructions
@@ -32,7 +31,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 32, 64)
 """Tokens of the measured passes. Costs of small ones rise in steps, such as from 8 to 9."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
@@ -46,9 +45,10 @@ WARM_UPS = 1
 
 @dataclass(frozen=True)
 class Turns:
-    """Number of turns. Every part is timed once per turn, and its median counts.
+    """Number of turns. Every part is timed once per turn, and its lower quartile counts.
 
-    A machine that is busy for a second slows all parts alike. The first turn does not count.
+    Other processes only make times longer, and all parts alike where they take seconds. The first
+    turn does not count.
     """
 
     # least, most: limits of the number.
@@ -218,7 +218,7 @@ def _measured(
         part.time(counts=turn >= WARM_UPS)
         if part is parts[-1]:
             crowded.append(target.crowded)
-    # Medians stand as long as fewer than half of the turns were disturbed.
+    # What counts stands as long as fewer than half of the turns were disturbed.
     costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
     return [one.added_to(costs) for one in drafts] or [costs]
 
@@ -245,9 +245,9 @@ class _TargetParts:
         costs = CostTable(
             contexts=self._contexts,
             tokens=TOKENS,
-            pass_s=tuple(_rising([part.median_s for part in line]) for line in self._passes),
-            head_s=_rising([part.median_s for part in self._heads]),
-            logits_s=_rising([part.median_s for part in self._logits]),
+            pass_s=tuple(_rising([part.usual_s for part in line]) for line in self._passes),
+            head_s=_rising([part.usual_s for part in self._heads]),
+            logits_s=_rising([part.usual_s for part in self._logits]),
             root_s=0.0,
             widths=(),
             step_s=(),
@@ -277,14 +277,14 @@ class _DraftParts:
     def added_to(self, costs: CostTable) -> CostTable:
         levels = LEVELS - 1
         # Timed twice in each turn, so that a short disturbance counts less.
-        root_s = min(part.median_s for part in (self._root, *(one for one, _ in self._grown[:1])))
+        root_s = min(part.usual_s for part in (self._root, *(one for one, _ in self._grown[:1])))
         costs = replace(
             costs,
             root_s=root_s,
-            row_s=max(0.0, self._roots.median_s - root_s) / (ROWS - 1),
+            row_s=max(0.0, self._roots.usual_s - root_s) / (ROWS - 1),
             widths=self._widths,
-            step_s=_rising([(many.median_s - one.median_s) / levels for one, many in self._grown]),
-            encode_s=_rising([part.median_s for part in self._encoded]),
+            step_s=_rising([(many.usual_s - one.usual_s) / levels for one, many in self._grown]),
+            encode_s=_rising([part.usual_s for part in self._encoded]),
         )
         return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
@@ -310,6 +310,18 @@ def _grown(width: int) -> Tree:
     return Tree(LEVELS, width, width * LEVELS)
 
 
-def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """Make times rise with the amount of work; other processes disturb the measurement."""
-    return tuple(np.maximum.accumulate([max(0.0, s) for s in seconds]).tolist())
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The nearest times that rise with the amount of work: other processes disturb the measurement.
+
+    Times that fall are replaced by their mean (isotonic regression), so that one of them that is
+    too long does not make the ones after it look free.
+    """
+    levels: list[tuple[float, int]] = []  # times, and how many each stands for
+    for one in seconds:
+        value, count = max(0.0, one), 1
+        while levels and levels[-1][0] > value:
+            before, number = levels.pop()
+            value = (value * count + before * number) / (count + number)
+            count += number
+        levels.append((value, count))
+    return tuple(value for value, count in levels for _ in range(count))

@@ -90,11 +90,15 @@ def num_threads(threads: int, kind: str = "") -> str:
 
 
 def measure_once(target: Target, module: MoADrafter | Proposer | None) -> None:
-    """Measure this machine at the first use of --tree auto, with a status line."""
+    """Measure this machine at the first use of --tree auto, with a status line.
+
+    Not where the clock may correct shipped costs: there nobody waits.
+    """
+    from moaspec.backends.fast_target import same_bits
     from moaspec.calibration import first_use
     from moaspec.model.moa import MoADrafter
 
-    if not isinstance(module, MoADrafter):
+    if not isinstance(module, MoADrafter) or same_bits(target):
         return
     with measuring() as advance:
         exits, why_not = first_use.measure_once(target, module, advance=advance)

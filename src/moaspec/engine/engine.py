@@ -11,6 +11,7 @@ from collections.abc import Collection, Coroutine, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.policy.observed_times import ObservedTimes, RoundTime
 from moaspec.drafting.policy.pass_budget import share_slots
 from moaspec.drafting.protocols import RequestText, VerifyRequest, VerifyResult
 from moaspec.engine.request_state import RequestState
@@ -96,7 +97,9 @@ class Engine(RequestTable):
 
     async def _round(self, requests: Sequence[RequestState]) -> list[Event]:
         """Draft, verify, accept, emit: one target pass for all requests."""
-        started_s = time.perf_counter()
+        started_s, times = time.perf_counter(), _shared_times(requests)
+        if times is not None:
+            times.begin_round(shared=True)
         with self._settings():
             trees = self._draft(requests)
         drafted_s = time.perf_counter()
@@ -106,6 +109,8 @@ class Engine(RequestTable):
         verify_s = time.perf_counter() - drafted_s
         for request in requests:
             request.add_seconds(drafted_s - started_s, verify_s, verified)
+        if times is not None:
+            _record(times, requests, started_s, max(found.encode_s for found in verified))
         return events
 
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
@@ -136,8 +141,12 @@ class Engine(RequestTable):
         end = self._rules.end_of_drafts(length) if self._rules is not None else self._max_positions
         # A round emits one token more than its drafts are deep.
         depth = min(end - length, request.num_remaining - 1) if self._keeps_keys(request) else 0
+        policy = request.policy
+        if policy is not None and policy.times is not None and policy.times.plain_now:
+            depth = 0
         if request.branches is not None:
-            copied = request.branches.look_up(request.token_ids, num_requests, depth)
+            copies = depth if policy is None or policy.wants_copies else 0
+            copied = request.branches.look_up(request.token_ids, num_requests, copies)
         if self._proposer is None or shape is None:
             return None
         if not isinstance(shape, Tree):
@@ -183,6 +192,28 @@ class Engine(RequestTable):
         for request in empty:
             self._finish(request, "max_new_tokens")
         return [Event(request.handle, (), (), "max_new_tokens") for request in empty]
+
+
+def _shared_times(requests: Sequence[RequestState]) -> ObservedTimes | None:
+    """The observed times that the policies of all requests share; None if they share none."""
+    found = [None if one.policy is None else one.policy.times for one in requests]
+    if found[0] is not None and all(times is found[0] for times in found):
+        return found[0]
+    for times in found:
+        if times is not None:
+            times.begin_round(shared=False)
+    return None
+
+
+def _record(
+    times: ObservedTimes, requests: Sequence[RequestState], started_s: float, encode_s: float
+) -> None:
+    """Hand the time of a round of all these requests on."""
+    rounds = [one.policy.round_s for one in requests if one.policy is not None]
+    plain_s, expected_s = map(sum, zip(*rounds, strict=True))
+    ended_s = time.perf_counter()
+    seconds = ended_s - started_s - (encode_s if expected_s <= plain_s else 0.0)
+    times.record(RoundTime(ended_s, seconds, plain_s, expected_s))
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

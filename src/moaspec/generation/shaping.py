@@ -1,14 +1,24 @@
 """The draft settings of a target and a drafter on this machine."""
 
-from moaspec.calibration.choose_exit import chosen_exit
-from moaspec.calibration.first_use import measure_once
+from collections.abc import Callable
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from moaspec.backends.fast_target import same_bits
+from moaspec.calibration.choose_exit import chosen_exit, known_exits
+from moaspec.calibration.first_use import measure_again, measure_once
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.assumed_costs import sure_costs
+from moaspec.drafting.policy.assumed_costs import assumed_costs, sure_costs
+from moaspec.drafting.policy.cost_model import CostTable
+from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.proposer_checks import drafts_behind
 from moaspec.drafting.protocols import Proposer
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
+
+_TIMES: WeakKeyDictionary[MoADrafter, dict[CostTable, ObservedTimes]] = WeakKeyDictionary()
+"""What this process has observed, by drafter and by the table that it corrects."""
 
 
 @plain_torch()
@@ -22,10 +32,11 @@ def shaping_for(
 ) -> DraftSettings:
     """The draft settings for this target and drafter.
 
-    "auto" decides by the costs that this machine has stored or measures now (`measure_once`). If it
-    cannot be measured, costs are estimated from the models' sizes, and "auto" drafts if a chain is
-    expected to be faster by `SURE` (`sure_costs`), else nothing. For a drafter other than
-    `MoADrafter` there are no costs, and "auto" is `DEFAULT_TREE`.
+    "auto" decides by the costs that this machine has stored, or else by shipped ones
+    (`assumed_costs`). Where drafts cannot change a text (`same_bits`), observed times correct both.
+    Elsewhere a machine without stored costs is measured now (`measure_once`), and if it cannot be,
+    "auto" drafts where a chain is expected to be faster by `SURE` (`sure_costs`), else nothing. For
+    a drafter other than `MoADrafter` there are no costs, and "auto" is `DEFAULT_TREE`.
 
     The engine must have the N of the returned settings.
 
@@ -37,11 +48,51 @@ def shaping_for(
     """
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
-    exits, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
+    by_clock = same_bits(target)
+    if by_clock:
+        exits = known_exits(target, drafter, num_target_layers=num_target_layers)
+    else:
+        exits, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
     chosen = chosen_exit(exits)
     layers = chosen.num_target_layers
-    costs = chosen.costs or sure_costs(target, drafter, layers, chosen.prior)
+    costs = chosen.costs
+    if costs is None and by_clock:
+        costs = assumed_costs(target, drafter, layers)
+    elif costs is None:
+        costs = sure_costs(target, drafter, layers, chosen.prior)
     if costs is None:
         return DraftSettings(None, free_branches, None, chosen.prior, num_target_layers=layers)
     lags = drafts_behind(drafter, layers)
-    return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers)
+    times = _TIMES.setdefault(drafter, {}).setdefault(costs, ObservedTimes()) if by_clock else None
+    return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers, times=times)
+
+
+def renewed_shaping(
+    target: Target,
+    drafter: MoADrafter | Proposer | None,
+    shaping: DraftSettings,
+    stopped: Callable[[], bool],
+) -> DraftSettings | None:
+    """The settings with costs that are measured now, if there is a reason to.
+
+    For an idle process: reasons are that none were measured here, that the CPU was busy then, or
+    that observed times differ. N stays.
+
+    Args:
+        stopped: called before each part is timed; True ends the measurement without a result.
+
+    Returns:
+        None if there is no reason, or if nothing could be measured.
+    """
+    fixed = shaping.costs is None and shaping.tree is not None
+    if fixed or not isinstance(drafter, MoADrafter):
+        return None
+    layers = shaping.num_target_layers
+    fits = shaping.times is None or shaping.times.fits
+    costs = measure_again(target, drafter, layers, fits=fits, stopped=stopped)
+    if costs is None or costs == shaping.costs:
+        return None
+    found = shaping_for(
+        target, drafter, free_branches=shaping.free_branches, num_target_layers=layers
+    )
+    return replace(found, beside=shaping.beside)

@@ -174,7 +174,7 @@ def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
 
 def test_a_long_text_may_lose_what_its_own_rounds_allow() -> None:
     """A prompt of which little must be encoded is judged by the passes after all of it."""
-    costs = table(encode_s=(0.036,) * 4)
+    costs = table(encode_s=(0.018,) * 4)
     found = []
     for length in (64, 1024):  # where a plain round takes 10 and 20 ms
         policy = by_cost(costs, 0.05)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from torch import Tensor
 
 import serving
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
@@ -194,3 +197,29 @@ def test_memory_goes_back_where_nobody_asks_for_long() -> None:
         ended(worker, "alice", 1)
     finally:
         worker.stop()
+
+
+def test_costs_are_measured_while_no_job_is_there() -> None:
+    """A job that comes meanwhile is told of at once, and later ones have the new settings."""
+    begun, asked = threading.Event(), list[DraftSettings]()
+    better = DraftSettings(Chain(1))
+
+    def renew(old: DraftSettings, stopped: Callable[[], bool]) -> DraftSettings | None:
+        asked.append(old)
+        if len(asked) == 1:
+            raise RuntimeError("no memory")
+        begun.set()
+        while not stopped():
+            time.sleep(0.001)
+        return better
+
+    made = serving.source(quiet_s=0.0, renewal_s=0.0)._worker
+    made._renew = renew
+    made.start()
+    assert begun.wait(timeout=300)
+    job, updates = queued()
+    made.submit([job])
+    assert isinstance(last(updates), Update)
+    made.stop()
+    assert asked[0] is asked[1]
+    assert made._shaping is better

@@ -30,8 +30,13 @@ def check(
     *,
     asked: options.LoadOptions,
     suite: Annotated[str, "bundled, a JSONL file or a directory of them."] = "bundled",
-    limit: Annotated[int, "Prompts per suite."] = 2,
-    max_new_tokens: options.MaxNewTokens = 32,
+    thorough: Annotated[
+        bool, "Check all methods, and with --dtype auto float32 too; it takes several minutes."
+    ] = False,
+    limit: Annotated[int | None, "Prompts per suite; default: 1, with --thorough 2."] = None,
+    max_new_tokens: Annotated[
+        int | None, "Maximum number of new tokens; default: 16, with --thorough 32."
+    ] = None,
     seeds: Annotated[int, "Sampled texts per prompt."] = 1,
     alone: Annotated[int, "Prompts that are also decoded alone, outside the batch."] = 1,
     generation_config: options.GenerationConfig = "auto",
@@ -40,17 +45,20 @@ def check(
     """Check that texts are exactly right here.
 
     Settings: greedy, sampled and with a repetition penalty, with the model's own generation
-    defaults. Methods: plain decoding, and chains and trees of the drafter, of an untrained drafter,
-    of prompt lookup, of replayed texts, and of a drafter that proposes pads and stop tokens. All
-    prompts and settings are decoded in one batch, and some prompts alone.
+    defaults. Methods: plain decoding, drafts as --tree auto makes them, trees with copies, replayed
+    texts, and a drafter that proposes pads and stop tokens. --thorough adds chains and trees of
+    each, of an untrained drafter and of prompt lookup, and float32. All prompts and settings are
+    decoded in one batch, and some prompts alone.
 
     Each token of each text is compared with one pass of the model as transformers loads it. Exit
-    code 1 if a token is further off than rounding explains. --dtype auto checks float32, and
-    bfloat16 where that is faster here. A GGUF file is also compared with llama.cpp's reading of it,
-    if xllamacpp is installed.
+    code 1 if a token is further off than rounding explains. A GGUF file is also compared with
+    llama.cpp's reading of it, if xllamacpp is installed.
 
-    Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
+    Example: moaspec check --thorough --limit 12 --max-new-tokens 64 --seeds 3
     """
+    limit = (2 if thorough else 1) if limit is None else limit
+    if max_new_tokens is None:
+        max_new_tokens = 32 if thorough else 16
     if min(limit, max_new_tokens, seeds) < 1 or alone < 0:
         raise InputError(
             "--limit, --max-new-tokens and --seeds must be at least 1, and --alone at least 0; got "
@@ -59,7 +67,7 @@ def check(
     prompts, model = read_prompts(suite, limit=limit), asked.model
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target
-        from moaspec.evaluate.correctness.check_target import Check
+        from moaspec.evaluate.correctness.check_target import SHORT, Check
         from moaspec.generation.drafters import check_drafter
 
         if asked.drafter is not None:
@@ -69,7 +77,8 @@ def check(
         )
     checked: dict[str, list[CheckedText]] = {}
     whole = True
-    for one in dict.fromkeys((chosen, "float32") if asked.dtype == "auto" else (chosen,)):
+    both = thorough and asked.dtype == "auto"
+    for one in dict.fromkeys((chosen, "float32") if both else (chosen,)):
         with status(f"Loading {model} in {one}"):
             load = partial(
                 load_target,
@@ -89,6 +98,7 @@ def check(
                 max_new_tokens=max_new_tokens,
                 seeds=range(seeds),
                 alone=alone,
+                methods=None if thorough else SHORT,
             )
         print_defaults(target, target.generation_defaults)
         findings = checked[target.precision] = _run(plan)
@@ -119,8 +129,8 @@ def _right(checked: Mapping[str, Sequence[CheckedText]]) -> bool:
 def _run(plan: Check) -> list[CheckedText]:
     """All findings, or those before a Ctrl-C."""
     findings: list[CheckedText] = []
-    with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_texts) as bar:
-        for finding in plan.run():
+    with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_units) as bar:
+        for finding in plan.run(bar.advance):
             findings.append(finding)
             bar.advance()
     return findings
@@ -160,16 +170,24 @@ def _table(title: str, findings: Sequence[CheckedText]) -> Table:
 
 
 def _show(title: str, findings: Sequence[CheckedText]) -> None:
-    show_table(_table(title, findings))
-    for finding in findings:
-        if finding.kind != "identical":
-            console.print_wrapped(_line(finding))
+    """One line of verdict; before it a row for each group of texts in which one differs."""
+    differ = [finding for finding in findings if finding.kind != "identical"]
+    if differ:
+        groups = {(finding.setting, finding.method) for finding in differ}
+        shown = [finding for finding in findings if (finding.setting, finding.method) in groups]
+        show_table(_table(title, shown))
+    for finding in differ:
+        console.print_wrapped(_line(finding))
+    tokens = sum(finding.num_tokens for finding in findings)
+    checked = f"{len(findings)} texts, {tokens} tokens"
     if all(finding.lossless for finding in findings):
-        console.print_wrapped(
-            "Right: every token is the target's choice, up to its rounding.", "green"
+        said = (
+            f"Right ({title}; {checked}): every token is the target's choice, up to its rounding."
         )
+        console.print_wrapped(said, "green")
     else:
-        console.print_wrapped("Wrong: rounding does not explain the faults above.", "bold red")
+        said = f"Wrong ({title}; {checked}): rounding does not explain the faults above."
+        console.print_wrapped(said, "bold red")
 
 
 def _line(finding: CheckedText) -> str:

@@ -1,28 +1,71 @@
-"""Assumed costs of a round, for a machine that `calibrate` has not measured.
+"""Shipped costs of a round, for a machine that was not measured.
 
-The unit is one target pass over a single token. The costs of drafts are estimated high, so that
-`tree="auto"` drafts only where drafts surely pay.
+`assumed_costs.json` has them for each set of kernels, as another machine measured them: seconds to
+read 10^9 bytes of weights, seconds that further tokens of a pass add per 10^9 weights, and those
+that each layer of the target, each drafted level and each encoding adds. So costs scale with the
+sizes of target and drafter. Only their ratios matter to what is drafted.
+
+- "amx", "avx512", "avx2": SmolLM2-135M and Qwen2.5-0.5B in bf16 with two threads of one Xeon with
+  AMX, which `MOASPEC_KERNELS` limited.
+- "off": SmolLM2-135M in float32 there, by PyTorch. It varies most from CPU to CPU.
+- "cuda": not measured; a pass reads the weights once for all its tokens.
 """
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
+import numpy as np
 from torch import nn
 
+from moaspec.backends.cpu.build import instructions
+from moaspec.backends.fast_target import same_bits, weight_bytes
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
 from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
-TOKENS = (1, 2, 4, 5, 8, 16, 64)
-PASSES = {
-    "cpu": (1.0, 1.05, 1.5, 1.6, 2.8, 5.3, 17.0),
-    "cuda": (1.0, 1.02, 1.05, 1.06, 1.1, 1.2, 1.7),
-}
-"""Costs of passes over `TOKENS` tokens by kind of device. CPU: the highest that we measured,
-SmolLM2-135M with AVX2. CUDA: not measured; a pass reads the weights once for all its tokens."""
-OVERHEAD = 0.05
-"""Cost of calls and cold caches, added to the arithmetic of a drafted level and of an encoding."""
-SURE = 1.1  # least estimated speed-up of the best chain; below it nothing is drafted
+FILE = "assumed_costs.json"
+WIDTHS = (1, 2, 4, 8)  # of drafted levels
+
+SURE = 1.1
+"""Least estimated speed-up of the best chain; below it nothing is drafted, where the clock may not
+tell whether these costs fit."""
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """Costs of one set of kernels; see above."""
+
+    read_s: float  # per 10^9 bytes of weights
+    layer_s: float  # of a target's layer, beyond that
+    draft_bytes: float  # that a weight of the drafter takes
+    tokens: tuple[int, ...]  # of passes
+    further_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
+    call_s: float
+    row_s: float  # that each further row adds to drafting, in levels
+
+    def pass_s(self, num_bytes: float, weights: int) -> tuple[float, ...]:
+        """Seconds of products with weights, for `tokens` tokens."""
+        return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.further_s)
+
+
+def machine_costs(target: Target) -> MachineCosts:
+    """Those of the kernels that compute this target."""
+    kernels = instructions() if same_bits(target) else None
+    name = "cuda" if target.device.type == "cuda" else kernels or "off"
+    facts = _shipped()[name]
+    lines = {key: tuple(facts[key]) for key in ("tokens", "further_s")}
+    return MachineCosts(**facts | lines)
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    text = files("moaspec.drafting.policy").joinpath(FILE).read_text(encoding="utf-8")
+    return dict(json.loads(text))
 
 
 def sure_costs(
@@ -38,30 +81,37 @@ def sure_costs(
 
 
 def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -> CostTable:
-    """A cost table from the number of multiplications."""
+    """A cost table by the sizes of target and drafter."""
+    of = machine_costs(target)
     layer = _layer_weights(target)
     num_drafted = (
         target.vocab_size if drafter.draft_token_ids is None else len(drafter.draft_token_ids)
     )
     hidden = int(target.config.hidden_size)
-    whole = num_weights(target)
     level = _weights(drafter.decoder) + num_drafted * hidden + num_target_layers * layer
     encoder = drafter.encoder
     over_layers = target.num_layers * _weights(encoder.layer_self_attention)
     token = over_layers + _weights(encoder.projection, encoder.memory_key_value)
-    passes = PASSES.get(target.device.type, PASSES["cpu"])
-    level_s = level / whole + OVERHEAD
+    level_s, encode_s = (of.pass_s(of.draft_bytes * one, one) for one in (level, token))
+    steps = np.interp(WIDTHS, of.tokens, level_s)
     return CostTable(
         contexts=(1,),
-        tokens=TOKENS,
-        pass_s=(passes,),
-        head_s=(0.0,) * len(TOKENS),
-        root_s=level_s,
-        row_s=level_s if target.device.type == "cpu" else OVERHEAD,
-        widths=(1, 8),
-        step_s=(level_s, level_s * passes[TOKENS.index(8)]),
-        encode_s=tuple(one * token / whole + OVERHEAD for one in passes),
+        tokens=of.tokens,
+        pass_s=(target_pass_s(target, of),),
+        head_s=(0.0,) * len(of.tokens),
+        root_s=level_s[0] + of.call_s,
+        row_s=of.row_s * (level_s[0] + of.call_s),
+        widths=WIDTHS,
+        step_s=tuple(float(one) + of.call_s for one in steps),
+        encode_s=tuple(one + of.call_s for one in encode_s),
     )
+
+
+def target_pass_s(target: Target, of: MachineCosts) -> tuple[float, ...]:
+    """Seconds of passes of the target over `of.tokens` tokens."""
+    weights = num_weights(target)
+    num_bytes = weight_bytes(target) or weights * target.dtype.itemsize
+    return tuple(one + of.layer_s * target.num_layers for one in of.pass_s(num_bytes, weights))
 
 
 def num_weights(target: Target) -> int:

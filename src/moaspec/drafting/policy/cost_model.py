@@ -1,7 +1,7 @@
 """Costs of a round on this machine, and its expected tokens.
 
-All functions compute from stored measurements and counts. They read no clock, so the same request
-gets the same decisions every time.
+All functions compute from stored measurements and counts, and from times that others observed
+(`observed_times.py`). They read no clock.
 
 Legend: D depths.
 """
@@ -12,11 +12,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import log2
 
 import numpy as np
 import numpy.typing as npt
 
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.errors import InputError
 
@@ -28,6 +30,10 @@ MAX_DRAFTS = 62  # drafts of a round at most, as many as the paper's tree has
 GAIN = 1.15
 """Assumed speed-up over plain decoding; converts seconds into tokens. Simulated on 40 answers,
 1.0 and 1.3 gave the same speed."""
+
+EXCESS_STEPS = 8
+"""Costs are those at the nearest of so many values of an observed excess between it and its double,
+so that few are computed."""
 
 CONTEXT_STEP = 512
 """Costs are those at the nearest multiple of this length of text, so that rows of similar length
@@ -89,6 +95,27 @@ class CostTable:
     def with_logits(self) -> CostTable:
         """The costs of rows whose choice needs all logits; greedy rows need only the argmax."""
         return replace(self, head_s=self.logits_s or self.head_s)
+
+    def with_excess(self, factor: float, num_rows: int) -> CostTable:
+        """These costs where all that drafts add to a plain round of `num_rows` takes longer."""
+        if factor == 1.0:
+            return self
+
+        def beyond(line: Sequence[float]) -> tuple[float, ...]:
+            plain_s = float(_between(num_rows, self.tokens, line))
+            return tuple(max(0.0, plain_s + factor * (one - plain_s)) for one in line)
+
+        return replace(
+            self,
+            pass_s=tuple(map(beyond, self.pass_s)),
+            head_s=beyond(self.head_s),
+            logits_s=beyond(self.logits_s) if self.logits_s else (),
+            root_s=factor * self.root_s,
+            row_s=factor * self.row_s,
+            step_s=tuple(factor * one for one in self.step_s),
+            encode_s=tuple(factor * one for one in self.encode_s),
+            draft_rest_s=factor * self.draft_rest_s,
+        )
 
     def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
         """Seconds of a target pass over `num_tokens` tokens, with its head.
@@ -231,12 +258,21 @@ class RoundCosts:
 
     Attributes:
         plain_s: a round without drafts.
+        excess: the factor that `CostTable.with_excess` got.
         speedup: the largest of `chain_speedups`.
         tree: the shape for a row, if no other row of the pass has drafts.
     """
 
-    def __init__(self, costs: CostTable, rates_D: Floats, context: int, num_rows: int) -> None:
-        self.plain_s = costs.plain_s(context, num_rows)
+    def __init__(
+        self,
+        costs: CostTable,
+        rates_D: Floats,
+        context: int,
+        num_rows: int,
+        *,
+        excess: float = 1.0,
+    ) -> None:
+        self.plain_s, self.excess = costs.plain_s(context, num_rows), excess
         self.speedup = float(chain_speedups(costs, rates_D, context, num_rows).max())
         self._costs, self._context, self._num_rows = costs, context, num_rows
         encoded = num_rows * np.arange(MAX_DRAFTS + 2.0)
@@ -297,19 +333,37 @@ class RoundCosts:
 
 
 class KnownCosts:
-    """Computes `RoundCosts` once for each length of text and number of rows."""
+    """Computes `RoundCosts` once for each length of text and number of rows.
 
-    def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+    Args:
+        times: by which the table's costs of drafts are corrected; None: the table decides alone.
+    """
+
+    def __init__(
+        self,
+        table: CostTable,
+        prior: Sequence[Sequence[float]] = PRIOR,
+        times: ObservedTimes | None = None,
+    ) -> None:
         self.table, self.rates_D = table, AcceptanceRates(prior).rates
-        self._found: dict[tuple[int, int], RoundCosts] = {}
+        self.times = times
+        self._found: dict[tuple[int, int, int], RoundCosts] = {}
+
+    @property
+    def excess(self) -> float:
+        """Factor on what drafts cost by the table."""
+        return 1.0 if self.times is None else self.times.excess
 
     def at(self, length: int, num_rows: int) -> RoundCosts:
         """Costs of a row with `length` tokens, among `num_rows` rows."""
         context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
-        found = self._found.get((context, num_rows))
+        step = 0 if self.times is None else round(EXCESS_STEPS * log2(self.times.excess))
+        found = self._found.get((context, num_rows, step))
         if found is None:
-            found = RoundCosts(self.table, self.rates_D, context, num_rows)
-            self._found[context, num_rows] = found
+            excess = 2.0 ** (step / EXCESS_STEPS)
+            table = self.table.with_excess(excess, num_rows)
+            found = RoundCosts(table, self.rates_D, context, num_rows, excess=excess)
+            self._found[context, num_rows, step] = found
         return found
 
 

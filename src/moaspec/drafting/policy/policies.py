@@ -19,14 +19,18 @@ from moaspec.drafting.policy.cost_model import (
     KnownCosts,
     RoundCosts,
 )
+from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.drafting.tree_shapes import PricedTree, parse_shape
 from moaspec.errors import InputError
 from moaspec.sampling.params import GREEDY, SamplingParams
 
-MAX_LOSS = 0.03
-"""Most time that drafting without success may cost a row, as a share of plain decoding."""
+MAX_LOSS = 0.02
+"""Most time that drafting without success may cost a row, as a share of plain decoding. We promise
+3%: what decides also takes time, and costs are known to some per cent."""
 
-CREDIT_TOKENS = 96
+LEAST_SPEEDUP = 1.0  # of a row's rounds with drafts; below it the row pauses
+
+CREDIT_TOKENS = 48
 """A row may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this many
 tokens, however few it has written."""
 
@@ -60,9 +64,20 @@ class DraftPolicy(Protocol):
 
     Attributes:
         window: most tokens before the end of the text to encode now; 0 for the drafter's window.
+        times: observed times of rounds, shared by the requests of an engine; None: the policy does
+            not go by the clock.
+        round_s: seconds of this row's share of the latest round, by the cost table: as a plain
+            round, and as it was. Zeros where they are unknown.
+        wants_copies: whether the row may verify n-gram branches.
     """
 
     window: int = 0
+    times: ObservedTimes | None = None
+    round_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def wants_copies(self) -> bool:
+        return True
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
         """Called before the prompt's pass.
@@ -116,6 +131,7 @@ class DraftSettings:
     # N that the drafter uses with these settings; None takes its default.
     num_target_layers: int | None = None
     beside: Callable[[], int] = lambda: 1  # see `AdaptivePolicy`
+    times: ObservedTimes | None = None  # see `KnownCosts`; None: the clock decides nothing
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str | None):
@@ -153,13 +169,16 @@ class DraftSettings:
         """Costs that all rows share: of greedy rows, and of rows whose choice needs all logits."""
         if self.tree != "auto" or self.costs is None:
             return None
-        return KnownCosts(self.costs, self.prior), KnownCosts(self.costs.with_logits, self.prior)
+        tables = self.costs, self.costs.with_logits
+        greedy, sampled = (KnownCosts(table, self.prior, self.times) for table in tables)
+        return greedy, sampled
 
 
 class AdaptivePolicy:
     """Drafts as many tokens as pay for their cost on this machine, or none.
 
-    Seconds are those of the cost table. A row has these rules:
+    Seconds are those of the cost table; where `KnownCosts` has observed times, what drafts add to
+    plain rounds is corrected by them. A row has these rules:
 
     - Size: a draft is kept if its probability, which the drafter estimates, outweighs its cost. So
       the tree (`PricedTree`) differs from round to round.
@@ -167,9 +186,10 @@ class AdaptivePolicy:
       is verified alone and the drafter does not run.
     - Pauses: if rounds with drafts emit fewer tokens per second than plain rounds would, the row
       pauses. Single rounds, at growing intervals, probe whether drafting pays again.
+    - Comparison: where times are observed, single rounds are plain (`ObservedTimes.plain_now`).
     - Limit: a row loses at most `MAX_LOSS` of plain decoding its tokens so far, or, if that is
       more, the encoding of its prompt plus `MAX_LOSS` of `CREDIT_TOKENS` tokens. A round that could
-      exceed the limit gets a smaller tree or no drafts.
+      exceed the limit gets a smaller tree or no drafts. A row beyond it copies nothing either.
     - Prompt: its last `FIRST_WINDOW` tokens are encoded, the rest of the drafter's window when
       drafts have paid and much text is to come (`PROVEN_ROUNDS`). If even the former takes longer
       than the row may lose, it is encoded only for a text whose expected gain is larger.
@@ -189,8 +209,6 @@ class AdaptivePolicy:
         beside: least number of rows in a pass, if passes have rows of other engines.
 
     Attributes:
-        lost_s: seconds, by the cost table, that drafting and encoding have cost beyond plain
-            decoding so far; negative for a gain.
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
     """
 
@@ -199,7 +217,7 @@ class AdaptivePolicy:
     def __init__(
         self, costs: KnownCosts, *, lags: bool = False, beside: Callable[[], int] = lambda: 1
     ) -> None:
-        self._costs, self._lags, self._beside = costs, lags, beside
+        self._costs, self._lags, self._beside, self.times = costs, lags, beside, costs.times
         self._round: RoundCosts | None = None
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
@@ -209,7 +227,20 @@ class AdaptivePolicy:
         # Tokens of rounds with drafts, divided by those of plain decoding in the same time.
         self._speedup = FadingRate(GAIN, FIRST_ROUNDS)
         self._gain = FadingRate(FIRST_GAIN, FIRST_ROUNDS)  # tokens of such a round over its price
-        self.lost_s = self.plain_s = self._prompt_s = 0.0
+        # By the table, before `KnownCosts.excess`: what drafts and encodings have cost beyond plain
+        # rounds, and how much of it prompts did.
+        self._spent_s = self._prompt_s = 0.0
+        # Plain rounds that were saved, and those of all tokens.
+        self._saved_s = self.plain_s = 0.0
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that drafts and encodings have cost beyond plain decoding; negative: a gain."""
+        return self._costs.excess * self._spent_s - self._saved_s
+
+    @property
+    def wants_copies(self) -> bool:
+        return self.times is None or self._round is None or self._allowed_loss_s(self._round) > 0
 
     def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
         table, num_rows = self._costs.table, max(num_rows, self._beside())
@@ -224,10 +255,14 @@ class AdaptivePolicy:
                 self._first = length - unread
             encoding_s, self._unencoded = float(table.accept_s(unread)), 0
             self._prompt_s += encoding_s
-            self.lost_s += encoding_s
+            self._spent_s += encoding_s
 
     def shape(self, length: int, num_rows: int, copied: float = 0.0) -> Tree | None:
         self._drafting, num_rows = None, max(num_rows, self._beside())
+        if self.times is not None:
+            self._round = self._costs.at(length, num_rows)
+            if self.times.plain_now:
+                return None
         if num_rows > 1 or self._left_out:
             costs = self._round = self._costs.at(length, num_rows)
             was_left_out = self._left_out
@@ -236,7 +271,7 @@ class AdaptivePolicy:
                 # The missing tokens are encoded after this round, for drafts from the next one on.
                 self.wants_features = not self._left_out
                 if self.wants_features:
-                    self._prompt_s += costs.accept_s(self._unencoded)
+                    self._prompt_s += costs.accept_s(self._unencoded) / costs.excess
                 return None
         if self._waiting:
             self._waiting -= 1
@@ -260,39 +295,54 @@ class AdaptivePolicy:
             self._first = 0  # the verifier goes on from half a window
         elif self._speedup.value > 1 and encoding_s < WIDER_GAIN * self._room * costs.plain_s:
             self.window, self._first, self._unencoded = 0, 0, length - 1
-            self._prompt_s += encoding_s
+            self._prompt_s += encoding_s / costs.excess
 
     def _pays(self, costs: RoundCosts, plain_s: float, num_rows: int) -> bool:
         """Whether the expected gain exceeds the missing encoding, or a row alone may lose it."""
         if num_rows > 1 and costs.speedup <= 1.0:  # asked for every row in every round
             return False
-        encoding_s = float(self._costs.table.accept_s(self._unencoded)) if self._unencoded else 0.0
+        encoding_s = 0.0
+        if self._unencoded:
+            encoding_s = self._costs.excess * float(self._costs.table.accept_s(self._unencoded))
         if num_rows == 1 and encoding_s <= MAX_LOSS * (self._room + CREDIT_TOKENS) * plain_s:
             return True
         return encoding_s <= self._room * plain_s * (1.0 - 1.0 / costs.speedup)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         costs = self._round
+        self.round_s = 0.0, 0.0
         if costs is None:
             return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
         self.plain_s += costs.plain_s * (1 + len(accepted))
-        self._unencoded += 1 + len(accepted)
+        self._count_unencoded(1 + len(accepted))
+        encoding_s = 0.0
+        if self.wants_features:
+            encoding_s, self._unencoded = costs.accept_s(self._unencoded), 0
+        round_s = own_s = costs.plain_s
+        if self._drafting is not None:
+            levels = tree.levels or max(tree.depths[:own], default=1)
+            round_s = own_s = costs.drafted_s(levels, tree.num_expanded, own)
+        round_s += costs.pass_s(len(tree.tokens)) - costs.pass_s(own)
+        added_s = (round_s - costs.plain_s) / costs.excess
+        self._spent_s += added_s + encoding_s / costs.excess
+        self._saved_s += costs.plain_s * len(accepted)
+        if added_s > 0:  # the encoding after a plain round is not a part of its time
+            added_s += encoding_s / costs.excess
+        if self._drafting is None or self._num_drafted:  # a row's first drafts also read its text
+            self.round_s = costs.plain_s, costs.plain_s + added_s
+        if self._drafting is not None:
+            own_s += costs.accept_s(emitted)
+            self._num_drafted += 1
+            self._schedule(costs, emitted, own_s / costs.plain_s)
+
+    def _count_unencoded(self, emitted: int) -> None:
+        self._room -= emitted
+        self._unencoded += emitted
         if self._whole_window:
             most = min(self.window or self._whole_window, self._whole_window)
             self._unencoded = min(self._unencoded, most)
-        self._room -= 1 + len(accepted)
-        if self.wants_features:
-            self.lost_s += costs.accept_s(self._unencoded)
-            self._unencoded = 0
-        if self._drafting is not None:
-            levels = tree.levels or max(tree.depths[:own], default=1)
-            round_s = costs.drafted_s(levels, tree.num_expanded, own)
-            self.lost_s += round_s - costs.plain_s * emitted
-            round_s += costs.accept_s(emitted)
-            self._num_drafted += 1
-            self._schedule(costs, emitted, round_s / costs.plain_s)
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
         """The tree, cut until the row may lose all its drafts; None if not even one."""
@@ -304,7 +354,7 @@ class AdaptivePolicy:
 
     def _allowed_loss_s(self, costs: RoundCosts) -> float:
         """Seconds that the row may still lose."""
-        at_first_s = self._prompt_s + MAX_LOSS * CREDIT_TOKENS * costs.plain_s
+        at_first_s = self._costs.excess * self._prompt_s + MAX_LOSS * CREDIT_TOKENS * costs.plain_s
         return max(at_first_s, MAX_LOSS * self.plain_s) - self.lost_s
 
     def _rounds_until_affordable(self, costs: RoundCosts) -> int:
@@ -330,7 +380,7 @@ class AdaptivePolicy:
         """
         self._speedup.count(emitted, plain_rounds)
         self._gain.count(emitted - 1.0 - GAIN * (plain_rounds - 1.0), 1.0)
-        if self._speedup.value > 1.0 - MAX_LOSS:
+        if self._speedup.value > LEAST_SPEEDUP:
             self._pause = FIRST_PAUSE
             if self._behind:
                 self._behind = costs.accept_s(self._unencoded) > self._allowed_loss_s(costs)

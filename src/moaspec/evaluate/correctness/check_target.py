@@ -4,7 +4,7 @@ Every decoded text is checked against one trusted pass (see `equality`) and comp
 of plain decoding, to show where rounding makes them differ.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -28,6 +28,9 @@ from moaspec.target.target import Target
 SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 2, 6)}
 REPLAY_AGREEMENT = 0.8
 """Most rounds accept several drafts and many end at a rejected one, so faults of both show."""
+
+SHORT = ("copies", "moa, auto", "moa, tree and copies", "replay, tree", "stop tokens, chain")
+"""Methods of a short check: each way of verifying, and what servers and commands use."""
 
 ROWS_TOGETHER = 64
 """Batch size: large, to read the weights less often, but small enough for the memory of any machine
@@ -74,6 +77,8 @@ class Check:
         stock: the target as transformers loads it, for the trusted passes and its own `generate`;
             None takes `target`.
         alone: number of prompts that are also decoded alone.
+        methods: names of ways to decode, plain decoding apart; None: all. Names that do not apply
+            to this drafter are ignored.
     """
 
     target: Target
@@ -83,6 +88,7 @@ class Check:
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
     alone: int = 1
+    methods: Collection[str] | None = None  # names of those to check; None: all
 
     @cached_property
     def settings(self) -> dict[str, SamplingParams]:
@@ -99,14 +105,23 @@ class Check:
         }
 
     @property
+    def num_units(self) -> int:
+        """Steps of `run` that take about as long: decoding a row's tokens, or auditing a text."""
+        return len(self._rows()) + self.num_texts
+
+    @property
     def num_texts(self) -> int:
         together, alone = len(self._rows()), len(self._rows(self.alone))
         return len(self.prompts) + len(self._methods([])) * (together + alone)
 
-    def run(self) -> Iterator[CheckedText]:
+    def run(self, advance: Callable[[], None] = lambda: None) -> Iterator[CheckedText]:
+        """Check text after text; `advance` is called before the first ones, for each audit."""
         rows, plain = self._rows(), _CheckedMethod("plain", self.target)
         texts = self._decode_all(plain, rows)
-        base = {row: self._audit(row, tuple(text)) for row, text in zip(rows, texts, strict=True)}
+        base = {}
+        for row, text in zip(rows, texts, strict=True):
+            base[row] = self._audit(row, tuple(text))
+            advance()
         greedy = [row for row in rows if row.setting == "greedy"]
         yield from self._judged("hf", "alone", greedy, self._transformers(), base)
         known = [[*self.prompts[row.prompt], *base[row].token_ids] for row in rows]
@@ -154,11 +169,13 @@ class Check:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
         elif self.drafter is not None:
             drafters["trained"] = (self.drafter, None)
-        return methods + [
+        methods += [
             method(f"{name}, {of}", drafter, shape, layers, beyond_stops=name == "stop tokens")
             for name, (drafter, layers) in drafters.items()
             for of, shape in SHAPES.items()
         ]
+        names = self.methods
+        return [one for one in methods if names is None or one.name in (*names, "plain")]
 
     def _decode_all(self, method: _CheckedMethod, rows: Sequence[_CheckRow]) -> list[list[int]]:
         starts = range(0, len(rows), ROWS_TOGETHER)

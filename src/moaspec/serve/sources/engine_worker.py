@@ -7,6 +7,7 @@ through the `report` callback of their job, which must neither block nor raise.
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ MAX_NEW_PROMPT_TOKENS = 2048
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
 
 
+Renew = Callable[[DraftSettings, Callable[[], bool]], DraftSettings | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits(SourceLimits):
     """Limits of an engine."""
@@ -47,6 +51,9 @@ class WorkerLimits(SourceLimits):
     parked: int = 4
     # Seconds without a request after which all kept rows and caches are freed.
     parked_s: float = 120.0
+    # Seconds without a request after which costs may be measured, and between two tries.
+    quiet_s: float = 5.0
+    renewal_s: float = 60.0
 
 
 @dataclass(eq=False)
@@ -83,6 +90,8 @@ class EngineWorker:
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
         client_rows: jobs of one client that a step always takes, even if others have fewer.
+        renew: called while no job is there, with a function that tells whether one came; returns
+            settings for later jobs, or None to keep them.
         on_text: called with prompt and generated ids of each whole text that the target chose
             freely; must neither block nor raise.
     """
@@ -98,8 +107,10 @@ class EngineWorker:
         shaping: DraftSettings,
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
+        renew: Renew | None = None,
         on_text: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
+        self._renew, self._renewal_due_s = renew, 0.0
         self._on_text = on_text
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
         self._free_caches, self._limits = release, limits
@@ -111,6 +122,7 @@ class EngineWorker:
         self._steps = 0
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
+        self._heard_s = time.monotonic()  # when the newest command came
         self._places = Places("server", limits)
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
@@ -160,18 +172,40 @@ class EngineWorker:
         while True:
             idle = not self._active and not self._waiting
             try:
-                # Without caches there is nothing to free.
-                timeout_s = self._limits.parked_s if self._high[0] else None
-                command = self._inbox.get(block=idle, timeout=timeout_s)
+                command = self._inbox.get(block=idle, timeout=self._patience_s)
             except queue.Empty:
-                self._forget_all() if idle else self._advance()
+                self._rest() if idle else self._advance()
                 continue
+            self._heard_s = time.monotonic()
             if command is None:
                 break
             command()
         for queued in [*self._active.values(), *self._waiting]:
             self._end(queued, BusyError("The server is shutting down."))
         self._engine.abort_all()
+
+    @property
+    def _patience_s(self) -> float | None:
+        """Seconds to wait for a command while nothing is decoded; None: forever."""
+        waits = [self._renewal_in_s] if self._renew is not None else []
+        if self._high[0]:  # without caches there is nothing to free
+            waits.append(self._heard_s + self._limits.parked_s - time.monotonic())
+        return max(0.0, min(waits)) if waits else None
+
+    @property
+    def _renewal_in_s(self) -> float:
+        due_s = max(self._renewal_due_s, self._heard_s + self._limits.quiet_s)
+        return due_s - time.monotonic()
+
+    def _rest(self) -> None:
+        """What an idle server does: measure costs, and free what nobody has asked for."""
+        if self._high[0] and self._heard_s + self._limits.parked_s <= time.monotonic():
+            self._forget_all()
+        if self._renew is not None and self._renewal_in_s <= 0:
+            with contextlib.suppress(Exception):  # as where memory is short: later jobs go on
+                found = self._renew(self._shaping, lambda: not self._inbox.empty())
+                self._shaping = found or self._shaping
+            self._renewal_due_s = time.monotonic() + self._limits.renewal_s
 
     def _advance(self) -> None:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""

@@ -20,7 +20,7 @@ from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
-from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, Renew, WorkerLimits
 from moaspec.serve.sources.source import Cancel, Job, Load, Report, SourceFacts, TextSource, Update
 from moaspec.target.target import Target, plain_torch
 
@@ -35,6 +35,7 @@ class LocalSource(TextSource):
         drafter: proposes tokens; None decodes plainly.
         name: model name in responses; None takes the target's name.
         shaping: draft policy, with the drafter's N.
+        renew: measures costs while there is no job, see `EngineWorker`; None: `shaping` stays.
         limits: see `WorkerLimits`; None takes the defaults.
         learning: trains `drafter` on the texts; None: it stays as it is.
 
@@ -49,6 +50,7 @@ class LocalSource(TextSource):
         *,
         name: str | None = None,
         shaping: DraftSettings | None = None,
+        renew: Renew | None = None,
         limits: WorkerLimits | None = None,
         learning: LearningProcess | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class LocalSource(TextSource):
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
             limits=limits,
+            renew=renew,
             on_text=None if learning is None else learning.offer,
         )
         self.facts = SourceFacts(

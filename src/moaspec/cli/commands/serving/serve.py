@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import webbrowser
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Annotated
@@ -134,7 +135,7 @@ def serve(
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):
             settings = http.settings(keys)
-            from moaspec.generation.shaping import shaping_for
+            from moaspec.generation.shaping import renewed_shaping, shaping_for
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
 
@@ -158,6 +159,7 @@ def serve(
             shaping=shaping_for(
                 target, module, tree=tree, free_branches=options.FREE_BRANCHES[free_branches]
             ),
+            renew=partial(renewed_shaping, target, module) if module is not None else None,
             limits=WorkerLimits(
                 active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)
             ),
