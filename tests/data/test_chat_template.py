@@ -178,6 +178,15 @@ def test_a_named_template_for_tools() -> None:
     assert plain.source == serving.CHATML
 
 
+def test_named_templates_without_a_default_are_for_their_kind_only() -> None:
+    tokenizer = serving.tokenizer()
+    tokenizer.chat_template = {"tool_use": templates.HERMES}
+    renderer = ChatTemplate(tokenizer)
+    renderer.prepare(normal_messages(loop("Rome")))
+    with pytest.raises(InputError, match=r"\(tool_use\) have no default one"):
+        renderer.prepare(normal_messages([{"role": "user", "content": "x"}]))
+
+
 def test_developers_are_systems_unless_the_template_knows_them() -> None:
     messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "x"}]
     assert "system\nBe kind." in text("qwen25", messages, [])

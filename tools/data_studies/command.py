@@ -16,7 +16,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import status
 from moaspec.cli.terminal.tables.table import Table, show_table
-from moaspec.cli.writing_options import read_spec
+from moaspec.cli.writing_options import load_spec
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records
 from moaspec.errors import InputError
@@ -45,7 +45,7 @@ def stats(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = read_spec(model)
+    target = load_spec(model, "auto")
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     from data_studies.statistics import statistics
     from moaspec.train.dataset.read_examples import read_examples
@@ -106,7 +106,7 @@ def overlap(
     if out is not None:
         require_writable_file("--out", out)
     malformed = MalformedRows(skip=skip_malformed)
-    target = read_spec(model) if model else None
+    target = load_spec(model, "auto") if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):

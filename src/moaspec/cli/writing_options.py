@@ -142,18 +142,10 @@ class EndpointOptions:
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
-def load_spec(options: WritingOptions) -> TargetSpec:
-    """A target's config and tokenizer."""
-    return read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
-
-
-def read_spec(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    generation_config: Literal["auto"] | None = "auto",
+def load_spec(
+    model: str, generation_config: Literal["auto"] | None, tokenizer: str | None = None
 ) -> TargetSpec:
-    """A target's config and tokenizer; see `read_skeleton`."""
+    """A target's config and tokenizer."""
     with loading(model):
         from moaspec.target.registry import read_skeleton
 

@@ -130,7 +130,7 @@ def regenerate_command(
     rows = read_conversations(sources, malformed, report)
     found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
-    spec = load_spec(options)
+    spec = load_spec(options.model, options.auto, options.tokenizer)
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,

@@ -205,7 +205,14 @@ class ChatTemplate:
         return {**message, "content": self.control_tokens.guard(message["content"])}
 
     def _source(self, *, tools: bool) -> str:
-        return str(self.tokenizer.get_chat_template(tools=[] if tools else None))
+        try:
+            return str(self.tokenizer.get_chat_template(tools=[] if tools else None))
+        except ValueError as error:  # several by name, and none of them the default
+            raise InputError(
+                f"The chat templates of {self.name} ({', '.join(self.tokenizer.chat_template)}) "
+                f"have no default one for a conversation {'with' if tools else 'without'} tools. "
+                "Add a template named default."
+            ) from error
 
     def _text(self, messages: Sequence[Message], source: str, variables: Mapping[str, Any]) -> str:
         return str(

@@ -1,0 +1,25 @@
+"""--tokenizer: a directory in place of a GGUF file's tokenizer that is not known here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf_files
+from commands import Cli
+from gguf_files import KEY
+from moaspec.target.weights.gguf_tokenizer import read_tokenizer
+
+
+def test_a_file_with_an_unknown_tokenizer_generates(cli: Cli, tmp_path: Path) -> None:
+    fields = gguf_files.byte_level("qwen2")
+    read_tokenizer(fields, name="x").save_pretrained(tmp_path / "words")
+    file = gguf_files.write(tmp_path / "x.gguf", {**fields, f"{KEY}pre": "not-known"})
+    asked = ("generate", "a", "--model", str(file), "--dtype", "float32", "--max-new-tokens", "2")
+    refused = cli(*asked)
+    assert refused.code == 2
+    assert "'not-known'" in refused.error
+    assert "--tokenizer DIR" in refused.error
+    assert cli(*asked, "--tokenizer", str(tmp_path / "words")).code == 0
+    wrong = cli(*asked, "--tokenizer", str(tmp_path))
+    assert wrong.code == 2
+    assert "holds no tokenizer.json" in wrong.error
