@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -80,7 +81,7 @@ def test_a_directory_is_read_as_its_tokenizer_json(
     assert found.chat_template == "{{ messages[0].content }}"
 
 
-def unknown_gguf(tmp_path: Path, **fields: object) -> Path:
+def unknown_gguf(tmp_path: Path, **fields: Any) -> Path:
     made = gguf_files.byte_level("not-known", special={"<|im_end|>": CONTROL}, **fields)
     return gguf_files.write(tmp_path / "x.gguf", made)
 
