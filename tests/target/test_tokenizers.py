@@ -93,6 +93,7 @@ def test_an_unknown_tokenizer_needs_a_directory(tmp_path: Path) -> None:
     backend = single_digits()
     folder = saved(tmp_path / "x", backend, "GPT2Tokenizer")
     target = moaspec.load_target(file, dtype="float32", tokenizer=folder)
+    assert target.tokenizer is not None
     assert target.tokenizer(TEXT)["input_ids"] == backend.encode(TEXT).ids
     # The ends of answers are still the file's.
     assert target.stop_token_ids == {

@@ -107,7 +107,7 @@ def encoded(text: str) -> str:
 
 def merges() -> list[str]:
     """Merges of the bytes of each character of the texts, then of characters side by side."""
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for letter in sorted(set("".join(TEXTS))):
         code = encoded(letter)
         found |= {f"{code[:i]} {code[i]}": code[: i + 1] for i in range(1, len(code))}
