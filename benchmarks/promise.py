@@ -10,6 +10,7 @@ observed before. Times are those of whole requests, prompts included.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from common import load, parser, setting
 
 import moaspec
@@ -98,8 +98,8 @@ def _compared(
             if run >= 0:
                 speeds[name].append(len(result.token_ids) / result.timing.total_s)
     ratios = [auto / plain for plain, auto in zip(*speeds.values(), strict=True)]
-    medians = {name: float(torch.tensor(of).median()) for name, of in speeds.items()}
-    return {**medians, "ratio": sorted(ratios)[len(ratios) // 2], "ratios": ratios}
+    medians = {name: statistics.median(of) for name, of in speeds.items()}
+    return {**medians, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
 if __name__ == "__main__":
