@@ -80,8 +80,8 @@ def test_a_directory_is_read_as_its_tokenizer_json(
     assert found.chat_template == "{{ messages[0].content }}"
 
 
-def unknown_gguf(tmp_path: Path, **fields: object) -> Path:
-    made = gguf_files.byte_level("not-known", special={"<|im_end|>": CONTROL}, **fields)
+def unknown_gguf(tmp_path: Path) -> Path:
+    made = gguf_files.byte_level("not-known", special={"<|im_end|>": CONTROL})
     return gguf_files.write(tmp_path / "x.gguf", made)
 
 
@@ -92,6 +92,7 @@ def test_an_unknown_tokenizer_needs_a_directory(tmp_path: Path) -> None:
     backend = single_digits()
     folder = saved(tmp_path / "x", backend, "GPT2Tokenizer")
     target = moaspec.load_target(file, dtype="float32", tokenizer=folder)
+    assert target.tokenizer is not None
     assert target.tokenizer(TEXT)["input_ids"] == backend.encode(TEXT).ids
     # The ends of answers are still the file's.
     assert target.stop_token_ids == {
