@@ -107,7 +107,7 @@ def encoded(text: str) -> str:
 
 def merges() -> list[str]:
     """Merges of the bytes of each character of the texts, then of characters side by side."""
-    found = {}
+    found: dict[str, str] = {}
     for letter in sorted(set("".join(TEXTS))):
         code = encoded(letter)
         found |= {f"{code[:i]} {code[i]}": code[: i + 1] for i in range(1, len(code))}
@@ -255,7 +255,7 @@ def test_phi_3_drops_spaces_after_control_tokens() -> None:
 
 # Special tokens follow 256 letters, "ab" and <s>.
 FIRST = 258
-ENDS: dict[str, tuple[dict[str, int], dict[str, int], set[int]]] = {
+ENDS: dict[str, tuple[dict[str, int], dict[str, Any], set[int]]] = {
     "eos alone": ({"[stop]": CONTROL}, {"eos_token_id": FIRST}, {FIRST}),
     "eot beside eos": (
         {"[stop]": CONTROL, "[turn]": CONTROL},
