@@ -208,7 +208,7 @@ def sentence_fields(**further: Any) -> dict[str, Any]:
     return gguf_files.sentencepiece(scores, special=SENTENCE_SPECIAL, **further)
 
 
-SENTENCE_FILES = {
+SENTENCE_FILES: dict[str, dict[str, Any]] = {
     "plain": {},
     "without a space": {"add_space_prefix": False},
     "with EOS": {"add_eos_token": True},
