@@ -37,7 +37,7 @@ def generate(
     """Answer a prompt, streaming verified tokens.
 
     Accepted drafts are green, copies from the text cyan. --tree auto drafts what pays on this
-    machine, which its first use measures in some seconds.
+    machine.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
