@@ -18,10 +18,12 @@ import random
 import re
 import sysconfig
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|0BSD|Unlicense|Zlib)\b", re.I
@@ -199,8 +201,9 @@ WRONG = (
     ("+ 1", "- 1"),
     ("is None", "is not None"),
 )
-MIN_LINES, MAX_LINES, MAX_FILE_CHARACTERS = 5, 70, 12_000
+MIN_LINES, MAX_LINES, MAX_FILE_CHARACTERS, PER_PACKAGE = 5, 70, 12_000, 3_000
 SHINGLE, MAX_OVERLAP, COMMON = 5, 0.5, 20
+SHORT = 16  # words of a text that only an equal one repeats
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,7 @@ class Code:
     text: str
 
 
+Row = dict[str, Any]
 Make = Callable[[Code, random.Random], list[str] | None]
 
 
@@ -357,14 +361,14 @@ def describe(code: Code, _draw: random.Random) -> list[str] | None:
 MAKERS: Mapping[Make, float] = {ask: 0.6, finish: 0.12, mend: 0.16, describe: 0.12}
 
 
-def rows_of(code: Code, draw: random.Random) -> dict[str, object] | None:
+def rows_of(code: Code, draw: random.Random) -> Row | None:
     """A random task about the code, as a row."""
     make = ask if code.kind == "file" else draw.choices(list(MAKERS), list(MAKERS.values()))[0]
     turns = make(code, draw)
     return turns and row(turns, f"{make.__name__}:{code.package}", code.licence)
 
 
-def row(turns: list[str], source: str, licence: str) -> dict[str, object]:
+def row(turns: list[str], source: str, licence: str) -> Row:
     """A conversation of these user turns, with empty answers between them."""
     messages = [{"role": "user", "content": turn} for turn in turns]
     between = {"role": "assistant", "content": ""}
@@ -372,15 +376,15 @@ def row(turns: list[str], source: str, licence: str) -> dict[str, object]:
     return {"source": source, "licence": licence, "messages": joined}
 
 
-def questions(draw: random.Random) -> Iterator[dict[str, object]]:
+def questions(draw: random.Random) -> Iterator[Row]:
     """Short questions on programming."""
     for thing in THINGS:
         for language in ("Python", "Python 3", *LANGUAGES):
             asked = draw.choice(QUESTIONS).format(thing=thing, language=language)
-            yield row([asked], "question", "Apache-2.0")
+            yield row([asked], "question:moaspec", "Apache-2.0")
 
 
-def given(path: Path, sources: str) -> Iterator[dict[str, object]]:
+def given(path: Path, sources: str) -> Iterator[Row]:
     """Prompts of a JSONL file with `source` and `prompt`, of the sources that a pattern names."""
     for line in path.read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
@@ -396,10 +400,10 @@ class NearDuplicates:
         self._sizes: list[int] = []
 
     def is_new(self, text: str) -> bool:
+        """Whether the text is new; it then counts as an earlier one."""
         words = re.findall(r"\w+", text.lower())
-        runs = {
-            hash(tuple(words[i : i + SHINGLE])) for i in range(max(1, len(words) - SHINGLE + 1))
-        }
+        size = SHINGLE if len(words) > SHORT else len(words)
+        runs = {hash(tuple(words[i : i + size])) for i in range(max(1, len(words) - size + 1))}
         shared: dict[int, int] = {}
         for run in runs:
             # Runs that many prompts share belong to the tasks' wording.
@@ -438,15 +442,17 @@ def main() -> None:
     made += questions(draw)
     made += given(options.also, options.sources) if options.also else ()
     draw.shuffle(made)
-    new, kept = NearDuplicates(), 0
+    new, kept = NearDuplicates(), Counter[str]()
     with options.out.open("w", encoding="utf-8") as file:
         for one in made:
-            if kept < options.limit and new.is_new(
-                " ".join(turn["content"] for turn in one["messages"])
-            ):
+            package = str(one["source"]).rpartition(":")[2]
+            text = " ".join(turn["content"] for turn in one["messages"])
+            if kept.total() == options.limit:
+                break
+            if kept[package] < PER_PACKAGE and new.is_new(text):
                 file.write(json.dumps(one, ensure_ascii=False) + "\n")
-                kept += 1
-    print(f"{len(codes)} pieces of code, {len(made)} prompts, {kept} without near-duplicates")
+                kept[package] += 1
+    print(f"{len(codes)} pieces of code, {len(made)} prompts, {kept.total()} written")
 
 
 if __name__ == "__main__":
