@@ -19,6 +19,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
+from moaspec.serve.sources import engine_worker
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
 from moaspec.serve.sources.source import Job, Update
 
@@ -195,6 +196,33 @@ def test_memory_goes_back_where_nobody_asks_for_long() -> None:
         assert source.cache.num_bytes == 0
         assert worker._parked == []
         ended(worker, "alice", 1)
+    finally:
+        worker.stop()
+
+
+def test_a_text_of_many_minutes_does_not_make_the_server_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its end begins the wait after which caches are freed and costs are measured."""
+    now_s, asked = 0.0, list[DraftSettings]()
+    monkeypatch.setattr(engine_worker.time, "monotonic", lambda: now_s)
+    worker = serving.source(parked_s=120.0, quiet_s=5.0)._worker
+    worker._renew = lambda old, _: asked.append(old)
+
+    def slow(_: Any, logits_V: Tensor) -> Tensor:
+        nonlocal now_s
+        now_s += 1000.0
+        return logits_V
+
+    worker.start()
+    try:
+        job, updates = queued(processors=(slow,))
+        worker.submit([job])
+        last(updates)
+        with pytest.raises(queue.Empty):  # time for what an idle server does at once
+            updates.get(timeout=0.2)
+        assert len(worker._parked) == 1
+        assert asked == []
     finally:
         worker.stop()
 

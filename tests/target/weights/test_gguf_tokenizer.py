@@ -348,6 +348,9 @@ def test_all_chat_templates_are_kept() -> None:
         ({"merges": ["a bc"]}, "The merge 'a bc'"),
         ({"tokens": ["a", "b", "a"]}, "Two of its tokens are 'a'"),
         ({"token_type": [1]}, "types"),
+        ({"tokens": None}, "no list of tokens"),
+        ({"tokens": ["a", 1]}, "no list of tokens"),
+        ({"merges": [1]}, "Its fields are damaged"),
     ],
 )
 def test_other_tokenizers_are_refused_by_name(changed: dict[str, Any], said: str) -> None:

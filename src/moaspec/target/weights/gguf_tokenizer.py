@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 from moaspec.errors import UnknownModelError
+from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
 from moaspec.target.weights.gguf_tokens import KEY, NORMAL, USER_DEFINED, Tokens, UnreadableError
 
@@ -48,17 +49,23 @@ def read_tokenizer(fields: Mapping[str, Any], *, name: str) -> Any:
     """
     try:
         return _tokenizer(fields)
-    except UnreadableError as error:
+    except Exception as error:  # the library raises almost anything where fields are damaged
+        known = isinstance(error, UnreadableError)
+        cause = error if known else f"Its fields are damaged ({first_line(error)})."
         raise UnknownModelError(
-            f"Cannot read the tokenizer of {name!r} out of its GGUF file: {error} Name a directory "
+            f"Cannot read the tokenizer of {name!r} out of its GGUF file: {cause} Name a directory "
             "that holds the model's own tokenizer.json: --tokenizer DIR, or "
             "load_target(..., tokenizer=DIR)."
         ) from error
 
 
 def end_ids(fields: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer, as llama.cpp finds them: the file's EOS token first."""
-    return Tokens.of(fields).ends if f"{KEY}tokens" in fields else []
+    """The tokens that end an answer, as llama.cpp finds them: the file's EOS token first.
+
+    Raises:
+        UnreadableError: the file's tokens cannot be read.
+    """
+    return Tokens.of(fields).ends
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,9 +96,12 @@ class Tokens:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Tokens:
         """Raises UnreadableError where there are none, or two are the same."""
-        texts = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(fields[f"{KEY}tokens"]))
-        if len(set(texts)) < len(texts):
-            twice = next(text for i, text in enumerate(texts) if text in texts[:i])
+        given = fields.get(f"{KEY}tokens")
+        if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+            raise UnreadableError("It has no list of tokens.")
+        texts = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(given))
+        twice = next((text for text, count in Counter(texts).items() if count > 1), None)
+        if twice is not None:
             raise UnreadableError(f"Two of its tokens are {twice!r}.")
         return cls(fields, texts)
 
@@ -147,7 +151,7 @@ class Tokens:
     def _by_field(self, kind: str) -> int | None:
         keys = (f"{kind}_token_id", f"{_OLD_NAMES.get(kind)}_token_id")
         found = (self.field(key) for key in keys)
-        return next((int(one) for one in found if one is not None and one < len(self.texts)), None)
+        return next((one for one in found if type(one) is int and one < len(self.texts)), None)
 
     def _by_text(self, kind: str) -> int | None:
         return next((self.ids[text] for text in _FIM[kind] if text in self.ids), None)
