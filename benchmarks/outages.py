@@ -2,7 +2,8 @@
 
 In each outage every page is in the middle of an answer when the server is killed. Prints, for each
 browser and length: seconds from the server's return until the link is up and until the answer is
-complete, and whether each text is that of plain decoding. Needs `make device-page`, Debian's
+complete, and whether each text is that of plain decoding. A text that is not complete is counted by
+itself: on a busy machine it may take minutes. The load average stands in each row. Needs `make device-page`, Debian's
 chromium and firefox-esr, and Playwright. The last line is JSON.
 
     python benchmarks/outages.py --outages 5,30,60,120 --pages 5
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -34,8 +36,8 @@ from memorised_target import QUESTION
 SENT = 12
 """Tokens of an answer before the server is killed."""
 NEW_TOKENS = 96
-LOST_S = 90.0
-"""A page that is not connected by then counts as lost."""
+LOST_S = 120.0
+"""A page that is not connected, or that writes nothing, for so long counts as lost."""
 
 
 def main() -> None:
@@ -61,7 +63,8 @@ def main() -> None:
                 print(
                     f"{row['browser']:>8} {length_s:4.0f} s: connected after "
                     f"{statistics.median(row['connected_s']):.1f} s, at most "
-                    f"{max(row['connected_s']):.1f} s; {row['equal']} of {args.pages} texts equal",
+                    f"{max(row['connected_s']):.1f} s; of {args.pages} texts {row['equal']} equal, "
+                    f"{row['wrong']} wrong, {row['incomplete']} incomplete; load {row['load']:.1f}",
                     flush=True,
                 )
     print(json.dumps({"benchmark": "outages", "rows": rows}))
@@ -96,6 +99,7 @@ def outage(
     back_s = time.monotonic()
     connected = wait_all(pages, f"!({LINK_DOWN})", back_s)
     complete = wait_all(pages, "told.done", back_s)
+    load = os.getloadavg()[0]
     right = moaspec.generate(
         server.target,
         memorised_target.prompt_ids(server.target),
@@ -103,6 +107,11 @@ def outage(
         temperature=0.0,
     ).token_ids
     texts = [page.evaluate("told.ids") for _, page in pages]
+    done = [one < float("inf") for one in complete]
+    is_right = [
+        text == (right if all_ else right[: len(text)])
+        for text, all_ in zip(texts, done, strict=True)
+    ]
     rows = []
     for name in dict.fromkeys(name for name, _ in pages):
         own = [index for index, (one, _) in enumerate(pages) if one == name]
@@ -112,18 +121,25 @@ def outage(
                 "outage_s": length_s,
                 "connected_s": [connected[index] for index in own],
                 "complete_s": [complete[index] for index in own],
-                "equal": sum(texts[index] == right for index in own),
+                "equal": sum(is_right[index] and done[index] for index in own),
+                "wrong": sum(not is_right[index] for index in own),
+                "incomplete": sum(not done[index] for index in own),
+                "load": load,
             }
         )
     return rows
 
 
 def wait_all(pages: Sequence[tuple[str, Any]], expression: str, since_s: float) -> list[float]:
-    """Seconds after which an expression became true in each page."""
+    """Seconds after which an expression became true in each page; infinity where it never did."""
     found: dict[int, float] = {}
-    while len(found) < len(pages) and time.monotonic() - since_s < LOST_S:
+    known, changed_s = [0] * len(pages), since_s
+    while len(found) < len(pages) and time.monotonic() - changed_s < LOST_S:
         for index, (_, page) in enumerate(pages):
-            if index not in found and page.evaluate(expression):
+            is_true, tokens = page.evaluate(f"[{expression}, told.ids.length]")
+            if tokens != known[index]:
+                known[index], changed_s = tokens, time.monotonic()
+            if index not in found and is_true:
                 found[index] = time.monotonic() - since_s
         time.sleep(0.05)
     return [found.get(index, float("inf")) for index in range(len(pages))]

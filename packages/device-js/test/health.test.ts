@@ -3,7 +3,7 @@ import { once } from "node:events";
 import { createServer } from "node:http";
 import type { Server } from "node:http";
 import type { AddressInfo } from "node:net";
-import { afterEach, expect, test } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
 import { Health } from "../src/protocol/health.js";
 
 const open: Server[] = [];
@@ -63,4 +63,21 @@ test("a server of another origin is asked in vain until an answer was read", asy
   second!.closeAllConnections();
   second!.close();
   expect(await health.mayOpen(signal)).toBe(false);
+});
+
+test("a request that fails late is awaited from then on", async () => {
+  const waiting: (() => void)[] = [];
+  const server = createServer((_, response) => {
+    waiting.push(() => response.writeHead(503, { connection: "close" }).end());
+  });
+  open.push(server.listen(0, "127.0.0.1"));
+  await once(server, "listening");
+  const health = failed(`http://127.0.0.1:${(server.address() as AddressInfo).port}`);
+  expect(await health.mayOpen(signal)).toBe(true);
+  waiting.shift()!();
+  await vi.waitFor(async () => {
+    const asked = health.mayOpen(signal);
+    setTimeout(() => waiting.shift()?.(), 1000);
+    expect(await asked).toBe(false);
+  }, 60_000);
 });

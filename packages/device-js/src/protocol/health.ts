@@ -12,6 +12,8 @@ const SLOW_MS = 500;
 export class Health {
   private readonly url: string;
   private hasFailed = false;
+  /** Whether a request failed after `SLOW_MS` since the last connection: then a slow device takes that long. */
+  private failsLate = false;
   /** Whether requests reach this server; for pages of another origin their policy may forbid it. */
   private isKnown: boolean;
 
@@ -37,20 +39,30 @@ export class Health {
 
   /** Note a connection. */
   noteOpened(): void {
-    this.hasFailed = false;
+    this.hasFailed = this.failsLate = false;
     if (!this.isKnown) void this.answers(new AbortController().signal);
   }
 
   /** Whether a WebSocket may succeed now; asks the server only after a failure. */
   async mayOpen(signal: AbortSignal): Promise<boolean> {
     if (!this.hasFailed) return true;
-    let timer: ReturnType<typeof setTimeout> | undefined;
-    const slow = new Promise<true>((resolve) => {
-      timer = setTimeout(() => resolve(true), SLOW_MS);
-    });
-    const found = await Promise.race([this.answers(signal), slow]);
-    clearTimeout(timer);
+    const answer = this.answers(signal);
+    const found = await (this.failsLate ? answer : Promise.race([answer, this.slow(answer, signal)]));
     return found || !this.isKnown;
+  }
+
+  /** True after a while, unless there is an answer by then; notes whether that fails. */
+  private slow(answer: Promise<boolean>, signal: AbortSignal): Promise<true> {
+    return new Promise((resolve) => {
+      const timer = setTimeout(() => {
+        resolve(true);
+        void answer.then((found) => {
+          // An attempt that was given up says nothing.
+          if (!found && !signal.aborted) this.failsLate = true;
+        });
+      }, SLOW_MS);
+      void answer.then(() => clearTimeout(timer));
+    });
   }
 
   /** Whether the server answers, or a proxy for it; one whose server is away answers with 502 to 504. */
