@@ -97,7 +97,7 @@ def check(
     both = thorough and asked.dtype == "auto"
     for one in dict.fromkeys((chosen, "float32") if both else (chosen,)):
         with status(f"Loading {model} in {one}"):
-            plan = _plan(partial(load, dtype=one), asked.drafter, prompts, settings)
+            plan = _plan(partial(load, dtype=one), asked, prompts, settings)
         print_defaults(plan.target, plan.target.generation_defaults)
         precision, number = plan.target.precision, plan.num_texts
         text = [token for prompt in plan.prompts for token in prompt]
@@ -123,7 +123,7 @@ def check(
 
 def _plan(
     load: Callable[..., Target],
-    drafter: str | None,
+    asked: options.TargetOptions,
     prompts: Sequence[Prompt],
     settings: Mapping[str, Any],
 ) -> Check:
@@ -134,7 +134,7 @@ def _plan(
     return Check(
         target,
         [chat_ids(target, prompt.turns[0]) for prompt in prompts],
-        drafter=choose_drafter(drafter, target.name, target),
+        drafter=choose_drafter(asked.drafter, asked.model, target),
         stock=load(packed=False),
         **settings,
     )
