@@ -123,7 +123,7 @@ def check(
 
 def _plan(
     load: Callable[..., Target],
-    asked: options.TargetOptions,
+    asked: options.LoadOptions,
     prompts: Sequence[Prompt],
     settings: Mapping[str, Any],
 ) -> Check:
