@@ -224,7 +224,7 @@ Make = Callable[[Code, random.Random], list[str] | None]
 
 def licence_of(distribution: Distribution) -> str | None:
     """The licence of a distribution, if it is permissive."""
-    data = distribution.metadata
+    data: Any = distribution.metadata
     names = [data.get("License-Expression") or "", *(data.get_all("Classifier") or [])]
     said = " ".join(one for one in names if "::" not in one or one.startswith("License"))
     if not said.strip():
@@ -365,7 +365,7 @@ def rows_of(code: Code, draw: random.Random) -> Row | None:
     """A random task about the code, as a row."""
     make = ask if code.kind == "file" else draw.choices(list(MAKERS), list(MAKERS.values()))[0]
     turns = make(code, draw)
-    return turns and row(turns, f"{make.__name__}:{code.package}", code.licence)
+    return None if turns is None else row(turns, f"{make.__name__}:{code.package}", code.licence)
 
 
 def row(turns: list[str], source: str, licence: str) -> Row:

@@ -19,7 +19,6 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources import engine_worker
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
 from moaspec.serve.sources.source import Job, Update
 
@@ -205,7 +204,7 @@ def test_a_text_of_many_minutes_does_not_make_the_server_idle(
 ) -> None:
     """Its end begins the wait after which caches are freed and costs are measured."""
     now_s, asked = 0.0, list[DraftSettings]()
-    monkeypatch.setattr(engine_worker.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr("moaspec.serve.sources.engine_worker.time.monotonic", lambda: now_s)
     worker = serving.source(parked_s=120.0, quiet_s=5.0)._worker
     worker._renew = lambda old, _: asked.append(old)
 

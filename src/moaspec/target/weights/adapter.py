@@ -101,7 +101,7 @@ def _repeats_of(operator: Any, argument: Any) -> float:
     if "REPEAT" in str(operator) and argument[1] > 1:
         return 1 if _is_single(argument[2]) else math.inf
     parts = argument if isinstance(argument, tuple) else (argument,)
-    return sum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined]
+    return sum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined,misc]
 
 
 def _is_single(body: Any) -> bool:
