@@ -25,14 +25,14 @@ class Proxy:
     variable: str
 
     def __str__(self) -> str:
-        """Without its password."""
+        """URL without user and password, and the variable."""
         return f"{_shown(self.url)} of ${self.variable}"
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """The proxy through which an address is asked; None: it is asked directly.
+    """The proxy of the environment for an address; None for a direct connection.
 
-    Addresses of this machine are, whatever the environment says: no proxy reaches them.
+    Connections to this machine are always direct: no proxy reaches it.
 
     Raises:
         InputError: the proxy cannot be used; names the variable.
