@@ -101,7 +101,7 @@ def _why_not_config(path: Path) -> str | None:
 
 
 def why_not_tensors(path: Path) -> str | None:
-    """Why the header of a safetensors file is refused; None if it is not. Its library checks more."""
+    """Why a safetensors header is refused; None if it is not. The library checks the rest."""
     try:
         shapes = list(_shapes(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
