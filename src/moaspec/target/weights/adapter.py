@@ -92,7 +92,7 @@ def _is_quick(pattern: str) -> bool:
 
 def _repeats(parsed: Any) -> float:
     """Repeats that one way through a parsed expression passes; infinity for nested ones."""
-    return sum(_repeats_of(operator, argument) for operator, argument in parsed)
+    return math.fsum(_repeats_of(operator, argument) for operator, argument in parsed)
 
 
 def _repeats_of(operator: Any, argument: Any) -> float:
@@ -101,7 +101,7 @@ def _repeats_of(operator: Any, argument: Any) -> float:
     if "REPEAT" in str(operator) and argument[1] > 1:
         return 1 if _is_single(argument[2]) else math.inf
     parts = argument if isinstance(argument, tuple) else (argument,)
-    return sum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined,misc]
+    return math.fsum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined]
 
 
 def _is_single(body: Any) -> bool:
