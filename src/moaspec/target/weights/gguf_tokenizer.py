@@ -16,10 +16,16 @@ from transformers import PreTrainedTokenizerFast
 from moaspec.errors import UnknownModelError
 from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
-from moaspec.target.weights.gguf_tokens import KEY, NORMAL, USER_DEFINED, Tokens, UnreadableError
+from moaspec.target.weights.gguf_tokens import (
+    KEY,
+    NORMAL,
+    TEMPLATE,
+    USER_DEFINED,
+    Tokens,
+    UnreadableError,
+)
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_TEMPLATE = "tokenizer.chat_template"
 _KINDS = ("gpt2", "llama", "gemma4")
 _NAMED = {
     "bos_token": "bos",
@@ -156,7 +162,7 @@ def _sentencepiece_decoder(*, prefix: bool = False) -> Any:
 def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the token with the best score first."""
     ids = tokens.ids
-    scores = tokens.field("scores") or [0.0] * len(ids)
+    scores = tokens.numbers("scores", 0.0)
     found = []
     for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
         for at in range(1, len(text)):
@@ -185,9 +191,9 @@ def _added(tokens: Tokens) -> Iterator[AddedToken]:
 
 def _chat_template(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The file's template, or all of its templates by name."""
-    begin = f"{_TEMPLATE}."
+    begin = f"{TEMPLATE}."
     named = {key.removeprefix(begin): text for key, text in fields.items() if key.startswith(begin)}
-    default = fields.get(_TEMPLATE)
+    default = fields.get(TEMPLATE)
     if not named:
         return default
     return named if default is None else {"default": default, **named}
