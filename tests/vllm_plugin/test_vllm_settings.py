@@ -46,7 +46,7 @@ def test_a_missing_drafter_is_named(config: object) -> None:
 
 
 def test_an_empty_draft_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1"):
+    with pytest.raises(InputError, match="has 1 to 16 tokens"):
         VLLMServeSettings(model="m", drafter="d", num_speculative_tokens=0)
 
 
