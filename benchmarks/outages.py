@@ -3,8 +3,8 @@
 In each outage every page is in the middle of an answer when the server is killed. Prints, for each
 browser and length: seconds from the server's return until the link is up and until the answer is
 complete, and whether each text is that of plain decoding. A text that is not complete is counted by
-itself: on a busy machine it may take minutes. The load average stands in each row. Needs `make device-page`, Debian's
-chromium and firefox-esr, and Playwright. The last line is JSON.
+itself: on a busy machine it may take minutes. The load average stands in each row. Needs `make
+device-page`, Debian's chromium and firefox-esr, and Playwright. The last line is JSON.
 
     python benchmarks/outages.py --outages 5,30,60,120 --pages 5
 """
