@@ -50,7 +50,7 @@ from moaspec.evaluate.prompt_suites import Prompt, read_prompts
 from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 
 STREAMS = (1, 4, 16, 64)
 SERVERS = ("serve", "llama.cpp")
@@ -60,7 +60,7 @@ WAIT_S = 300.0
 
 def gguf_of(alias: str) -> Path:
     """The quantised file inside an alias's package."""
-    path = packaged_gguf(ALIASES[alias])
+    path = local_gguf(ALIASES[alias])
     if path is None:
         raise SystemExit(f"The package with {alias}'s GGUF is not installed; name a file instead.")
     return path

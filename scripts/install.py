@@ -84,7 +84,7 @@ def wants_cpu_build() -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether an index answers, past whatever proxies the environment names."""
+    """Whether an index answers, through a proxy if the environment names one."""
     request = urllib.request.Request(url + "/torch/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=PROBE_S):

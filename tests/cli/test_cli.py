@@ -724,8 +724,9 @@ def test_unknown_models_and_drafters(cli: Cli, tmp_path: Path) -> None:
 
 def test_errors_of_the_system_have_no_number(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
+    config = tmp_path / "config.json"
     said = cli("info", str(tmp_path)).err
-    assert f"Cannot read {tmp_path / 'config.json'}: Is a directory" in said
+    assert f"Cannot read {config}: {config} is a directory, and must be a file" in said
 
 
 def test_errors_are_not_wrapped(cli: Cli, tmp_path: Path) -> None:

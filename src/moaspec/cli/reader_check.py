@@ -24,15 +24,21 @@ def check_reader(
         quiet: print nothing.
     """
     from moaspec.backends.load import load_target
-    from moaspec.evaluate.correctness.llama_cpp import compare_readers
+    from moaspec.evaluate.correctness.llama_cpp import ReaderCheck, compare_readers, why_not
     from moaspec.target.registry import find_target_gguf
 
     gguf = find_target_gguf(asked.model)
     if gguf is None:
         return None
-    with status("Comparing with llama.cpp how the GGUF is read"):
-        target = load_target(asked.model, dtype="float32", packed=False, tokenizer=asked.tokenizer)
-        found = compare_readers(target.model, gguf, token_ids)
+    reason = why_not()
+    if reason is not None:
+        found = ReaderCheck("unknown", reason)
+    else:
+        with status("Comparing with llama.cpp how the GGUF is read"):
+            target = load_target(
+                asked.model, dtype="float32", packed=False, tokenizer=asked.tokenizer
+            )
+            found = compare_readers(target.model, gguf, token_ids)
     if not quiet:
         style = {"same": "green", "different": "bold red", "unknown": ""}[found.verdict]
         console.print_wrapped(str(found), style)

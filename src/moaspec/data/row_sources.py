@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 from moaspec.data.row_shapes import ROW_COLUMNS
 from moaspec.errors import DataError, InputError
 from moaspec.model.checkpoint.user_files import open_file
+from moaspec.support.causes import system_reason
 from moaspec.support.extras import install_command
 from moaspec.support.hub import HUB, hub_rows, require_datasets
 
@@ -122,7 +123,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with opener(path, "rb") as file:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        reason = system_reason(error)
         raise DataError(f"Cannot read the data {path}: {reason}") from error
 
 

@@ -208,8 +208,10 @@ def _shared_times(requests: Sequence[RequestState]) -> ObservedTimes | None:
 def _record(
     times: ObservedTimes, requests: Sequence[RequestState], started_s: float, encode_s: float
 ) -> None:
-    """Hand the time of a round of all these requests on."""
+    """Hand the time of a round of all these requests on, if the costs of all are known."""
     rounds = [one.policy.round_s for one in requests if one.policy is not None]
+    if any(plain_s <= 0 for plain_s, _ in rounds):
+        return
     plain_s, expected_s = map(sum, zip(*rounds, strict=True))
     ended_s = time.perf_counter()
     seconds = ended_s - started_s - (encode_s if expected_s <= plain_s else 0.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, HubError
+from moaspec.support.causes import first_line
 from moaspec.support.extras import require
 from moaspec.support.proxies import require_proxies
 
@@ -38,6 +39,26 @@ def cached_if_offline(hub_id: str) -> Path | None:
             return Path(config).parent
         raise HubError(f"The hub cannot be reached ({error}).") from error
     return None
+
+
+def hub_file(hub_id: str, name: str) -> Path:
+    """A file of a repository, downloaded once.
+
+    Raises:
+        HubError: it is not here, and the hub cannot be reached or does not give it.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    known = try_to_load_from_cache(hub_id, name)
+    if isinstance(known, str):
+        return Path(known)
+    cached_if_offline(hub_id)
+    try:
+        return Path(hf_hub_download(hub_id, name))
+    except Exception as error:
+        raise HubError(
+            f"The hub does not give {name} of {hub_id} ({first_line(error)})."
+        ) from error
 
 
 def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:

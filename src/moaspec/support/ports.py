@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from moaspec.errors import InputError
+from moaspec.support.causes import system_reason
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
@@ -84,5 +85,5 @@ def held(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
 
 
 def _refusal(host: str, port: int, other: str, error: OSError | UnicodeError) -> InputError:
-    reason = getattr(error, "strerror", None) or error
+    reason = system_reason(error)
     return InputError(f"Cannot listen on {host}:{port}: {reason}. Choose another {other}.")

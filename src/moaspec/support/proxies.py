@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import getproxies
 
 from moaspec.errors import InputError
 
@@ -26,14 +25,14 @@ class Proxy:
     variable: str
 
     def __str__(self) -> str:
-        """Without its password."""
+        """URL without user and password, and the variable."""
         return f"{_shown(self.url)} of ${self.variable}"
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """The proxy through which an address is asked; None: it is asked directly.
+    """The proxy of the environment for an address; None for a direct connection.
 
-    Addresses of this machine are, whatever the environment says: no proxy reaches them.
+    Connections to this machine are always direct: no proxy reaches it.
 
     Raises:
         InputError: the proxy cannot be used; names the variable.
@@ -53,7 +52,7 @@ def require_proxies() -> None:
         return
     for scheme in (*_PORTS, "all"):
         proxy = _named(scheme)
-        if proxy is not None and getproxies()[scheme].strip().lower().startswith("socks:"):
+        if proxy is not None and _proxies()[scheme].strip().lower().startswith("socks:"):
             raise InputError(f"${proxy.variable} begins with socks://; write socks5:// instead.")
 
 
@@ -62,13 +61,21 @@ def is_loopback(host: str) -> bool:
     if _LOOPBACK.fullmatch(host):
         return True
     address = _address(host)
-    mapped = getattr(address, "ipv4_mapped", None) or address
-    return mapped is not None and (mapped.is_loopback or mapped.is_unspecified)
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def _proxies() -> dict[str, str]:
+    """Proxies by scheme, of the environment or the system's settings."""
+    from urllib.request import getproxies  # here: its import takes longer than most of `--help`
+
+    return getproxies()
 
 
 def _named(scheme: str) -> Proxy | None:
     """The proxy of a scheme, checked."""
-    value = getproxies().get(scheme, "").strip()
+    value = _proxies().get(scheme, "").strip()
     if not value:
         return None
     variable = next(
@@ -116,7 +123,7 @@ def _is_excepted(parts: SplitResult) -> bool:
 
 
 def _exceptions() -> Iterator[str]:
-    for entry in re.split(r"[\s,;]+", getproxies().get("no", "")):
+    for entry in re.split(r"[\s,;]+", _proxies().get("no", "")):
         if entry:
             yield entry.partition("://")[2] if "://" in entry else entry
 

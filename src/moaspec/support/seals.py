@@ -88,7 +88,7 @@ def _is_unchanged(path: Path, fact: dict[str, int]) -> bool:
     facts = path.stat()
     if not path.is_file() or facts.st_size != fact["bytes"]:
         return False
-    return facts.st_mtime_ns == fact["mtime_ns"] or _checksum(path) == fact["crc32"]
+    return facts.st_mtime_ns == fact["mtime_ns"] or checksum(path) == fact["crc32"]
 
 
 def _seal(directory: Path) -> None:
@@ -101,7 +101,7 @@ def _seal(directory: Path) -> None:
         facts[name] = {
             "bytes": path.stat().st_size,
             "mtime_ns": path.stat().st_mtime_ns,
-            "crc32": _checksum(path),
+            "crc32": checksum(path),
         }
     _write_seal(directory, facts)
 
@@ -125,11 +125,12 @@ def _write_seal(directory: Path, facts: dict[str, dict[str, int]]) -> None:
         raise
 
 
-def _checksum(path: Path) -> int:
-    value = 0
+def checksum(path: Path, num_bytes: int | None = None) -> int:
+    """CRC-32 of a file, or of its first bytes."""
+    value, left = 0, path.stat().st_size if num_bytes is None else num_bytes
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            value = zlib.crc32(block, value)
+        while left and (block := file.read(min(_BLOCK, left))):
+            value, left = zlib.crc32(block, value), left - len(block)
     return value
 
 

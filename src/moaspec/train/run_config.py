@@ -348,7 +348,7 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
 
 
 def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:
-    """A message that names the nearest key of all, or those that are known here."""
+    """A message with the most similar key, or with all keys of this mapping."""
     every = [
         *get_type_hints(TrainConfig),
         *(f"{name}.{one}" for name, kind in _NESTED.items() for one in get_type_hints(kind)),
@@ -393,7 +393,7 @@ def _number(text: str) -> Any:
 
 
 def _assignments(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Key and value of each override; one that spaces have cut is put together."""
+    """Key and value of each override; parts that spaces separated are joined."""
     waiting = list(reversed(overrides))
     while waiting:
         item = waiting.pop()

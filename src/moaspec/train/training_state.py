@@ -7,7 +7,6 @@ Older states are removed after that, so a complete state exists whenever the run
 import json
 import math
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from torch import Tensor
 from moaspec.errors import CheckpointError, TrainingError
 from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
 from moaspec.model.checkpoint.weight_files import weight_files, write_weights
+from moaspec.support.seals import checksum
 
 FACTS_FILE = "state.json"
 SUMS_FILE = "checksums.json"
-READ_BYTES = 1 << 22
 
 
 class StateFiles:
@@ -54,7 +53,7 @@ class StateFiles:
             scratch.mkdir(parents=True)
             write_weights(scratch, dict(_pieces(tensors, self._shard_bytes)), self._shard_bytes)
             (scratch / FACTS_FILE).write_text(json.dumps(facts))
-            sums = {path.name: _checksum(path) for path in sorted(scratch.iterdir())}
+            sums = {path.name: checksum(path) for path in sorted(scratch.iterdir())}
             (scratch / SUMS_FILE).write_text(json.dumps(sums))
             if final.exists():
                 return
@@ -107,16 +106,8 @@ def _check(path: Path) -> None:
     if not isinstance(sums, dict) or FACTS_FILE not in sums:
         raise ValueError(f"{SUMS_FILE} does not name the files of a state")
     for name, expected in sums.items():
-        if _checksum(path / Path(name).name) != expected:
+        if checksum(path / Path(name).name) != expected:
             raise ValueError(f"{name} is not as it was written")
-
-
-def _checksum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            found = zlib.crc32(block, found)
-    return found
 
 
 def _pieces(tensors: Mapping[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:

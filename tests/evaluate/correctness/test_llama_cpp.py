@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import gguf_models
 import moaspec
-from moaspec.evaluate.correctness import llama_cpp
 from moaspec.evaluate.correctness.llama_cpp import LENGTH, compare_readers
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(LENGTH)]
@@ -100,13 +99,6 @@ def test_a_forgotten_scaling_of_llama_3(tmp_path: Path) -> None:
     forgotten = {"rope_theta": 5e5, "rope_type": "default"}
     model = _changed_config(model, rope_parameters=forgotten)
     assert compare_readers(model, path, IDS).verdict == "different"
-
-
-def test_without_llama_cpp(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
-    found = compare_readers(_read(file), file, IDS)
-    assert found.verdict == "unknown"
-    assert "not installed (pip install xllamacpp)" in str(found)
 
 
 def test_a_file_that_llama_cpp_does_not_run(file: Path) -> None:

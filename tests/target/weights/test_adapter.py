@@ -247,7 +247,14 @@ def test_configs_that_are_none(content: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [r".*\.(q_proj|v_proj)", r"model\.layers\.\d+\.self_attn\.(q|k)_proj", "^(?!.*up).*_proj$"],
+    [
+        r".*\.(q_proj|v_proj)",
+        r"model\.layers\.\d+\.self_attn\.(q|k)_proj",
+        "^(?!.*up).*_proj$",
+        # As unsloth writes them.
+        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
+    ],
 )
 def test_usual_patterns(pattern: str, base: Path, tmp_path: Path) -> None:
     save_adapter(tiny.fresh_target(), tmp_path / "adapter", target_modules=pattern)

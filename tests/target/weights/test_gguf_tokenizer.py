@@ -347,13 +347,23 @@ def test_all_chat_templates_are_kept() -> None:
         ({"model": "bert"}, "model is 'bert'"),
         ({"merges": ["a bc"]}, "The merge 'a bc'"),
         ({"tokens": ["a", "b", "a"]}, "Two of its tokens are 'a'"),
-        ({"token_type": [1]}, "types"),
+        ({"token_type": [1]}, "token_type 1 values"),
+        ({"tokens": None}, "has no tokens"),
+        ({"tokens": [1, 2]}, "tokens is '[1, 2]', and must be a list of texts"),
+        ({"merges": [1]}, "merges is '[1]'"),
+        ({"scores": [float("nan")]}, "scores is '[nan]'"),
+        ({"pre": 3}, "pre is '3', and must be a text"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2', and must be a whole number"),
+        ({"eot_token_id": [1, 2]}, "eot_token_id is '[1, 2]'"),
+        ({"bos_token_id": -1}, "bos_token_id is '-1'"),
+        ({"add_bos_token": "yes"}, "add_bos_token is 'yes', and must be true or false"),
     ],
 )
 def test_other_tokenizers_are_refused_by_name(changed: dict[str, Any], said: str) -> None:
     fields = gguf_files.byte_level("qwen2") | {
         f"tokenizer.ggml.{name}": value for name, value in changed.items()
     }
+    fields = {name: value for name, value in fields.items() if value is not None}
     with pytest.raises(UnknownModelError, match=r"of 'x' .*--tokenizer DIR") as refused:
         read_tokenizer(fields, name="x")
     assert said in str(refused.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,8 @@ from moaspec.evaluate.prompt_suites import read_prompts
 
 if TYPE_CHECKING:
     from moaspec.evaluate.correctness.check_target import Check, CheckedText
+    from moaspec.evaluate.prompt_suites import Prompt
+    from moaspec.target.target import Target
 
 
 @options.with_options
@@ -67,7 +69,7 @@ def check(
     prompts, model = read_prompts(suite, limit=limit), asked.model
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target
-        from moaspec.evaluate.correctness.check_target import SHORT, Check
+        from moaspec.evaluate.correctness.check_target import SHORT
         from moaspec.generation.drafters import check_drafter
 
         if asked.drafter is not None:
@@ -75,41 +77,38 @@ def check(
         chosen = chosen_dtype(
             asked.dtype, model=model, adapter=asked.adapter, tokenizer=asked.tokenizer
         )
+    load = partial(
+        load_target,
+        model,
+        quantize=asked.quantize,
+        adapter=asked.adapter,
+        tokenizer=asked.tokenizer,
+        generation_config=options.generation_defaults(generation_config),
+    )
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "seeds": range(seeds),
+        "alone": alone,
+        "methods": None if thorough else SHORT,
+    }
     checked: dict[str, list[CheckedText]] = {}
     whole = True
+    text: list[int] = []
     both = thorough and asked.dtype == "auto"
     for one in dict.fromkeys((chosen, "float32") if both else (chosen,)):
         with status(f"Loading {model} in {one}"):
-            load = partial(
-                load_target,
-                model,
-                dtype=one,
-                quantize=asked.quantize,
-                adapter=asked.adapter,
-                tokenizer=asked.tokenizer,
-                generation_config=options.generation_defaults(generation_config),
-            )
-            target = load()
-            plan = Check(
-                target,
-                [chat_ids(target, prompt.turns[0]) for prompt in prompts],
-                drafter=choose_drafter(asked.drafter, model, target),
-                stock=load(packed=False),
-                max_new_tokens=max_new_tokens,
-                seeds=range(seeds),
-                alone=alone,
-                methods=None if thorough else SHORT,
-            )
-        print_defaults(target, target.generation_defaults)
-        findings = checked[target.precision] = _run(plan)
+            plan = _plan(partial(load, dtype=one), asked, prompts, settings)
+        print_defaults(plan.target, plan.target.generation_defaults)
+        precision, number = plan.target.precision, plan.num_texts
+        text = [token for prompt in plan.prompts for token in prompt]
+        findings = checked[precision] = _run(plan)
+        del plan  # its targets, before the next one is loaded
         if findings and not as_json:
-            _show(f"{model}, {target.precision}", findings)
-        whole = len(findings) == plan.num_texts
+            _show(f"{model}, {precision}", findings)
+        whole = len(findings) == number
         if not whole:
-            said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
-            console.warn(said)
+            console.warn(f"Stopped: {len(findings)} of {number} texts were checked in {one}.")
             break
-    text = [token for prompt in plan.prompts for token in prompt]
     reader = check_reader(asked, text, quiet=as_json) if whole else None
     right = _right(checked) and (reader is None or reader.verdict != "different")
     if as_json:
@@ -120,6 +119,25 @@ def check(
         raise typer.Exit(130)
     if not right:
         raise typer.Exit(1)
+
+
+def _plan(
+    load: Callable[..., Target],
+    asked: options.LoadOptions,
+    prompts: Sequence[Prompt],
+    settings: Mapping[str, Any],
+) -> Check:
+    """Load the target as it is used and as transformers has it."""
+    from moaspec.evaluate.correctness.check_target import Check
+
+    target = load()
+    return Check(
+        target,
+        [chat_ids(target, prompt.turns[0]) for prompt in prompts],
+        drafter=choose_drafter(asked.drafter, asked.model, target),
+        stock=load(packed=False),
+        **settings,
+    )
 
 
 def _right(checked: Mapping[str, Sequence[CheckedText]]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.options import MODEL, Json, Model
+from moaspec.cli.options import MODEL, Json, Model, Tokenizer, with_options
 from moaspec.cli.row_options import MalformedRows, Skip, Sources, tell_unused
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 SHOWN_FINDINGS = 20
 
 
+@with_options
 def stats(
     sources: Sources,
     model: Model = MODEL,
+    tokenizer: Tokenizer = None,
     max_length: Annotated[
         int, typer.Option(help="Tokens of an example; longer ones are cut.", min=1)
     ] = 2048,
@@ -45,7 +47,7 @@ def stats(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = read_spec(model)
+    target = read_spec(model, tokenizer=tokenizer)
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
@@ -73,6 +75,7 @@ def stats(
     _leave_if(bool(stopped))
 
 
+@with_options
 def overlap(
     sources: Sources,
     against: Annotated[
@@ -84,6 +87,7 @@ def overlap(
     model: Annotated[
         str | None, typer.Option(help="Target whose tokenizer decodes rows without text.")
     ] = None,
+    tokenizer: Tokenizer = None,
     out: Annotated[
         Path | None, typer.Option(help="New JSONL file for the rows without overlap.")
     ] = None,
@@ -106,7 +110,7 @@ def overlap(
     if out is not None:
         require_writable_file("--out", out)
     malformed = MalformedRows(skip=skip_malformed)
-    target = read_spec(model) if model else None
+    target = read_spec(model, tokenizer=tokenizer) if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):

@@ -7,7 +7,7 @@ from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.tables.table import Table, show_table
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
+from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, Alias, local_gguf
 
 
 def models(as_json: Json = False) -> None:
@@ -18,7 +18,7 @@ def models(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "alias": name,
-            "source": f"package {alias.package}" if packaged_gguf(alias) else "hub",
+            "source": _source(alias),
             "hub_id": alias.hub_id,
             "drafters": [d for d in bundled_drafters() if f"{d}-".startswith(f"{name}-")],
         }
@@ -33,6 +33,13 @@ def models(as_json: Json = False) -> None:
         f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}. Most "
         "other causal models of transformers run too, without the fastest paths: docs/models.md."
     )
+
+
+def _source(alias: Alias) -> str:
+    """Where loading takes the weights from."""
+    if local_gguf(alias) is None:
+        return "hub"
+    return f"package {alias.package}" if alias.package else "fetched file"
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

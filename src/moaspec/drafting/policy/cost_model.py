@@ -336,7 +336,7 @@ class KnownCosts:
     """Computes `RoundCosts` once for each length of text and number of rows.
 
     Args:
-        times: by which the table's costs of drafts are corrected; None: the table decides alone.
+        times: correct the table's costs of drafts; None: the table decides alone.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class KnownCosts:
 
     @property
     def excess(self) -> float:
-        """Factor on what drafts cost by the table."""
+        """Factor by which drafts cost more than in the table."""
         return 1.0 if self.times is None else self.times.excess
 
     def at(self, length: int, num_rows: int) -> RoundCosts:

@@ -1,4 +1,6 @@
-"""What rounds with drafts cost beyond plain ones by the clock, beside what a cost table says.
+"""Compares the measured cost of drafts with that in a cost table.
+
+The cost of drafts is the time that a round takes beyond a plain one.
 
 A busy machine slows all rounds, so only neighbouring rounds are compared: where rounds with drafts
 follow a plain one, or the reverse. Nothing here reads a clock; times are arguments.
@@ -67,7 +69,7 @@ class ObservedTimes:
 
     @property
     def excess(self) -> float:
-        """What drafts cost beyond plain rounds, divided by what the table says."""
+        """Measured cost of drafts beyond plain rounds, divided by their cost in the table."""
         return self._excess
 
     @property

@@ -73,6 +73,12 @@ class ReaderCheck:
         )
 
 
+def why_not() -> str | None:
+    """Why llama.cpp cannot be asked here; None if it can."""
+    found = importlib.util.find_spec("xllamacpp")
+    return f"it is not installed ({INSTALL})." if found is None else None
+
+
 def compare_readers(model: Any, gguf: Path, token_ids: Sequence[int]) -> ReaderCheck:
     """Compare the last positions of a text.
 
@@ -133,10 +139,8 @@ def log_probabilities(
     It runs in a process of its own, with the file mapped into memory.
 
     Raises:
-        MoaSpecError: it is not installed, or cannot run the file.
+        MoaSpecError: it cannot run the file, or is not installed.
     """
-    if importlib.util.find_spec("xllamacpp") is None:
-        raise MoaSpecError(f"it is not installed ({INSTALL}).")
     asked = {
         "model": str(gguf),
         "token_ids": list(token_ids),

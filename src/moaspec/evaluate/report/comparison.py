@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moaspec.errors import DataError
 from moaspec.evaluate.report import REPORT
 from moaspec.model.checkpoint.user_files import open_file
+from moaspec.support.causes import system_reason
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -80,9 +81,9 @@ def read_report(path: Path) -> dict[str, Any]:
         with open_file(path) as file:
             facts = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(
-            f"Cannot read the report {path}: {reason}. `moaspec eval --out` writes it at its end."
+            f"Cannot read the report {path}: {system_reason(error)}. "
+            "`moaspec eval --out` writes it at its end."
         ) from error
     methods = facts.get("methods") if isinstance(facts, dict) else None
     whole = isinstance(methods, dict) and all(

@@ -39,7 +39,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_limited(path: Path, most: int) -> bytes:
-    """A file of at most so many bytes, or a pipe of the shell, as in `<(command)`.
+    """Read a file of at most `most` bytes, or a pipe of the shell, as in `<(command)`.
 
     Raises:
         OSError: it cannot be read.
@@ -101,7 +101,7 @@ def _why_not_config(path: Path) -> str | None:
 
 
 def why_not_tensors(path: Path) -> str | None:
-    """What is impossible in the header of a safetensors file; its library checks the rest."""
+    """Why a safetensors header is refused; None if it is not. The library checks the rest."""
     try:
         shapes = list(_shapes(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

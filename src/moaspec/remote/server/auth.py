@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError, RefusedError
 from moaspec.model.checkpoint.user_files import MAX_JSON_BYTES, read_limited
+from moaspec.support.causes import system_reason
 
 if TYPE_CHECKING:
     import grpc
@@ -192,8 +193,7 @@ def _read(path: Path | str) -> bytes:
     try:
         return read_limited(Path(path), MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"Cannot read {path}: {reason}.") from error
+        raise InputError(f"Cannot read {path}: {system_reason(error)}.") from error
 
 
 def server_credentials(

@@ -103,7 +103,7 @@ class Answer(Generic[Body]):
                 self._outcome = "failed"
                 raise news
             delta = self._choices[index].take(news)
-            if news.stop_reason == "stop_token":
+            if news.stop_reason == "stop_token" and self._jobs[index].grammar is not None:
                 await self._check_ended(index)
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)

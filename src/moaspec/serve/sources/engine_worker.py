@@ -122,7 +122,7 @@ class EngineWorker:
         self._steps = 0
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # largest number of rows and slots that the cache held
-        self._heard_s = time.monotonic()  # when the newest command came
+        self._used_s = time.monotonic()  # when the newest command came or the last step ended
         self._places = Places("server", limits)
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
@@ -174,9 +174,13 @@ class EngineWorker:
             try:
                 command = self._inbox.get(block=idle, timeout=self._patience_s)
             except queue.Empty:
-                self._rest() if idle else self._advance()
+                if idle:
+                    self._rest()
+                else:
+                    self._advance()
+                    self._used_s = time.monotonic()
                 continue
-            self._heard_s = time.monotonic()
+            self._used_s = time.monotonic()
             if command is None:
                 break
             command()
@@ -189,17 +193,17 @@ class EngineWorker:
         """Seconds to wait for a command while nothing is decoded; None: forever."""
         waits = [self._renewal_in_s] if self._renew is not None else []
         if self._high[0]:  # without caches there is nothing to free
-            waits.append(self._heard_s + self._limits.parked_s - time.monotonic())
+            waits.append(self._used_s + self._limits.parked_s - time.monotonic())
         return max(0.0, min(waits)) if waits else None
 
     @property
     def _renewal_in_s(self) -> float:
-        due_s = max(self._renewal_due_s, self._heard_s + self._limits.quiet_s)
+        due_s = max(self._renewal_due_s, self._used_s + self._limits.quiet_s)
         return due_s - time.monotonic()
 
     def _rest(self) -> None:
         """What an idle server does: measure costs, and free what nobody has asked for."""
-        if self._high[0] and self._heard_s + self._limits.parked_s <= time.monotonic():
+        if self._high[0] and self._used_s + self._limits.parked_s <= time.monotonic():
             self._forget_all()
         if self._renew is not None and self._renewal_in_s <= 0:
             with contextlib.suppress(Exception):  # as where memory is short: later jobs go on

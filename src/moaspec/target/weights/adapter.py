@@ -6,9 +6,10 @@ An adapted target is another target, with other text. Kernels and packing see or
 import hashlib
 import json
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _why_unusable(config: Mapping[str, Any]) -> str | None:
     if slow is not None:
         return (
             f"the pattern {slow[:100]!r} is wrong, or takes long to search with; name the modules "
-            "in a list, or repeat single characters only, at most four times"
+            "in a list, or repeat single characters only, at most four times in each alternative"
         )
     return None
 
@@ -84,27 +85,28 @@ def _is_quick(pattern: str) -> bool:
     if len(pattern) > MAX_PATTERN:
         return False
     try:
-        repeats = list(_repeats(re._parser.parse(pattern)))  # type: ignore[attr-defined]
+        return _repeats(re._parser.parse(pattern)) <= MAX_REPEATS  # type: ignore[attr-defined]
     except (re.error, RecursionError, OverflowError):
         return False
-    return len(repeats) <= MAX_REPEATS and not any(map(_is_compound, repeats))
 
 
-def _repeats(parsed: Any) -> Iterator[Any]:
-    """Yield the bodies of all repeats of a parsed expression, at any depth."""
-    for operator, argument in parsed:
-        repeated = "REPEAT" in str(operator) and argument[1] > 1
-        if repeated:
-            yield argument[2]
-        for part in argument if isinstance(argument, (tuple, list)) else (argument,):
-            for inner in part if isinstance(part, list) else (part,):
-                if isinstance(inner, re._parser.SubPattern):  # type: ignore[attr-defined]
-                    yield from _repeats(inner)
+def _repeats(parsed: Any) -> float:
+    """Repeats that one way through a parsed expression passes; infinity for nested ones."""
+    return math.fsum(_repeats_of(operator, argument) for operator, argument in parsed)
 
 
-def _is_compound(body: Any) -> bool:
-    """Whether more than one character or set of characters is repeated."""
-    return len(body) != 1 or str(body[0][0]) not in {"ANY", "IN", "LITERAL", "NOT_LITERAL"}
+def _repeats_of(operator: Any, argument: Any) -> float:
+    if str(operator) == "BRANCH":
+        return max(map(_repeats, argument[1]))
+    if "REPEAT" in str(operator) and argument[1] > 1:
+        return 1 if _is_single(argument[2]) else math.inf
+    parts = argument if isinstance(argument, tuple) else (argument,)
+    return math.fsum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined]
+
+
+def _is_single(body: Any) -> bool:
+    """Whether one character or one set of characters is repeated."""
+    return len(body) == 1 and str(body[0][0]) in {"ANY", "IN", "LITERAL", "NOT_LITERAL"}
 
 
 def adapter_hash(directory: str | Path) -> str:

@@ -28,6 +28,7 @@ from moaspec.target.weights.gguf_config import architecture_of, read_config
 from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
 from moaspec.target.weights.gguf_tensors import parameters, sources
 from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
+from moaspec.target.weights.gguf_tokens import UnreadableError
 
 log = logging.getLogger(__name__)
 CONVERSION = 2
@@ -211,7 +212,8 @@ def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
     }
     made = GenerationConfig.from_model_config(config)
     if _has_vocabulary(file):
-        made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
+        with suppress(UnreadableError):  # another tokenizer is read; the file's own id stays
+            made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
     made.update(**sampling, **({"do_sample": True} if sampling else {}))
     return made
 

@@ -57,6 +57,7 @@ class Architecture:
         factors: tensors of the rotary embeddings that a file may have.
         partial_rotary: whether only a share of each head may be rotated.
         own_yarn: whether llama.cpp reads YaRN's ramp and magnitude for this architecture.
+        epsilon: the field with the epsilon of norms.
     """
 
     model_type: str
@@ -68,6 +69,7 @@ class Architecture:
     factors: tuple[str, ...] = ()
     partial_rotary: bool = False
     own_yarn: bool = False
+    epsilon: str = "attention.layer_norm_rms_epsilon"
 
 
 def read_config(file: GGUFFile) -> Any:
@@ -112,8 +114,12 @@ def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Value
     layers, context = fields.integer("block_count"), fields.integer("context_length")
     if not 0 < layers <= len(file.tensors):  # before transformers builds such a model
         raise UnknownModelError(f"it has {layers} layers, and {len(file.tensors)} tensors.")
-    if not heads or not context:
-        raise UnknownModelError("its field attention.head_count or context_length is 0.")
+    keys = fields.integer("attention.head_count_kv", heads)
+    for key, value in {"head_count": heads, "head_count_kv": keys}.items():
+        if not value:
+            raise UnknownModelError(f"its field attention.{key} is 0.")
+    if not context:
+        raise UnknownModelError("its field context_length is 0.")
     head_dim = fields.integer("attention.key_length", hidden // heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.refuse("attention.value_length", f"and attention.key_length {head_dim}")
@@ -122,11 +128,11 @@ def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Value
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": keys,
         "head_dim": head_dim,
         "intermediate_size": fields.integer("feed_forward_length"),
         "max_position_embeddings": context,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 0.0),
+        "rms_norm_eps": fields.number(architecture.epsilon),
         "rope_parameters": rope_parameters(
             fields,
             file,
@@ -299,9 +305,9 @@ def _olmo2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     }
 
 
-def _starcoder2(fields: Fields, _file: GGUFFile, _values: Values) -> Values:
+def _starcoder2(_fields: Fields, _file: GGUFFile, values: Values) -> Values:
     return {
-        "norm_epsilon": fields.number("attention.layer_norm_epsilon"),
+        "norm_epsilon": values["rms_norm_eps"],
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": True,
     }
@@ -369,7 +375,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "smollm3": Architecture("smollm3", _LLAMA, _smollm3, pairs=True),
     "starcoder2": Architecture(
-        "starcoder2", {**_LLAMA, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, _starcoder2
+        "starcoder2",
+        {**_LLAMA, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+        _starcoder2,
+        epsilon="attention.layer_norm_epsilon",
     ),
 }
 """By `general.architecture`. Mistral and SmolLM 2, too, are stored as llama."""

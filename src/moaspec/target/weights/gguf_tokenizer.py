@@ -14,11 +14,18 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 from moaspec.errors import UnknownModelError
+from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
-from moaspec.target.weights.gguf_tokens import KEY, NORMAL, USER_DEFINED, Tokens, UnreadableError
+from moaspec.target.weights.gguf_tokens import (
+    KEY,
+    NORMAL,
+    TEMPLATE,
+    USER_DEFINED,
+    Tokens,
+    UnreadableError,
+)
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_TEMPLATE = "tokenizer.chat_template"
 _KINDS = ("gpt2", "llama", "gemma4")
 _NAMED = {
     "bos_token": "bos",
@@ -48,17 +55,23 @@ def read_tokenizer(fields: Mapping[str, Any], *, name: str) -> Any:
     """
     try:
         return _tokenizer(fields)
-    except UnreadableError as error:
+    except Exception as error:  # the library raises almost anything where fields are damaged
+        known = isinstance(error, UnreadableError)
+        cause = error if known else f"Its fields are damaged ({first_line(error)})."
         raise UnknownModelError(
-            f"Cannot read the tokenizer of {name!r} out of its GGUF file: {error} Name a directory "
+            f"Cannot read the tokenizer of {name!r} out of its GGUF file: {cause} Name a directory "
             "that holds the model's own tokenizer.json: --tokenizer DIR, or "
             "load_target(..., tokenizer=DIR)."
         ) from error
 
 
 def end_ids(fields: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer, as llama.cpp finds them: the file's EOS token first."""
-    return Tokens.of(fields).ends if f"{KEY}tokens" in fields else []
+    """The tokens that end an answer, as llama.cpp finds them: the file's EOS token first.
+
+    Raises:
+        UnreadableError: the file's tokens cannot be read.
+    """
+    return Tokens.of(fields).ends
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Any:
@@ -149,7 +162,7 @@ def _sentencepiece_decoder(*, prefix: bool = False) -> Any:
 def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the token with the best score first."""
     ids = tokens.ids
-    scores = tokens.field("scores") or [0.0] * len(ids)
+    scores = tokens.numbers("scores", 0.0)
     found = []
     for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
         for at in range(1, len(text)):
@@ -178,9 +191,9 @@ def _added(tokens: Tokens) -> Iterator[AddedToken]:
 
 def _chat_template(fields: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The file's template, or all of its templates by name."""
-    begin = f"{_TEMPLATE}."
+    begin = f"{TEMPLATE}."
     named = {key.removeprefix(begin): text for key, text in fields.items() if key.startswith(begin)}
-    default = fields.get(_TEMPLATE)
+    default = fields.get(TEMPLATE)
     if not named:
         return default
     return named if default is None else {"default": default, **named}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +12,7 @@ from typing import Any
 from moaspec.errors import InputError
 
 KEY = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; 5 is unused, 6 a byte
 
 ENDS = (
@@ -80,6 +83,15 @@ _SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 """Ids that a file of a kind need not name."""
 
+_LISTS: Mapping[str, tuple[type, ...]] = {
+    f"{KEY}tokens": (str,),
+    f"{KEY}merges": (str,),
+    f"{KEY}token_type": (int,),
+    f"{KEY}scores": (int, float),
+}
+_SWITCHES = tuple(f"{KEY}add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
+_TEXTS = ("general.name", f"{KEY}model", f"{KEY}pre")
+
 
 class UnreadableError(InputError):
     """A tokenizer of a kind that is not known here, or whose parts do not fit each other."""
@@ -94,16 +106,35 @@ class Tokens:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Tokens:
-        """Raises UnreadableError where there are none, or two are the same."""
-        texts = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(fields[f"{KEY}tokens"]))
+        """Raises UnreadableError where a field has no such value, or two tokens are the same."""
+        for name, value in fields.items():
+            _require_kind(name, value)
+        texts = tuple(
+            text or f"[EMPTY_{i}]" for i, text in enumerate(fields.get(f"{KEY}tokens", ()))
+        )
+        if not texts:
+            raise UnreadableError("It has no tokens.")
         if len(set(texts)) < len(texts):
-            twice = next(text for i, text in enumerate(texts) if text in texts[:i])
+            twice, _ = Counter(texts).most_common(1)[0]
             raise UnreadableError(f"Two of its tokens are {twice!r}.")
         return cls(fields, texts)
 
     def field(self, name: str, default: Any = None) -> Any:
         """A field of the tokenizer, or the default."""
         return self.fields.get(f"{KEY}{name}", default)
+
+    def numbers(self, name: str, default: float) -> list[Any]:
+        """A field with a number for each token.
+
+        Raises:
+            UnreadableError: it has fewer.
+        """
+        found = self.field(name) or [default] * len(self.texts)
+        if len(found) < len(self.texts):
+            raise UnreadableError(
+                f"It has {len(self.texts)} tokens, and its field {KEY}{name} {len(found)} values."
+            )
+        return list(found)
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -112,9 +143,7 @@ class Tokens:
     @cached_property
     def types(self) -> list[int]:
         """The type of each token: the file's, but for tokens whose text means more."""
-        types = list(self.field("token_type") or [NORMAL] * len(self.texts))
-        if len(types) < len(self.texts):
-            raise UnreadableError(f"It has {len(self.texts)} tokens and {len(types)} types.")
+        types = self.numbers("token_type", NORMAL)
         by_text = [self._by_text(kind) for kind in _FIM if self._by_field(kind) is None]
         for one in (*by_text, *self._known_ends):
             if one is not None:
@@ -147,7 +176,7 @@ class Tokens:
     def _by_field(self, kind: str) -> int | None:
         keys = (f"{kind}_token_id", f"{_OLD_NAMES.get(kind)}_token_id")
         found = (self.field(key) for key in keys)
-        return next((int(one) for one in found if one is not None and one < len(self.texts)), None)
+        return next((one for one in found if one is not None and one < len(self.texts)), None)
 
     def _by_text(self, kind: str) -> int | None:
         return next((self.ids[text] for text in _FIM[kind] if text in self.ids), None)
@@ -183,3 +212,21 @@ class Tokens:
         for text, kind in zip(self.texts, self.types, strict=False):
             if kind in (UNKNOWN, CONTROL, USER_DEFINED):
                 yield text, kind
+
+
+def _require_kind(name: str, value: Any) -> None:
+    """Raises UnreadableError where a field of the tokenizer has a value of another kind."""
+    if name in _LISTS:
+        asked = "a list of texts" if _LISTS[name] == (str,) else "a list of finite numbers"
+        fits = isinstance(value, list) and {type(one) for one in value} <= {*_LISTS[name]}
+        fits = fits and all(math.isfinite(one) for one in value if type(one) is float)
+    elif name in _SWITCHES:
+        asked, fits = "true or false", isinstance(value, bool)
+    elif name in (*_TEXTS, TEMPLATE) or name.startswith(f"{TEMPLATE}."):
+        asked, fits = "a text", isinstance(value, str)
+    elif name.startswith(KEY) and name.endswith("_token_id"):
+        asked, fits = "a whole number from 0", type(value) is int and value >= 0
+    else:
+        return
+    if not fits:
+        raise UnreadableError(f"{name} is {str(value)[:60]!r}, and must be {asked}.")

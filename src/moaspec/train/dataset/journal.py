@@ -20,8 +20,7 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.support.locks import claimed
-
-READ_BYTES = 1 << 22
+from moaspec.support.seals import checksum
 
 
 class _Progress(BaseModel, strict=True, extra="forbid"):
@@ -67,7 +66,9 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
             f"{path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
             f"delete it and {progress_path.name} to begin again."
         )
-    if progress.checksum is not None and progress.checksum != _checksum(path, progress.num_bytes):
+    # Without bytes there may be no file yet.
+    known = progress.checksum is not None and progress.num_bytes > 0
+    if known and progress.checksum != checksum(path, progress.num_bytes):
         raise DataError(
             f"{path} is not as it was written: some of its first {progress.num_bytes} bytes are "
             f"others. Restore it, or delete it and {progress_path.name} to begin again."
@@ -85,24 +86,13 @@ def resumed(path: Path, settings: Mapping[str, Any], *, complete: bool = True) -
 
 def _parsed(data: bytes) -> _Progress:
     """The content of a progress file: JSON, and its checksum in a second line."""
-    text, _, checksum = data.partition(b"\n")
-    if checksum and int(checksum) != zlib.crc32(text):
+    text, _, written = data.partition(b"\n")
+    if written and int(written) != zlib.crc32(text):
         raise ValueError("it is not as it was written")
     progress = _Progress.model_validate_json(text)
-    if progress.checksum is not None and not checksum:
+    if progress.checksum is not None and not written:
         raise ValueError("it is cut")
     return progress
-
-
-def _checksum(path: Path, num_bytes: int) -> int:
-    """A checksum of the first bytes of a file."""
-    found = 0
-    if not num_bytes:  # there may be no file yet
-        return found
-    with path.open("rb") as file:
-        while num_bytes and (block := file.read(min(READ_BYTES, num_bytes))):
-            found, num_bytes = zlib.crc32(block, found), num_bytes - len(block)
-    return found
 
 
 def _progress_path(path: Path) -> Path:
