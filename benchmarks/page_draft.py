@@ -13,8 +13,11 @@ import argparse
 import functools
 import http.server
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -26,14 +29,16 @@ import browsing
 ROOT = Path(__file__).parents[1]
 WORKER = """
 import * as ort from "/ort/ort.wasm.min.mjs";
+import { withoutWeights } from "/weights.js";
 const [SLOTS, NUM_READ] = [512, 40];
 self.onmessage = async ({ data: { bundle, warmUp, repeats } }) => {
   ort.env.wasm.wasmPaths = new URL("/ort/", self.location.href).href;
   ort.env.wasm.numThreads = 1;
   const facts = await (await fetch(`${bundle}/manifest.json`)).json();
   let graph = new Uint8Array(await (await fetch(`${bundle}/drafter.onnx`)).arrayBuffer());
-  const session = await ort.InferenceSession.create(graph, { logSeverityLevel: 3 });
-  graph = undefined;
+  const options = { logSeverityLevel: 3, externalData: [{ path: "weights", data: graph }] };
+  const session = await ort.InferenceSession.create(withoutWeights(graph, "weights"), options);
+  graph = options.externalData = undefined;
   const cache = ({ num_kv_heads, head_dim }) => {
     const sizes = [num_kv_heads, SLOTS, head_dim];
     return new ort.Tensor("float32", new Float32Array(sizes.reduce((a, b) => a * b)), sizes);
@@ -66,6 +71,18 @@ RUN = """(asked) => new Promise((resolve, reject) => {
 })"""
 
 
+@functools.cache
+def loading_code() -> bytes:
+    """The package's module that loads a graph's weights apart from it."""
+    package = ROOT / "packages/device-js"
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory) / "weights.js"
+        source = "src/bundle/external_weights.ts"
+        command = ["npx", "rolldown", source, "--file", str(made), "--format", "esm"]
+        subprocess.run(command, cwd=package, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+        return made.read_bytes()
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Serves the runtime, bundles and the worker to an isolated page."""
 
@@ -86,6 +103,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def content(self, path: str) -> bytes | None:
         """The bytes of a path."""
+        if path == "/weights.js":
+            return loading_code()
         if path in ("/", "/worker.js"):
             return WORKER.encode() if path != "/" else b"<title>drafts</title>"
         place, _, name = path[1:].partition("/")
@@ -128,6 +147,7 @@ def main() -> None:
     rows = []
     for index, turns in found.items():
         row = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        row["load"] = os.getloadavg()[0]
         print(args.bundles[index].name, {key: round(value, 1) for key, value in row.items()})
         rows.append({"bundle": str(args.bundles[index]), **row, "turns": turns})
     server.shutdown()

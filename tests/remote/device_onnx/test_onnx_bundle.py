@@ -32,7 +32,6 @@ pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installe
 import onnx
 import onnxruntime
 
-from moaspec.remote.device_onnx import onnx_ops
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 from moaspec.remote.device_onnx.onnx_ops import BLOCK, TWELVE_BITS, GraphBuilder, Weights
 
@@ -286,9 +285,8 @@ def test_a_product_of_twelve_bits(weights: Weights) -> None:
     assert errors[0] < errors[1] / 8  # a fourteenth at best
 
 
-def test_parts_of_a_layer_for_browsers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts make the whole; weights of any sign and size are off by half a step."""
-    monkeypatch.setattr(onnx_ops, "MOST_FLOATS", 10 * BLOCK)
+def test_a_layer_for_browsers() -> None:
+    """Weights of any sign and size are off by half a step."""
     layer = nn.Linear(BLOCK, 24)
     with torch.no_grad():
         layer.weight[:8] = layer.weight[:8].sign()  # each at an end of its row's range
@@ -301,14 +299,27 @@ def test_parts_of_a_layer_for_browsers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.all(np.abs(found - bias - weight_IR) <= 0.51 * step_R)
 
 
-def test_a_graph_has_the_same_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a layer share their padded inputs."""
-    monkeypatch.setattr(onnx_ops, "MOST_FLOATS", 10 * BLOCK)
+def test_a_graph_has_the_same_operation_once() -> None:
+    """Layers of one input share what is made of it."""
     builder = GraphBuilder("int8-web")
-    builder.linear("x", nn.Linear(BLOCK + 16, 200))
+    for _ in range(4):
+        builder.linear("x", nn.Linear(BLOCK + 16, 200))
     kinds = [node.op_type for node in builder.nodes]
-    assert kinds.count("MatMul") == 4
-    assert kinds.count("Pad") == kinds.count("Split") == 1
+    assert kinds.count("MatMulInteger") == 4
+    assert kinds.count("Pad") == kinds.count("Split") == kinds.count("QuantizeLinear") == 1
+
+
+def test_an_input_gives_the_same_draft_beside_others() -> None:
+    """Each row of inputs has a scale of its own: a large one does not coarsen a small one."""
+    random = np.random.default_rng(0)
+    matrix_RI = random.normal(size=(24, BLOCK)).astype(np.float32)
+    x_TI = random.normal(size=(3, BLOCK)).astype(np.float32) * np.float32([[1e-3], [1], [1e3]])
+    for fine in (False, True):
+        builder = GraphBuilder("int8-web")
+        name = builder.product("x", builder.matrix(matrix_RI, fine=fine))
+        (together,) = run(builder, (name,), {"x": x_TI})
+        alone = [run(builder, (name,), {"x": x_TI[i : i + 1]})[0][0] for i in range(3)]
+        np.testing.assert_array_equal(together, alone)
     assert builder.constant([1]) == builder.constant([1]) != builder.constant(1)
 
 

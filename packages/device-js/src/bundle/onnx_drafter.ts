@@ -4,6 +4,7 @@ import { concatenated } from "../protocol/activations.js";
 import type { MemoryParts } from "../protocol/activations.js";
 import type { Drafts } from "../sampling/ranking.js";
 import type { Bundle } from "./bundle.js";
+import { withoutWeights } from "./external_weights.js";
 import { activationSizes, GRAPH_FILE, textSizes } from "./manifest.js";
 import type { CacheSizes, Manifest } from "./manifest.js";
 
@@ -11,6 +12,8 @@ import type { CacheSizes, Manifest } from "./manifest.js";
 export interface OnnxRuntime {
   readonly InferenceSession: InferenceSessionFactory;
   readonly Tensor: TensorConstructor;
+  /** Its versions tell whether it runs in WebAssembly. */
+  readonly env?: { readonly versions?: { readonly web?: string } };
 }
 
 /** Drafts tokens one at a time; holds the caches of one text. */
@@ -59,6 +62,19 @@ function cachesOf(manifest: Manifest): { texts: Cache[]; memories: Cache[] } {
     texts: textSizes(manifest).map((sizes, i) => named("text", i ? `_${i}` : "", sizes)),
     memories: [named("memory", "", own!), ...layers.map((sizes, i) => named("layer", `_${i}`, sizes))],
   };
+}
+
+/** Name of a graph's weights as a file beside it. */
+const WEIGHTS = "weights";
+
+function created(
+  graph: Uint8Array,
+  { InferenceSession, env }: OnnxRuntime,
+  options: InferenceSession.SessionOptions,
+): Promise<InferenceSession> {
+  if (env?.versions?.web === undefined) return InferenceSession.create(graph, options);
+  const externalData = [...(options.externalData ?? []), { path: WEIGHTS, data: graph }];
+  return InferenceSession.create(withoutWeights(graph, WEIGHTS), { ...options, externalData });
 }
 
 /**
@@ -118,7 +134,7 @@ export class OnnxDrafter implements Drafter {
   ): Promise<OnnxDrafter> {
     let session: InferenceSession | undefined;
     try {
-      session = await runtime.InferenceSession.create(graph, { logSeverityLevel: 3, ...options });
+      session = await created(graph, runtime, { logSeverityLevel: 3, ...options });
       const drafter = new OnnxDrafter(manifest, session, runtime, options);
       await drafter.tryOut();
       return drafter;

@@ -336,7 +336,7 @@ class DraftGraph(GraphBuilder):
         logits_V = self.logits(products_V, bias)
         total = self.op("ReduceLogSumExp", logits_V, keepdims=1)
         logits, index = self.ops("TopK", logits_V, self.constant([count]), count=2)
-        if self.weights not in ("float32", "int8-web"):
+        if self.weights != "float32":
             column_E1 = self.op("Reshape", x_1E, self.constant([-1, 1]))
             products = self.op("MatMul", self.rows(index, head), column_E1)
             products = self.op("Reshape", products, whole)

@@ -1,6 +1,7 @@
 """Export of ONNX bundles, for devices that draft by onnxruntime."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +34,13 @@ from moaspec.target.partial import EMBEDDING, HEAD
 from moaspec.target.registry import find_weights
 from moaspec.target.target import Target
 
-PACKING_VERSION = 1
+PACKING_VERSIONS: Mapping[Weights, int] = {
+    "float32": 1,
+    "int8": 1,
+    "int8-web": 2,
+    "int4": 1,
+    "int4-web": 1,
+}
 """Increased when `onnx_ops` or `draft_graph` change how weights are stored or read."""
 
 
@@ -204,7 +211,8 @@ def packed_version(drafter: MoADrafter, packing: str) -> bytes | None:
 
 def _packing(drafter: MoADrafter, weights: Weights, num_target_layers: int) -> str:
     """A name for the form of the learned weights. N matters where the drafter has exits."""
-    return f"onnx/{PACKING_VERSION}/{weights}/{num_target_layers if drafter.exits else 0}"
+    number = num_target_layers if drafter.exits else 0
+    return f"onnx/{PACKING_VERSIONS[weights]}/{weights}/{number}"
 
 
 def _cache_sizes(layer: LayerConfig) -> dict[str, int]:

@@ -5,7 +5,7 @@ Legend: T tokens, R rows of a matrix, I its inputs, Q blocks of a row, B inputs 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
@@ -17,20 +17,18 @@ from torch import Tensor, nn
 
 Weights = Literal["float32", "int8", "int8-web", "int4", "int4-web"]
 """int8 and int4: `MatMulNBits`, fastest in native onnxruntime, without a kernel in WebAssembly.
-int8-web: bytes that each run turns into floats, some at a time, and multiplies in float32; layers
-have twelve bits. int4-web: `MatMulInteger`, whose eight bits are results of operations on
-constants, which runtimes compute as they load."""
+int8-web: `MatMulInteger`; layers have twelve bits, and inputs of sixteen. int4-web: the same with
+eight bits, which are results of operations on constants: runtimes compute them as they load."""
 CONTRIB = "com.microsoft"
 BLOCK = 32  # inputs that share a scale in `MatMulNBits` and int8-web
 WEB_BLOCK = 16  # inputs that share a factor of int4-web
 MAX_FACTOR = 9  # CPUs without VNNI add two products in 16 bits: 2 * 255 * 7 * 9 fits
 WEB_ROWS = 4096  # rows that are multiplied at once, which limits the memory for it
 REST_STEPS = 14  # steps of a rest in four bits, -7 ... 7, within a step of eight bits
-FLOAT_ROWS = 1024  # rows of an embedding of int8-web that are floats at once
-MOST_FLOATS = 2**17  # weights of a layer of int8-web that are floats at once; caches hold them
-FEWEST_ROWS = 64  # of such a piece of a layer: wide layers would have hundreds of pieces
 LOW_STEPS = 16  # steps of twelve bits in one of eight, int8-web
 TWELVE_BITS = 1900  # steps of the largest weight; `_twelve_bits` needs 128 for itself
+ZERO = 128  # what int8-web stores for 0: CPUs without VNNI multiply unsigned bytes exactly
+LOW_INPUTS = 254  # steps of the lower eight bits of an input in one of the upper eight, int8-web
 INT8_PRODUCTS = 4
 """`MatMulNBits` with inputs in eight bits; CPUs have fast kernels for nothing else."""
 SMALLEST = 2.0**-24  # smallest scale, the smallest positive number of fp16
@@ -48,7 +46,8 @@ class Matrix:
     num_rows: int
     rest: str = ""  # what eight bits leave, in four bits of the same scale / `REST_STEPS`; or empty
     is_fine: bool = False  # int8-web: whether it has twelve bits
-    picked: Array | None = None  # int8-web: rows of what is stored; None for all
+    whole: "Matrix | None" = None  # the matrix that `picked` names rows of
+    picked: str = ""
 
 
 class GraphBuilder:
@@ -122,8 +121,7 @@ class GraphBuilder:
             return self._twelve_bits(weight_RI)
         blocks_RQB = _blocks(weight_RI)
         values, scale = _quantised(blocks_RQB, 2 ** (self.bits - 1) - 1, np.float16)
-        stored = values.astype(np.int8) if self.is_web else _packed(values, self.bits)
-        names = self.weight(stored), self.weight(scale[..., 0])
+        names = self.weight(_packed(values, self.bits)), self.weight(scale[..., 0])
         rest = ""
         if fine and self.weights == "int8":
             step = scale.astype(np.float32)
@@ -132,7 +130,7 @@ class GraphBuilder:
         return Matrix(*names, num_inputs, num_rows, rest)
 
     def _twelve_bits(self, weight_RI: Array) -> Matrix:
-        """Store eight and four bits, and a scale of each row; (I * 3 / 2, R) int8.
+        """Store eight and four bits, and a scale of each row; (I * 3 / 2, R) uint8.
 
         The four bits of two inputs, one of each half, share a byte: low + 16 * high. No bits are
         unpacked: a product takes the byte for the first input and a sixteenth of it for the
@@ -149,7 +147,7 @@ class GraphBuilder:
         high = second - LOW_STEPS * second_eight
         first_eight = first // LOW_STEPS - high
         stored = np.concatenate([first_eight, second_eight, low + LOW_STEPS * high], axis=1)
-        names = self.weight(stored.T.astype(np.int8)), self.weight(scale_R1[:, 0])
+        names = self.weight(_packed(stored.T, 8)), self.weight(scale_R1[:, 0])
         return Matrix(*names, num_inputs, num_rows, is_fine=True)
 
     def _expanded(self, weight_RI: Array) -> Matrix:
@@ -190,8 +188,6 @@ class GraphBuilder:
 
     def selected(self, matrix: Matrix, rows: Array) -> Matrix:
         """Some rows of a matrix. Runtimes compute them once, as they load the graph."""
-        if self.weights == "int8-web":
-            return replace(matrix, num_rows=len(rows), picked=rows)
         assert not matrix.rest, "embeddings and heads are not fine"
         index = self.constant(rows)
         by_column = self.weights in ("float32", "int4-web")
@@ -199,11 +195,7 @@ class GraphBuilder:
         scale = matrix.scale
         if self.weights != "float32":
             scale = self.op("Gather", scale, index, axis=0)
-        return Matrix(name, scale, matrix.num_inputs, len(rows))
-
-    @property
-    def is_web(self) -> bool:
-        return self.weights.endswith("-web")
+        return Matrix(name, scale, matrix.num_inputs, len(rows), whole=matrix, picked=index)
 
     @property
     def bits(self) -> int:
@@ -220,8 +212,7 @@ class GraphBuilder:
             return self.op("Mul", sums, self.op("Mul", x_scale, matrix.scale))
         x = self._padded(x, matrix.num_inputs)
         if matrix.is_fine:
-            found = self.op("MatMul", self._for_twelve_bits(x), self._floats(matrix.name))
-            return self.op("Mul", found, matrix.scale)
+            return self._fine_product(x, matrix)
         if self.weights == "int8-web":
             return self._web_product(x, matrix)
         scale = self.op("Cast", matrix.scale, to=TensorProto.FLOAT)
@@ -234,23 +225,40 @@ class GraphBuilder:
         return self.op("Add", found, self._block_product(high, matrix, matrix.rest, scale, 4))
 
     def _web_product(self, x: str, matrix: Matrix) -> str:
-        """Products of blocks, of some rows at a time."""
+        """Products of blocks, with inputs in eight bits."""
+        steps, scale_T1 = self._steps(x)
         blocks = self.constant([0, -(-matrix.num_inputs // BLOCK), BLOCK])
-        x_QTB = self.op("Transpose", self.op("Reshape", x, blocks), perm=[1, 0, 2])
-        parts = []
-        rows = np.arange(matrix.num_rows) if matrix.picked is None else matrix.picked
-        for start in range(0, len(rows), FLOAT_ROWS):
-            index = self.constant(rows[start : start + FLOAT_ROWS])
-            name_RQB = self.op("Gather", matrix.name, index, axis=0)
-            name_QBR = self.op("Transpose", name_RQB, perm=[1, 2, 0])
-            scale_RQ = self.op("Gather", matrix.scale, index, axis=0)
-            scale_RQ = self.op("Cast", scale_RQ, to=TensorProto.FLOAT)
-            scale_QR = self.op("Transpose", scale_RQ, perm=[1, 0])
-            scale_Q1R = self.op("Unsqueeze", scale_QR, self.constant([1]))
-            found_QTR = self.op("MatMul", x_QTB, self._floats(name_QBR))
-            found_QTR = self.op("Mul", found_QTR, scale_Q1R)
-            parts.append(self.op("ReduceSum", found_QTR, self.constant([0]), keepdims=0))
-        return self.op("Concat", *parts, axis=1)
+        steps_TQB = self.op("Reshape", self._bytes(steps), blocks)
+        steps_QTB = self.op("Transpose", steps_TQB, perm=[1, 0, 2])
+        name_QBR = self.op("Transpose", matrix.name, perm=[1, 2, 0])
+        scale_QR = self.op("Transpose", matrix.scale, perm=[1, 0])
+        scale_QR = self.op("Cast", scale_QR, to=TensorProto.FLOAT)
+        scale_Q1R = self.op("Unsqueeze", scale_QR, self.constant([1]))
+        sums_QTR = self.op("Mul", self._sums(steps_QTB, name_QBR), scale_Q1R)
+        found = self.op("ReduceSum", sums_QTR, self.constant([0]), keepdims=0)
+        return self.op("Mul", found, scale_T1)
+
+    def _fine_product(self, x: str, matrix: Matrix) -> str:
+        """Product with twelve bits; inputs are two rows of eight bits."""
+        steps, scale_T1 = self._steps(self._for_twelve_bits(x))
+        high = self.op("Round", steps)
+        low = self.op("Mul", self.op("Sub", steps, high), self.constant(float(LOW_INPUTS)))
+        both_2TI = self._stacked(high, low)
+        sums_2TR = self._sums(self._bytes(both_2TI), matrix.name)
+        sizes = self.constant(np.array([1, 1 / LOW_INPUTS]).reshape(2, 1, 1))
+        sums_2TR = self.op("Mul", sums_2TR, sizes)
+        found = self.op("ReduceSum", sums_2TR, self.constant([0]), keepdims=0)
+        return self.op("Mul", self.op("Mul", found, scale_T1), matrix.scale)
+
+    def _sums(self, steps: str, name: str) -> str:
+        """Product of stored bytes, in float32."""
+        zero = self.constant(np.uint8(ZERO))
+        sums = self.op("MatMulInteger", steps, name, zero, zero)
+        return self.op("Cast", sums, to=TensorProto.FLOAT)
+
+    def _bytes(self, steps: str) -> str:
+        """Inputs within +-127 as whole numbers around `ZERO`."""
+        return self.op("QuantizeLinear", steps, self.constant(1.0), self.constant(np.uint8(ZERO)))
 
     def _for_twelve_bits(self, x: str) -> str:
         """Inputs of a product with what `_twelve_bits` stores, (T, I) -> (T, I * 3 / 2)."""
@@ -258,10 +266,6 @@ class GraphBuilder:
         step = self.constant(float(LOW_STEPS))
         both = self.op("Add", first, self.op("Div", second, step))
         return self.op("Concat", self.op("Mul", x, step), both, axis=1)
-
-    def _floats(self, name: str) -> str:
-        """Bytes in float32, in each run: runtimes do not compute this operation as they load."""
-        return self.op("DequantizeLinear", name, self.constant(np.float32(1)))
 
     def _block_product(self, x: str, matrix: Matrix, name: str, scale: str, bits: int) -> str:
         """`MatMulNBits` with inputs of whole blocks."""
@@ -281,17 +285,27 @@ class GraphBuilder:
         `MatMulNBits` rounds its inputs in the same way, which does not change rounded ones.
         """
         blocks = self.op("Reshape", x, self.constant([0, -1, BLOCK]))
-        largest = self.op("ReduceMax", self.op("Abs", blocks), self.constant([2]), keepdims=1)
+        steps, scale = self._steps(blocks)
+        high = self.op("Mul", self.op("Round", steps), scale)
+        high = self.op("Reshape", high, self.op("Shape", x))
+        return high, self._stacked(high, self.op("Sub", x, high))
+
+    def _steps(self, x: str) -> tuple[str, str]:
+        """Inputs as multiples of a scale of each row (last axis), within +-127; and the scale."""
+        largest = self.op("ReduceMax", self.op("Abs", x), self.constant([-1]), keepdims=1)
         scale = self.op("Mul", largest, self.constant(1 / 127))
         scale = self.op("Max", scale, self.constant(SMALLEST))
-        steps = self.op("Round", self.op("Div", blocks, scale))
-        high = self.op("Reshape", self.op("Mul", steps, scale), self.op("Shape", x))
+        return self.op("Div", x, scale), scale
+
+    def _stacked(self, *parts: str) -> str:
+        """Tensors of one shape side by side, on a new first axis."""
         first = self.constant([0])
-        parts = (self.op("Unsqueeze", one, first) for one in (high, self.op("Sub", x, high)))
-        return high, self.op("Concat", *parts, axis=0)
+        return self.op("Concat", *(self.op("Unsqueeze", one, first) for one in parts), axis=0)
 
     def rows(self, ids: str, matrix: Matrix) -> str:
         """Rows of a matrix in float32, (T,) -> (T, I)."""
+        if matrix.whole:  # which runtimes keep anyway
+            return self.rows(self.op("Gather", matrix.picked, ids), matrix.whole)
         if self.weights == "float32":
             return self.op("Transpose", self.op("Gather", matrix.name, ids, axis=1), perm=[1, 0])
         scale = self.op("Gather", matrix.scale, ids, axis=0)
@@ -304,8 +318,7 @@ class GraphBuilder:
         if self.weights == "int4":
             packed_TQB = self._unpacked(packed_TQB)
         found = self.op("Cast", packed_TQB, to=TensorProto.FLOAT)
-        if not self.is_web:
-            found = self.op("Sub", found, self.constant(np.float32(2 ** (self.bits - 1))))
+        found = self.op("Sub", found, self.constant(np.float32(2 ** (self.bits - 1))))
         scale = self.op("Cast", scale, to=TensorProto.FLOAT)
         found = self.op("Mul", found, self.op("Unsqueeze", scale, self.constant([2])))
         padded = self.op("Reshape", found, self.constant([0, -1]))
@@ -321,15 +334,7 @@ class GraphBuilder:
         return self.op("Reshape", self.op("Concat", *pairs, axis=3), self.constant([0, 0, BLOCK]))
 
     def linear(self, x: str, layer: nn.Linear) -> str:
-        weight_RI = to_numpy(layer.weight)
-        size = len(weight_RI)
-        if self.weights == "int8-web":
-            size = max(FEWEST_ROWS, MOST_FLOATS // weight_RI.shape[1])
-        parts = [
-            self.product(x, self.matrix(weight_RI[start : start + size], fine=True))
-            for start in range(0, len(weight_RI), size)
-        ]
-        y = self.op("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
+        y = self.product(x, self.matrix(to_numpy(layer.weight), fine=True))
         return y if layer.bias is None else self.op("Add", y, self.weight(to_numpy(layer.bias)))
 
     def norm(self, x: str, norm: Any) -> str:
@@ -356,7 +361,7 @@ def wasm_bytes(graph: onnx.ModelProto, weights: Weights) -> int:
     for one in graph.graph.initializer:
         sizes[one.data_type] += prod(one.dims)
     if weights == "int8-web":
-        return 4 * sizes[TensorProto.INT8]
+        return 2 * sizes[TensorProto.UINT8]
     return 15 * sizes[TensorProto.FLOAT] + 9 * sizes[TensorProto.INT4]
 
 
