@@ -313,7 +313,9 @@ def test_an_input_gives_the_same_draft_beside_others() -> None:
     """Each row of inputs has a scale of its own: a large one does not coarsen a small one."""
     random = np.random.default_rng(0)
     matrix_RI = random.normal(size=(24, BLOCK)).astype(np.float32)
-    x_TI = random.normal(size=(3, BLOCK)).astype(np.float32) * np.array([[1e-3], [1], [1e3]], np.float32)
+    x_TI = random.normal(size=(3, BLOCK)).astype(np.float32) * np.array(
+        [[1e-3], [1], [1e3]], np.float32
+    )
     for fine in (False, True):
         builder = GraphBuilder("int8-web")
         name = builder.product("x", builder.matrix(matrix_RI, fine=fine))
