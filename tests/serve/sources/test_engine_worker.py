@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,7 +205,9 @@ def test_a_text_of_many_minutes_does_not_make_the_server_idle(
 ) -> None:
     """Its end begins the wait after which caches are freed and costs are measured."""
     now_s, asked = 0.0, list[DraftSettings]()
-    monkeypatch.setattr("moaspec.serve.sources.engine_worker.time.monotonic", lambda: now_s)
+    # Of this module only: the clock of all modules would stop event loops of other threads.
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("moaspec.serve.sources.engine_worker.time", clock)
     worker = serving.source(parked_s=120.0, quiet_s=5.0)._worker
     worker._renew = lambda old, _: asked.append(old)
 
