@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -63,6 +63,8 @@ def test_text_without_control_tokens_is_encoded_as_ever(
     name: str, texts: tuple[str, str, str]
 ) -> None:
     of = template(name)
+    # Hypothesis also draws texts that stand in the source, such as "</s>".
+    assume(not any(token in text for token in of.tokenizer.get_added_vocab() for text in texts))
     messages = [
         {"role": role, "content": text}
         for role, text in zip(("user", "assistant", "user"), texts, strict=True)
