@@ -44,7 +44,7 @@ def test_it_reaches_the_target(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("generate", "Why?", "--quantize", "int3"), "choose one of int8, int4"),
+        (("generate", "Why?", "--quantize", "int3"), "is not one of 'int8', 'int4'"),
         (("chat", "--url", "http://127.0.0.1:1", "--quantize", "int8"), "they are the server's"),
         (("target-server", "--engine", "vllm", "--quantize", "int8"), "is for --engine torch"),
     ],

@@ -436,7 +436,7 @@ def test_events_carry_every_token_once() -> None:
     ("prompt", "message"),
     [
         ((), "empty"),
-        (tuple([1] * 256), "context of 256"),
+        (tuple([1] * 256), "maximum context length is 256 tokens"),
         ((1, tiny.VOCAB), "Token id 64"),
         ((-1, 2), "Token id -1"),
     ],

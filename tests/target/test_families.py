@@ -34,7 +34,7 @@ def test_every_supported_family_is_tested() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GPT2Config(), "In vLLM and from GGUF files"),
+        (GPT2Config(), "In vLLM only models of these families"),
         (tiny.model("gemma3_text", use_bidirectional_attention=True).config, "bidirectional"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
