@@ -18,7 +18,7 @@ from moaspec.target.weights.gguf_tokenizer import read_tokenizer
     [
         ({"pre": "not-known"}, "'not-known'"),
         ({"tokens": ["a"] * 300}, "Two of its tokens are 'a'"),
-        ({"merges": [1]}, "Its fields are damaged"),
+        ({"merges": [1]}, "must be a list of texts"),
     ],
 )
 def test_a_file_with_an_unknown_tokenizer_generates(

@@ -34,17 +34,17 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "weights"),
+    ("options", "weights", "versions"),
     [
-        (("onnx",), "float32"),
-        (("onnx", "--int8"), "int8"),
-        (("onnx", "--int4"), "int4"),
-        (("onnx-web", "--int8"), "int8-web"),
-        (("onnx-web", "--int4"), "int4-web"),
+        (("onnx",), "float32", "onnx/1/float32/0"),
+        (("onnx", "--int8"), "int8", "onnx/1/int8/0"),
+        (("onnx", "--int4"), "int4", "onnx/1/int4/0"),
+        (("onnx-web", "--int8"), "int8-web", "onnx/2/int8-web/0"),
+        (("onnx-web", "--int4"), "int4-web", "onnx/1/int4-web/0"),
     ],
 )
 def test_export_and_info_of_onnx(
-    tmp_path: Path, cli: Cli, options: tuple[str, ...], weights: str
+    tmp_path: Path, cli: Cli, options: tuple[str, ...], weights: str, versions: str
 ) -> None:
     pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
     pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -55,7 +55,7 @@ def test_export_and_info_of_onnx(
     assert ("in a browser" in output.words) is weights.endswith("-web")
     facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
     assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
-    assert facts["versions"] == f"onnx/1/{weights}/0"
+    assert facts["versions"] == versions
     assert facts["target"]["vocab_size"] == tiny.VOCAB
 
 
