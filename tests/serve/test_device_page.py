@@ -280,7 +280,9 @@ def test_missing_scripts_are_named_with_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"garbage", gzip.compress(WASM)[:-9], gzip.compress(b"x")]
+    "content",
+    [b"", b"garbage", gzip.compress(WASM)[:-9], gzip.compress(b"x")],
+    ids=["empty", "no archive", "cut", "other content"],  # archives hold the time they were made
 )
 def test_damaged_scripts_are_refused(content: bytes, tmp_path: Path) -> None:
     assert find_scripts(fake_scripts(tmp_path)) == tmp_path
