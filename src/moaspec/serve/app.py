@@ -1,5 +1,6 @@
 """The HTTP application: endpoints, page, guard and headers."""
 
+import asyncio
 import importlib.resources
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -60,6 +61,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(source.facts.grammars.prepare)
         await source.start()
         try:
             yield

@@ -70,7 +70,8 @@ class Parrot:
         """All that left for the target, of the last request."""
         job = self.jobs[-1]
         tokens: Any = self.facts.tokenizer
-        return "\n".join([tokens.decode(job.prompt_ids), *job.stop, job.grammar or ""])
+        grammar = "" if job.grammar is None else job.grammar.text
+        return "\n".join([tokens.decode(job.prompt_ids), *job.stop, grammar])
 
 
 @pytest.fixture(scope="module")

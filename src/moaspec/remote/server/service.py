@@ -314,7 +314,11 @@ class TargetService:
             ended.set_result(None)
 
     async def warm_up(self) -> None:
-        """Decode a text, so that the first device waits for no kernel, graph or memory."""
+        """Decode a text, so that the first device waits for no kernel, graph or memory.
+
+        What grammars share is made, too: no device waits for another's first grammar.
+        """
+        await self.capabilities.prepare_grammars()
         prompt = range(min(self.options.passes.prefill_tokens, self.capabilities.max_tokens // 2))
         request = pb.GenerateRequest(
             token_ids=[token % self.target.vocab_size for token in prompt],

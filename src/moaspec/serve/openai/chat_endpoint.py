@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.answer import STREAMED, ChoicesAnswer
-from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, normal_tools
+from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, PreparedChat, normal_tools
 from moaspec.serve.openai.chat_schema import ChatRequest, FunctionName, NamedChoice
 from moaspec.serve.openai.choice import Choice, Delta, token_logprob
 from moaspec.serve.openai.schema import JSONSchemaFormat, ObjectFormat
 from moaspec.serve.server_context import ServerContext
-from moaspec.serve.sources.source import Job, SourceFacts
+from moaspec.serve.sources.source import SourceFacts
 from moaspec.serve.sources.text_writer import Piece
 
 
@@ -28,12 +28,12 @@ def router(context: ServerContext) -> APIRouter:
         context.check(body)
         redactor = context.redactor()
 
-        def prepare() -> tuple[ChatInput, list[Job]]:
-            chat = _chat_input(context, body)
-            return chat, chat.jobs(context, request, body, redactor)
+        def prepare() -> PreparedChat:
+            return _chat_input(context, body).prepared(context, redactor)
 
-        chat, jobs = await context.preparation.run(request, prepare)
-        return await _ChatAnswer(context, body, jobs, redactor, chat).respond(request)
+        prepared = await context.preparation.run(request, prepare)
+        jobs = await prepared.jobs(context, request, body)
+        return await _ChatAnswer(context, body, jobs, redactor, prepared.chat).respond(request)
 
     return routes
 

@@ -120,8 +120,7 @@ class LocalSource(TextSource):
                 loop.call_soon_threadsafe(report, index, news)
 
         queued = [
-            QueuedJob(self._with_grammar(job), partial(forward, index))
-            for index, job in enumerate(jobs)
+            QueuedJob(_with_grammar(job), partial(forward, index)) for index, job in enumerate(jobs)
         ]
         self._worker.submit(queued)
 
@@ -131,10 +130,6 @@ class LocalSource(TextSource):
 
         return cancel
 
-    def _with_grammar(self, job: Job) -> Job:
-        processors = self.facts.processors(job)
-        return replace(job, sampling=replace(job.sampling, processors=processors))
-
     @property
     def learning(self) -> LearningStatus | None:
         return None if self._learning is None else self._learning.status
@@ -142,6 +137,10 @@ class LocalSource(TextSource):
     @property
     def load(self) -> Load:
         return self._worker.load
+
+
+def _with_grammar(job: Job) -> Job:
+    return replace(job, sampling=replace(job.sampling, processors=job.processors))
 
 
 def _fingerprint(target: Target) -> str:
