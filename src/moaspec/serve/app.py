@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -119,6 +120,10 @@ def _page_files() -> ASGIApp:
     files = with_headers(StaticFiles(directory=page_directory(), html=True), PAGE_HEADERS)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS" and scope["raw_path"] == b"*":  # of the server as a whole
+            allowed = {"allow": "DELETE, GET, HEAD, OPTIONS, POST"}
+            await Response(status_code=204, headers=allowed)(scope, receive, send)
+            return
         if scope["path"].startswith("/v1/"):
             raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
         await files(scope, receive, send)

@@ -190,6 +190,7 @@ def test_answers_in_json_and_calls(*, stream: bool) -> None:
     ("options", "reason"),
     [
         ({"logprobs": True}, "logprobs"),
+        ({"extra_body": {"return_token_ids": True}}, "return_token_ids"),
         ({"stop": "_1]"}, "stop string"),
         ({"messages": say("<private>Ada")}, "never closed"),
         ({"messages": say("<Private reason=x>Ada</private>")}, "looks like a mark"),

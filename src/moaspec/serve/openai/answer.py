@@ -196,6 +196,15 @@ class ChoicesAnswer(Answer[ChoicesBody]):
             **({} if extension is None else {"moaspec": extension}),
         }
 
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The field of a choice's token ids, if they are asked for."""
+        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """The field of the token ids of a choice's prompt, if they are asked for."""
+        ids = self._jobs[index].prompt_ids
+        return {"prompt_token_ids": list(ids)} if self._body.return_token_ids else {}
+
     def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
         if self._tells_usage:  # the last chunk has it, or all

@@ -39,6 +39,7 @@ class ChatInput:
     max_tokens: int | None = None  # maximum length of the answer; None takes the server's default
     # Number of alternatives to report; None reports no log-probabilities.
     logprobs: int | None = None
+    return_ids: bool = False  # whether to report token ids
     # See `ChatTemplate.rendered`.
     template_options: Mapping[str, bool] = field(default_factory=dict)
 
@@ -103,7 +104,9 @@ class ChatInput:
     def prepared(self, context: ServerContext, redactor: RequestRedactor) -> PreparedChat:
         """Redact and tokenise the conversation."""
         hidden = redactor.hide(self)
-        redactor.check_answer(logprobs=self.logprobs is not None, stop=hidden.stop)
+        redactor.check_answer(
+            logprobs=self.logprobs is not None, ids=self.return_ids, stop=hidden.stop
+        )
         prompt_ids = context.prompt(hidden)
         return PreparedChat(self, prompt_ids, hidden.stop, hidden.grammar(context))
 
