@@ -26,7 +26,6 @@ from moaspec.calibration.measure_costs import stored_costs
 from moaspec.cli.commands.demo import MAX_PROMPTS, MAX_TOKENS
 from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation import shaping
 from moaspec.model.moa import MoADrafter
 
 README = "Why is the sky blue?"
@@ -92,7 +91,7 @@ def _compared(
     speeds: dict[str, list[float]] = {"plain": [], "auto": []}
     for run in range(-1, runs):  # the first pair warms up
         for name in ("plain", "auto") if run % 2 else ("auto", "plain"):
-            shaping._TIMES.clear()
+            target.observed_times.clear()
             used = drafter if name == "auto" else None
             result = moaspec.generate(target, ids, drafter=used, max_new_tokens=tokens)
             if run >= 0:

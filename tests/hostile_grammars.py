@@ -30,6 +30,9 @@ def rules(number: int, head: str = "", name: str = "r") -> str:
     return "\n".join([*lines, f'{name}{number}: "b"', ""])
 
 
+EXPENSIVE = {"type": "integer", "multipleOf": 999_983}
+"""Takes longer to compile than a grammar may."""
+
 HOSTILE: dict[str, Callable[[Grammars], object]] = {
     "definitions": lambda made: made.json_schema(chained(1900)),
     "bare references": lambda made: made.json_schema(chained(1900, inside=False)),
@@ -50,9 +53,10 @@ HOSTILE: dict[str, Callable[[Grammars], object]] = {
     "one as long, after a special token": lambda made: made.lark(
         f"start: <|end|> /{'a?' * 60_000}{'a' * 60_000}/\n"
     ),
-    "sent as it is": lambda made: made.processor(
-        json.dumps({"grammars": [{"lark_grammar": rules(1900)}]}), 0
+    "sent as it is": lambda made: made.compiled(
+        json.dumps({"grammars": [{"lark_grammar": rules(1900)}]})
     ),
+    "a divisor of many states": lambda made: made.json_schema(EXPENSIVE),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
-from costs import know, table
+from costs import know, rated, table
 from moaspec.calibration import first_use, measure_costs
 from moaspec.drafting.policy import assumed_costs
 from moaspec.drafting.policy.assumed_costs import MachineCosts
@@ -93,6 +93,31 @@ def test_an_idle_process_measures_where_there_is_a_reason(monkeypatch: pytest.Mo
     assert _renewed(monkeypatch, table(), fits=False) == (True, True)
     assert _renewed(monkeypatch, table()) == (False, False)
     assert _renewed(monkeypatch, None, why_not="other processes use the CPU") == (False, False)
+
+
+def test_an_idle_process_chooses_the_exit_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among all that it has measured then, unless N is given."""
+    target = tiny.target()
+    module = rated(target, 0.1, 0.9)
+    know(monkeypatch, {0: table()})
+    before = shaping_for(target, module)
+    assert before.num_target_layers == 0
+    asked = list[int | None]()
+
+    def calibrate(*_: Any, num_target_layers: int | None, **__: Any) -> None:
+        asked.append(num_target_layers)
+        know(monkeypatch, {0: table(root_s=0.5), 2: table()})
+
+    monkeypatch.setattr(measure_costs, "calibrate", calibrate)
+    monkeypatch.setattr(measure_costs, "stored_costs", lambda *_, **__: None)
+    monkeypatch.setattr(first_use, "_why_not", lambda *_: None)
+    found = renewed_shaping(target, module, before, lambda: False)
+    assert found is not None
+    assert (found.num_target_layers, found.costs) == (2, table())
+    fixed = renewed_shaping(target, module, before, lambda: False, num_target_layers=0)
+    assert fixed is not None
+    assert (fixed.num_target_layers, fixed.costs) == (0, table(root_s=0.5))
+    assert asked == [None, 0]
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -124,7 +124,7 @@ async def over_plain(
             count=lambda *_: None,
             forget=lambda *_: None,
         )
-        service.shared._budget = budget
+        service.shared.budget = budget
     transport = SlowTransport(service, rtt_s / 2)
     options = RemoteOptions(draft_ahead=ahead)
     session = RemoteSession(LocalDevice(target, drafter), transport, options)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from statistics import quantiles
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,13 +395,13 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
     most: Counter[str] = Counter()
 
     class Slow:
-        def processor(self, owner: str, _: int) -> Any:
+        def compiled(self, owner: str) -> Any:
             running[owner] += 1
             most[owner] = max(most[owner], running[owner])
             if owner == "mallory":
                 assert alice_is_done.wait(60)
             running[owner] -= 1
-            return lambda _, logits_V: logits_V
+            return SimpleNamespace(processor=lambda _: lambda _, logits_V: logits_V)
 
     async def run() -> None:
         grammars: Any = Slow()

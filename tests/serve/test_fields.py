@@ -273,6 +273,30 @@ def test_all_chunks_have_usage_if_one_is_asked_for(http: httpx.Client, path: str
         assert (chunks[-1].get("usage") is not None) is asked
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_token_ids_as_vllm_returns_them(http: httpx.Client, path: str) -> None:
+    """Of the prompt and of each choice, the end included; a stream's are the same in parts."""
+    prompts = ["Hi.", "Ho"]
+    fields: dict[str, Any] = {"return_token_ids": True, "n": 2, "max_tokens": 20, "seed": 3}
+    fields |= {"prompt": prompts} if path == "/v1/completions" else {"logprobs": True}
+    answer = post(http, path, **fields).json()
+    lines = post(http, path, stream=True, **fields).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert not any("token_ids" in one for one in post(http, path).json()["choices"])
+    for choice in answer["choices"]:
+        ids = choice["token_ids"]
+        assert serving.END in ids or len(ids) == 20
+        parts = [c for one in chunks for c in one["choices"] if c["index"] == choice["index"]]
+        assert [token for part in parts for token in part.get("token_ids", ())] == ids
+        if path == "/v1/completions":
+            prompt = serving.tokenizer()(prompts[choice["index"] // 2])["input_ids"]
+            assert choice["prompt_token_ids"] == parts[0]["prompt_token_ids"] == prompt
+    if path != "/v1/completions":
+        assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+        told = [one for one in chunks if "prompt_token_ids" in one]
+        assert [one["prompt_token_ids"] for one in told] == [answer["prompt_token_ids"]]
+
+
 @pytest.mark.slow
 def test_stored_responses_are_those_that_were_sent(http: httpx.Client) -> None:
     sent = post(http, "/v1/responses").json()

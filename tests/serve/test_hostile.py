@@ -40,7 +40,7 @@ def guarding(*, body_timeout_s: float = 60.0, send_timeout_s: float = 60.0) -> I
         api_keys=(KEY,),
         max_body_bytes=LARGEST,
         body_timeout_s=body_timeout_s,
-        hosts=("127.0.0.1",),
+        hosts=("127.0.0.1", "localhost"),
     )
     settings = ServeSettings(
         guarded=guarded, send_timeout_s=send_timeout_s, cors_origins=("http://app",)
@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.openai.chat_input.ChatInput.jobs", fail)
+            patch.setattr("moaspec.serve.openai.chat_input.PreparedChat.jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 
@@ -299,6 +299,9 @@ ODD = {
     "spaces": get("/v1/models", f"AUTHORIZATION:  bearer  \t {KEY}  "),
     "query": get("/v1/models?api-version=1", f"Authorization: BEARER {KEY}"),
     "port": get("/v1/models", f"Authorization: Bearer {KEY}", host="127.0.0.1:8000"),
+    "the root's dot": get("/health", host="localhost.:8000"),
+    "capitals": get("/health", host="LOCALHOST"),
+    "HTTP/1.0 without a host": b"GET /health HTTP/1.0\r\n\r\n",
     "a slash at the end": get("/v1/models/", f"Authorization: Bearer {KEY}"),
     "head": get("/v1/models", f"Authorization: Bearer {KEY}", method="HEAD"),
     "expectation": head(CHAT, *POSTED, LENGTH, "Expect: 100-continue") + BODY,
@@ -324,6 +327,19 @@ def whole(strict: Served, text: bytes) -> bytes:
     return answer
 
 
+def test_options_of_the_whole_server(strict: Served) -> None:
+    answer = whole(strict, get("*", method="OPTIONS"))
+    assert answer.startswith(b"HTTP/1.1 204")
+    assert b"allow: DELETE, GET, HEAD, OPTIONS, POST\r\n" in answer
+
+
+def test_blank_lines_between_pipelined_requests(strict: Served) -> None:
+    """Old clients send a line end behind a body."""
+    posted = head(CHAT, *POSTED[:2], LENGTH) + BODY
+    requests = posted + b"\r\n" + posted + b"\n\r\n\n" + get("/health")
+    assert whole(strict, requests).count(b"HTTP/1.1 200") == 3
+
+
 def test_blank_lines_of_their_own(strict: Served) -> None:
     """A packet of nothing else is not the end of the connection, also between two requests."""
     port = int(strict.url.rpartition(":")[2])
@@ -345,6 +361,8 @@ def test_blank_lines_of_their_own(strict: Served) -> None:
         get("http://evil.example/v1/models", f"Authorization: Bearer {KEY}"),
         get("http://user@127.0.0.1/v1/models", f"Authorization: Bearer {KEY}"),
         get("/v1/models", f"Authorization: Bearer {KEY}", "Host: 127.0.0.1"),
+        get("/health", host=""),
+        b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n",
     ],
 )
 def test_forms_that_a_server_must_refuse(strict: Served, text: bytes) -> None:

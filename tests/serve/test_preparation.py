@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 import serving
+from hostile_grammars import EXPENSIVE
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import BusyError
 from moaspec.serve.preparation import PreparationPool
@@ -65,7 +67,7 @@ def test_a_client_that_waits_too_often_is_refused() -> None:
         try:
             while preparation._waiting["a"] < number:
                 await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="not read yet"):
+            with pytest.raises(BusyError, match="prompts are not read"):
                 await preparation.in_turn("a", hold.wait)
         finally:
             hold.set()
@@ -97,6 +99,40 @@ def test_as_many_requests_wait_as_the_server_takes() -> None:
         if answer.status_code == 429:
             assert "--max-waiting" in answer.json()["error"]["message"]
             assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.slow
+def test_an_expensive_schema_holds_up_nobody(served: Served) -> None:
+    """Neither new requests of the same client, nor streams, nor other answers."""
+    schema = {"type": "json_schema", "json_schema": {"schema": EXPENSIVE}}
+    body: dict[str, Any] = {"model": MODEL, "messages": say("Go on."), "max_tokens": 24}
+    with served.http() as http, ThreadPoolExecutor(1) as pool:
+        path = "/v1/chat/completions"
+        expensive = pool.submit(http.post, path, json={**body, "response_format": schema})
+        for _ in range(2):
+            assert http.get("/health").status_code == 200
+            events = http.post(path, json={**body, "stream": True}).text
+            assert events.endswith("data: [DONE]\n\n")
+        assert not expensive.done()
+        refused = expensive.result()
+    assert refused.status_code == 400
+    assert "too much time or memory" in refused.json()["error"]["message"]
+
+
+def test_a_schema_without_end_is_refused_by_its_reference(endpoint: Served) -> None:
+    node = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "required": ["x"]}
+    schema = {"$defs": {"n": node}, "$ref": "#/$defs/n"}
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"tools": [tool], "tool_choice": "required"},
+    ]
+    with endpoint.http() as http:
+        for form in forms:
+            body = {"model": MODEL, "messages": say("Go on."), **form}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400
+            assert "without end (by the reference '#/$defs/n')" in answer.json()["error"]["message"]
 
 
 UNLIMITED = httpx.Limits(max_connections=None)

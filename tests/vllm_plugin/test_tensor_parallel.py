@@ -101,7 +101,7 @@ def test_two_ranks_verify_drafts_of_devices(
     async def device(service: TargetService, prompt: tuple[int, ...], changes: Any) -> int:
         asked = {"max_new_tokens": tiny.NEW_TOKENS, "stop_token_ids": (0,), **changes}
         if changes is structured:
-            processor = grammars.processor(grammar, len(prompt))
+            processor = grammar.processor(len(prompt))
             asked = {**asked, "logits_processors": (processor,)}
         remote = RemoteSession(
             LocalDevice(models.target, drafter),

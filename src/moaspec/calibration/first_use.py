@@ -11,7 +11,6 @@ from moaspec.calibration import measure_costs
 from moaspec.calibration.choose_exit import Exit, known_exits
 from moaspec.calibration.round_parts import RoundParts
 from moaspec.drafting.policy.assumed_costs import machine_costs, num_weights, target_pass_s
-from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import cache_dir, why_not_writable
 from moaspec.support.switches import setting
@@ -71,25 +70,28 @@ def measure_once(
 def measure_again(
     target: Target,
     drafter: MoADrafter,
+    used: int | None,
     num_target_layers: int | None,
     *,
     fits: bool,
     stopped: Callable[[], bool],
-) -> CostTable | None:
+) -> bool:
     """Measure an idle machine, and store the costs, if there is a reason to.
 
     Args:
+        used: N of the drafts now.
+        num_target_layers: N to measure; None: each that the drafter has an exit for.
         fits: whether the costs in use agree with what was observed.
         stopped: as in `calibrate`; the measurement is then dropped.
 
     Returns:
-        The stored costs; None if there was no reason, or if nothing could be measured.
+        Whether costs were measured: there was a reason, and nothing prevented it.
     """
-    before = measure_costs.stored_costs(target, drafter, num_target_layers=num_target_layers)
+    before = measure_costs.stored_costs(target, drafter, num_target_layers=used)
     if fits and before is not None and not before.busy:
-        return None
+        return False
     if _why_not(target, MAX_IDLE_S) is not None:
-        return None
+        return False
 
     def given_up() -> bool:
         if stopped() or target.crowded:
@@ -100,8 +102,8 @@ def measure_again(
         measure_costs.calibrate(
             target, drafter, num_target_layers=num_target_layers, stopped=given_up
         )
-        return measure_costs.stored_costs(target, drafter, num_target_layers=num_target_layers)
-    return None
+        return True
+    return False
 
 
 class _GivenUpError(Exception):

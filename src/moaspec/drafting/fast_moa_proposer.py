@@ -55,6 +55,10 @@ class FastMoAProposer(MoAProposer):
         self._hooks: tuple[Mapping[int, Any], ...] = ()  # of the embedding
         return module, head
 
+    def use_exit(self, num_target_layers: int) -> None:
+        super().use_exit(num_target_layers)
+        self._kernels = None
+
     def adopt(self, drafter: MoADrafter) -> None:
         """Draft with another version of the drafter from the next round on.
 

@@ -70,6 +70,11 @@ class MoAProposer(TreeProposer):
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         return drafter, target.draft_head(drafter.draft_token_ids)
 
+    def use_exit(self, num_target_layers: int) -> None:
+        """Draft with this N from now on; no row may be in use."""
+        check_num_target_layers(num_target_layers, self.module, self.target)
+        self.num_target_layers = num_target_layers
+
     def share_target_cache(self, target_cache: KVCache) -> None:
         """Set the cache for N > 0: the target's own, or a copy of what a server sends."""
         self.target_cache = target_cache

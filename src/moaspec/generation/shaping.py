@@ -2,23 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 from moaspec.backends.fast_target import same_bits
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.first_use import measure_again, measure_once
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.policy.assumed_costs import assumed_costs, sure_costs
-from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.proposer_checks import drafts_behind
 from moaspec.drafting.protocols import Proposer
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
-
-_TIMES: WeakKeyDictionary[MoADrafter, dict[CostTable, ObservedTimes]] = WeakKeyDictionary()
-"""What this process has observed, by drafter and by the table that it corrects."""
 
 
 @plain_torch()
@@ -63,7 +58,10 @@ def shaping_for(
     if costs is None:
         return DraftSettings(None, free_branches, None, chosen.prior, num_target_layers=layers)
     lags = drafts_behind(drafter, layers)
-    times = _TIMES.setdefault(drafter, {}).setdefault(costs, ObservedTimes()) if by_clock else None
+    times: ObservedTimes | None = None
+    if by_clock:  # later calls go by what earlier ones have seen
+        of_drafter = target.observed_times.setdefault(drafter, {})
+        times = of_drafter.setdefault(costs, ObservedTimes())
     return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers, times=times)
 
 
@@ -72,13 +70,17 @@ def renewed_shaping(
     drafter: MoADrafter | Proposer | None,
     shaping: DraftSettings,
     stopped: Callable[[], bool],
+    *,
+    num_target_layers: int | None = None,
 ) -> DraftSettings | None:
     """The settings with costs that are measured now, if there is a reason to.
 
     For an idle process: reasons are that none were measured here, that the CPU was busy then, or
-    that observed times differ. N stays.
+    that observed times differ.
 
     Args:
+        shaping: the settings in use.
+        num_target_layers: N that stays; None measures all exits and chooses among them anew.
         stopped: called before each part is timed; True ends the measurement without a result.
 
     Returns:
@@ -87,12 +89,13 @@ def renewed_shaping(
     fixed = shaping.costs is None and shaping.tree is not None
     if fixed or not isinstance(drafter, MoADrafter):
         return None
-    layers = shaping.num_target_layers
+    used, layers = shaping.num_target_layers, num_target_layers
     fits = shaping.times is None or shaping.times.fits
-    costs = measure_again(target, drafter, layers, fits=fits, stopped=stopped)
-    if costs is None or costs == shaping.costs:
+    if not measure_again(target, drafter, used, layers, fits=fits, stopped=stopped):
         return None
     found = shaping_for(
         target, drafter, free_branches=shaping.free_branches, num_target_layers=layers
     )
+    if (found.costs, found.num_target_layers) == (shaping.costs, used):
+        return None
     return replace(found, beside=shaping.beside)

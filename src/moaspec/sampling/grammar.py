@@ -30,6 +30,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moaspec.errors import InputError
 from moaspec.sampling import grammar_worker
+from moaspec.sampling.endless_schemas import check_ends
 from moaspec.sampling.token_ids import common_length
 from moaspec.support import limits
 
@@ -60,6 +61,32 @@ T = TypeVar("T")
 _STACKS = threading.Lock()  # held while the stack size of new threads is changed
 
 
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar."""
+
+    text: str  # in llguidance's form; can be sent to a server
+    matcher: LLMatcher  # has read nothing; to copy, which is fast
+    stops: bytes  # bitmask of the tokens that end a text
+
+    def processor(self, prompt_length: int) -> GrammarProcessor:
+        return GrammarProcessor(self, prompt_length)
+
+    def check_ended(self, output: Sequence[int]) -> None:
+        """InputError where a text ended, by a token that ends it, and the grammar is not complete.
+
+        Such a text is the sign of a grammar that could not be followed; see `GrammarProcessor`.
+        """
+        matcher = self.matcher.deep_copy()
+        matcher.consume_tokens(list(output))
+        if matcher.is_error():
+            raise InputError(
+                "The text ends before it is complete: what the JSON schema or grammar allows next "
+                f"cannot be computed, or other settings forbid it ({_reason(matcher)}). Make the "
+                "schema or grammar simpler."
+            )
+
+
 class Grammars:
     """Compiles grammars for one tokenizer. May be called from several threads.
 
@@ -69,14 +96,14 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, stop_token_ids: Collection[int]) -> None:
         self._hf, self._vocab_size, self._stops = tokenizer, vocab_size, sorted(stop_token_ids)
-        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._known: OrderedDict[str, Grammar] = OrderedDict()
         self._tried: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
         self._trials = threading.Semaphore(TRIALS)
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Made when it is first needed: it takes a second."""
+        """Made once: it takes a second, during which no other Python code runs."""
         if not self._stops:
             raise InputError(
                 "This target has no token that ends a text, so no grammar can; ask for plain text."
@@ -86,59 +113,45 @@ class Grammars:
         backend.no_truncation()
         return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stops)
 
-    def json_schema(self, schema: dict[str, Any]) -> str:
-        """A grammar for JSON of a schema; InputError where llguidance does not support it."""
-        if limits.too_deep(schema):
-            raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
-        try:
-            return self._checked(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(f"The JSON schema cannot be used: {error}") from error
+    def json_schema(self, schema: dict[str, Any]) -> Grammar:
+        """A grammar of a schema's JSON; InputError where llguidance does not support it."""
+        return self.compiled(json_grammar(schema))
 
-    def lark(self, text: str) -> str:
+    def lark(self, text: str) -> Grammar:
         """A grammar in llguidance's own form of Lark; InputError where it cannot be compiled."""
-        return self._checked(LLMatcher.grammar_from_lark(text))
+        return self.compiled(lark_grammar(text))
 
-    def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
-        stops = _bitmask_of(self._stops, self._vocab_size)
-        return GrammarProcessor(grammar, self._compiled(grammar), prompt_length, stops)
+    def known(self, text: str) -> Grammar | None:
+        """A grammar that is compiled already; None where it must be compiled."""
+        with self._lock:
+            if text in self._known:
+                self._known.move_to_end(text)
+            return self._known.get(text)
 
-    def check_ended(self, grammar: str, output: Sequence[int]) -> None:
-        """InputError where a text ended, by a token that ends it, and the grammar is not complete.
+    def compiled(self, text: str) -> Grammar:
+        """Compile a grammar in llguidance's form, which may take seconds, or find it.
 
-        Such a text is the sign of a grammar that could not be followed; see `GrammarProcessor`.
+        Raises:
+            InputError: it cannot be compiled, or takes too much time or memory.
         """
-        matcher = self._compiled(grammar).deep_copy()
-        matcher.consume_tokens(list(output))
+        if (known := self.known(text)) is not None:
+            return known
+        self._try(text)
+        matcher = _on_large_stack(lambda: self._new_matcher(text))
         if matcher.is_error():
-            raise InputError(
-                "The text ends before it is complete: what the JSON schema or grammar allows next "
-                f"cannot be computed, or other settings forbid it ({_reason(matcher)}). Make the "
-                "schema or grammar simpler."
-            )
-
-    def _checked(self, grammar: str) -> str:
-        self._compiled(grammar)
-        return grammar
-
-    def _compiled(self, grammar: str) -> LLMatcher:
-        """A compiled matcher to copy: compiling may take seconds, copying does not."""
+            raise InputError(f"The JSON schema or grammar cannot be used: {_reason(matcher)}")
+        grammar = Grammar(text, matcher, _bitmask_of(self._stops, self._vocab_size))
         with self._lock:
-            if grammar in self._known:
-                self._known.move_to_end(grammar)
-                return self._known[grammar]
-        self._try(grammar)
-        matcher = _on_large_stack(lambda: self._new_matcher(grammar))
-        if matcher.is_error():
-            raise InputError(f"The JSON schema cannot be used: {_reason(matcher)}")
-        with self._lock:
-            self._known[grammar] = matcher
+            self._known[text] = grammar
             _forget_oldest(self._known, KEPT)
             while sum(map(len, self._known)) > KEPT_CHARACTERS:
                 self._known.popitem(last=False)
-        return matcher
+        return grammar
+
+    def prepare(self) -> None:
+        """Make what all grammars share, so that no request waits for another's first grammar."""
+        if self._stops:
+            _ = self.tokenizer
 
     def _new_matcher(self, grammar: str) -> LLMatcher:
         limited = LLParserLimits(max_items_in_row=limits.MAX_GRAMMAR_ITEMS)
@@ -160,6 +173,22 @@ class Grammars:
         with self._lock:
             self._tried[digest] = None
             _forget_oldest(self._tried, TRIED)
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The text of a grammar for JSON of a schema; InputError where no text could follow it."""
+    if limits.too_deep(schema):
+        raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
+    check_ends(schema)
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
+    except ValueError as error:
+        raise InputError(f"The JSON schema cannot be used: {error}") from error
+
+
+def lark_grammar(text: str) -> str:
+    """The text of a grammar that is given in llguidance's own form of Lark."""
+    return str(LLMatcher.grammar_from_lark(text))
 
 
 def check_size(grammar: str) -> None:
@@ -247,20 +276,21 @@ class GrammarProcessor:
 
     Where none is left, only tokens that end the text are allowed: the matcher has failed (a grammar
     beyond its limits), or other settings forbid all tokens that the grammar allows. So no text
-    leaves the grammar, and `Grammars.check_ended` tells that it is not complete. An exception here
+    leaves the grammar, and `Grammar.check_ended` tells that it is not complete. An exception here
     would end the pass of all requests.
 
     Args:
-        grammar: text of the grammar, which can be sent to a server in place of the processor.
-        matcher: a matcher of this grammar that has read nothing; it is copied.
         prompt_length: tokens at the start of a prefix that the grammar ignores.
-        stops: bitmask of the tokens that end a text.
+
+    Attributes:
+        grammar: text of the grammar, which can be sent to a server in place of the processor.
     """
 
-    def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int, stops: bytes) -> None:
-        self.grammar = grammar
-        self._new, self._prompt_length, self._stops = matcher, prompt_length, stops
-        self._matcher, self._read = matcher.deep_copy(), list[int]()
+    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
+        self.grammar = grammar.text
+        self._new, self._stops = grammar.matcher, grammar.stops
+        self._prompt_length = prompt_length
+        self._matcher, self._read = self._new.deep_copy(), list[int]()
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""

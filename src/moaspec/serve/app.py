@@ -1,5 +1,6 @@
 """The HTTP application: endpoints, page, guard and headers."""
 
+import asyncio
 import importlib.resources
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,6 +62,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(source.facts.grammars.prepare)
         await source.start()
         try:
             yield
@@ -117,6 +120,10 @@ def _page_files() -> ASGIApp:
     files = with_headers(StaticFiles(directory=page_directory(), html=True), PAGE_HEADERS)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS" and scope["raw_path"] == b"*":  # of the server as a whole
+            allowed = {"allow": "DELETE, GET, HEAD, OPTIONS, POST"}
+            await Response(status_code=204, headers=allowed)(scope, receive, send)
+            return
         if scope["path"].startswith("/v1/"):
             raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
         await files(scope, receive, send)

@@ -47,7 +47,7 @@ class HttpGuard:
             return
         headers = Headers(scope=scope)
         try:
-            self._check(scope["path"], headers)
+            self._check(scope, headers)
             # Read the whole body before the application sees the request.
             received = await self._body(receive)
         except RequestError as error:
@@ -81,9 +81,11 @@ class HttpGuard:
             if not complete:
                 raise
 
-    def _check(self, path: str, headers: Headers) -> None:
-        hosts, host = self._settings.hosts, _host(headers.get("host", ""))
-        if hosts and not {host, "*"} & set(map(str.lower, hosts)):
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path, hosts, host = scope["path"], self._settings.hosts, _host(headers.get("host", ""))
+        # HTTP/1.0 does without; browsers, whose pages are kept out here, send later versions.
+        unnamed = scope["http_version"] == "1.0" and "host" not in headers
+        if hosts and not unnamed and not {host, "*"} & set(map(_host, hosts)):
             raise RequestError(
                 f"This server does not answer as {host[:100]!r}, the name in the Host header, but "
                 f"as {', '.join(hosts)}. Behind a reverse proxy that forwards its own name, start "
@@ -158,9 +160,9 @@ def _key(headers: Headers) -> str:
 
 
 def _host(header: str) -> str:
-    """Host name without the port. IPv6 addresses keep their brackets."""
+    """Host name without the port and the root's dot. IPv6 addresses keep their brackets."""
     name, colon, port = header.rpartition(":")
-    return (name if colon and port.isdecimal() else header).lower()
+    return (name if colon and port.isdecimal() else header).lower().removesuffix(".")
 
 
 def _replayed(messages: Sequence[Message], receive: Receive) -> Receive:

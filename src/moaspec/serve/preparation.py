@@ -1,4 +1,4 @@
-"""Threads that prepare requests: tokenise prompts and compile grammars.
+"""Threads that prepare requests: some tokenise prompts, others compile grammars.
 
 Each client has at most one request in preparation, and none after it has disconnected.
 """
@@ -23,12 +23,17 @@ class PreparationPool:
 
     Args:
         max_waiting: requests of one client that may wait; a source takes as many texts.
+        threads: requests that are prepared at the same time.
     """
 
-    def __init__(self, max_waiting: int = limits.MAX_PREPARING_WAITING) -> None:
+    def __init__(
+        self,
+        max_waiting: int = limits.MAX_PREPARING_WAITING,
+        threads: int = limits.MAX_PREPARING,
+    ) -> None:
         self._max_waiting = max(max_waiting, limits.MAX_PREPARING_WAITING)
-        self._pool = ThreadPoolExecutor(limits.MAX_PREPARING, thread_name_prefix="prepare")
-        self._threads = asyncio.Semaphore(limits.MAX_PREPARING)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
+        self._threads = asyncio.Semaphore(threads)
         self._waiting: Counter[str] = Counter()
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -47,8 +52,9 @@ class PreparationPool:
         """
         if self._waiting[client] >= self._max_waiting:
             raise BusyError(
-                f"This client has {self._max_waiting} requests whose prompts are not read yet, as "
-                "many as may wait (--max-active and --max-waiting). Try again later."
+                f"This client has {self._max_waiting} requests whose prompts are not read or "
+                "whose grammars are not compiled yet, as many as may wait (--max-active and "
+                "--max-waiting). Try again later."
             )
         begun = asyncio.Event()
         task = asyncio.create_task(self._work(client, work, begun))

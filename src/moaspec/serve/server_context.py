@@ -15,6 +15,7 @@ from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.engine.request_table import context_message
 from moaspec.errors import ContextError, InputError
 from moaspec.generation.generate_options import GenerateOptions, sampling_params
+from moaspec.sampling.grammar import TRIALS, Grammar
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.http_errors import RequestError
@@ -50,7 +51,8 @@ class ServerContext:
 
     Attributes:
         created: start time, seconds since 1970.
-        preparation: threads that tokenise prompts and compile grammars.
+        preparation: threads that tokenise prompts.
+        compilation: threads that compile grammars, so that no prompt waits for one.
     """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
@@ -59,6 +61,7 @@ class ServerContext:
         self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
         self.created = int(time.time())
         self.preparation = PreparationPool(source.facts.places)
+        self.compilation = PreparationPool(source.facts.places, threads=TRIALS)
 
     @property
     def facts(self) -> SourceFacts:
@@ -143,6 +146,19 @@ class ServerContext:
             )
         return tokenize(text)
 
+    async def compiled(self, request: Request, text: str | None) -> Grammar | None:
+        """Compile a grammar in a thread; None for none.
+
+        Raises:
+            InputError: it cannot be compiled, or takes too much time or memory.
+            BusyError: too many grammars of this client wait.
+        """
+        if text is None:
+            return None
+        grammars = self.facts.grammars
+        known = grammars.known(text)
+        return known or await self.compilation.run(request, lambda: grammars.compiled(text))
+
     def jobs(
         self,
         request: Request,
@@ -151,7 +167,7 @@ class ServerContext:
         *,
         max_tokens: int,
         logprobs: int | None = None,
-        grammar: str | None = None,
+        grammar: Grammar | None = None,
         stop: tuple[str, ...] = (),
     ) -> list[Job]:
         """A job for every choice of every prompt.

@@ -88,16 +88,22 @@ class HeadDeadline(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        # Without data h11 would take the connection for closed.
-        if rest := self._without_blank_lines(data):
-            super().data_received(rest)
+        super().data_received(data)
         self._watch()
 
-    def _without_blank_lines(self, data: bytes) -> bytes:
-        """Drop line ends before a request line, as RFC 9112 (2.2) asks for; h11 refuses them."""
-        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            return data
-        return data.lstrip(b"\r\n")
+    def handle_events(self) -> None:
+        """Drop line ends before a request line, as RFC 9112 (2.2) asks for; h11 refuses them.
+
+        They are taken out of h11 with all that follows, which a new state of the connection gets.
+        """
+        if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            data, _ = self.conn.trailing_data
+            if data.startswith((b"\r", b"\n")):
+                self.conn = h11.Connection(h11.SERVER)
+                # Without data h11 would take the connection for closed.
+                if rest := data.lstrip(b"\r\n"):
+                    self.conn.receive_data(rest)
+        super().handle_events()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()

@@ -23,6 +23,10 @@ class BadAnswerError(ServerError):
     """A server's answer is too large, takes too long, or has another form."""
 
 
+class SlowAnswerError(BadAnswerError):
+    """A server has not answered in time; it may still work on the request."""
+
+
 def require_url(option: str, url: str) -> None:
     """InputError for text that is no URL of an HTTP server."""
     try:
@@ -95,7 +99,8 @@ class HttpClient:
             s: seconds until its last byte.
 
         Raises:
-            BadAnswerError: more bytes or seconds, or a body that is packed.
+            SlowAnswerError: more seconds.
+            BadAnswerError: more bytes, or a body that is packed.
             httpx.TransportError: the server cannot be reached, or breaks the protocol.
         """
         async with self._in_time(s), self._opened(method, path, fields) as answer:
@@ -184,7 +189,7 @@ class HttpClient:
             async with asyncio.timeout(s):
                 yield
         except TimeoutError as error:
-            raise BadAnswerError(f"{self} has not answered within {s:.0f} s.") from error
+            raise SlowAnswerError(f"{self} has not answered within {s:g} s.") from error
 
 
 async def _next_data(lines: AsyncIterator[bytes]) -> bytes | None:

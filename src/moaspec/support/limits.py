@@ -47,8 +47,8 @@ MAX_DRAFTED = 256  # Drafted tokens of one message, and of one verification.
 MAX_FURTHER = 32  # Tokens that the target chooses unasked after one message.
 MAX_RUNS = 4096  # Runs of positions in one message.
 
-# Requests whose prompts are tokenised and whose grammars are compiled at the same time; one of
-# each client.
+# Requests whose prompts are tokenised at the same time, one of each client. Grammars of two clients
+# are compiled beside them.
 MAX_PREPARING = 4
 # Requests of one client that may wait for that; as many as texts, `--max-active` and
 # `--max-waiting` together, where these are more.

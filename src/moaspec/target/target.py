@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Target(TargetBase):
         packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
         threads: `moaspec.backends` sets a limit of CPU threads here.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
+        observed_times: what rounds took, by drafter and by cost table; see `shaping_for`.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -85,6 +87,7 @@ class Target(TargetBase):
                 f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
+        self.observed_times = WeakKeyDictionary()
         self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
         super().__init__(
             model.config,

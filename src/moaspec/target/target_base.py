@@ -5,6 +5,7 @@ Legend: B batch, T tokens, L layers, H KV heads, D head dim, E hidden size, K = 
 
 from collections.abc import Collection
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class TargetBase(TargetSpec):
     packed = False
     threads: ThreadLimiter | None = None
     token_pass_s: float | None = None
+    observed_times: WeakKeyDictionary[Any, dict[Any, Any]]
 
     def run(self, *args: Any, **options: Any) -> Tensor:
         raise NotImplementedError

@@ -70,7 +70,8 @@ class Parrot:
         """All that left for the target, of the last request."""
         job = self.jobs[-1]
         tokens: Any = self.facts.tokenizer
-        return "\n".join([tokens.decode(job.prompt_ids), *job.stop, job.grammar or ""])
+        grammar = "" if job.grammar is None else job.grammar.text
+        return "\n".join([tokens.decode(job.prompt_ids), *job.stop, grammar])
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,7 @@ def test_answers_in_json_and_calls(*, stream: bool) -> None:
     ("options", "reason"),
     [
         ({"logprobs": True}, "logprobs"),
+        ({"extra_body": {"return_token_ids": True}}, "return_token_ids"),
         ({"stop": "_1]"}, "stop string"),
         ({"messages": say("<private>Ada")}, "never closed"),
         ({"messages": say("<Private reason=x>Ada</private>")}, "looks like a mark"),

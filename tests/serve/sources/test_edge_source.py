@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -205,25 +203,6 @@ def test_a_tenants_sessions_do_not_push_out_anothers() -> None:
         _, evicted = source._take_session(job)
         assert evicted is source._sessions[1]
         await source.close()
-
-    asyncio.run(run())
-
-
-def test_a_forgotten_grammar_is_compiled_beside_the_loop() -> None:
-    """A text that has waited may find that its grammar is no longer kept."""
-
-    async def run() -> None:
-        source = Edge().source
-        compiled_in: list[threading.Thread] = []
-        grammars: Any = SimpleNamespace(
-            processor=lambda *_: compiled_in.append(threading.current_thread())
-        )
-        vars(source.facts)["grammars"] = grammars  # in place of the lazily made one
-        job = Job(
-            prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), grammar="any", tenant=""
-        )
-        await source._row_options(job)
-        assert compiled_in[0] is not threading.current_thread()
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -15,12 +16,15 @@ import pytest
 from torch import Tensor
 
 import serving
+from costs import rated, watch_reused
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.large_batches import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
+from moaspec.generation.renewal import Renewal
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
+from moaspec.serve.sources.local_source import LocalSource
 from moaspec.serve.sources.source import Job, Update
 
 
@@ -207,9 +211,10 @@ def test_a_text_of_many_minutes_does_not_make_the_server_idle(
     now_s, asked = 0.0, list[DraftSettings]()
     # Of this module only: the clock of all modules would stop event loops of other threads.
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("moaspec.serve.sources.engine_worker.time", clock)
-    worker = serving.source(parked_s=120.0, quiet_s=5.0)._worker
-    worker._renew = lambda old, _: asked.append(old)
+    for module in ("serve.sources.engine_worker", "generation.renewal"):
+        monkeypatch.setattr(f"moaspec.{module}.time", clock)
+    worker = serving.source(parked_s=120.0)._worker
+    worker._renewal = Renewal(lambda old, _: asked.append(old), 5.0, 60.0)
 
     def slow(_: Any, logits_V: Tensor) -> Tensor:
         nonlocal now_s
@@ -229,8 +234,9 @@ def test_a_text_of_many_minutes_does_not_make_the_server_idle(
         worker.stop()
 
 
-def test_costs_are_measured_while_no_job_is_there() -> None:
+def test_costs_are_measured_while_no_job_is_there(caplog: pytest.LogCaptureFixture) -> None:
     """A job that comes meanwhile is told of at once, and later ones have the new settings."""
+    caplog.set_level(logging.INFO)
     begun, asked = threading.Event(), list[DraftSettings]()
     better = DraftSettings(Chain(1))
 
@@ -243,8 +249,8 @@ def test_costs_are_measured_while_no_job_is_there() -> None:
             time.sleep(0.001)
         return better
 
-    made = serving.source(quiet_s=0.0, renewal_s=0.0)._worker
-    made._renew = renew
+    made = serving.source()._worker
+    made._renewal = Renewal(renew, 0.0, 0.0)
     made.start()
     assert begun.wait(timeout=300)
     job, updates = queued()
@@ -253,3 +259,35 @@ def test_costs_are_measured_while_no_job_is_there() -> None:
     made.stop()
     assert asked[0] is asked[1]
     assert made._shaping is better
+    assert "not measured while idle: no memory" in caplog.text
+    assert "by them, with N = None" in caplog.text
+
+
+def test_drafts_go_through_the_exit_that_is_chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts stay as they are, and kept ones are read again: their memory is of another N."""
+    seen, of = watch_reused(monkeypatch), serving.target()
+    module = rated(of, 0.3, 0.9)
+    chosen = threading.Event()
+
+    def renew(old: DraftSettings, _: object) -> DraftSettings | None:
+        if old.num_target_layers == 2 or not made._parked:
+            return None
+        chosen.set()
+        return replace(old, num_target_layers=2)
+
+    first = DraftSettings(Chain(2), num_target_layers=0)
+    limits = WorkerLimits(quiet_s=0.0, renewal_s=0.0)
+    made = LocalSource(of, module, shaping=first, renew=renew, limits=limits)._worker
+    made.start()
+    try:
+        texts = list[list[int]]()
+        for through in ({0}, {0, 2}):
+            job, updates = queued()
+            made.submit([job])
+            last(updates)
+            texts.append(job.result.token_ids)
+            assert chosen.wait(timeout=300)
+            assert seen - {0} == through - {0}
+        assert texts[0] == texts[1]
+    finally:
+        made.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,3 +452,23 @@ def test_ends_that_the_target_does_not_know(target: Target, tmp_path: Path) -> N
 def test_urls_are_checked(url: str) -> None:
     with pytest.raises(MoaSpecError, match="--endpoint"):
         Endpoint(url=url)
+
+
+def test_an_answer_that_takes_too_long_ends_the_run_and_is_not_asked_for_again(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_client, "ANSWER_S", 0.5)
+    asked, ended = list[Fields](), threading.Event()
+
+    def answer(fields: Fields) -> tuple[int, Any]:
+        asked.append(fields)
+        ended.wait()
+        return completion("w30")
+
+    with fake(answer) as url:
+        try:
+            with pytest.raises(ServerError, match=r"within 0.5 s, and .* not sent again.*--batch"):
+                write(target, url, tmp_path / "a.jsonl", conversations=ONE)
+        finally:
+            ended.set()
+    assert len(asked) == 1

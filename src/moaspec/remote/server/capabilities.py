@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -138,10 +139,15 @@ class Capabilities:
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
             async with turn:
-                processor = await asyncio.to_thread(grammars.processor, grammar, prompt_length)
+                compiled = await asyncio.to_thread(grammars.compiled, grammar)
         except InputError as error:
             raise RefusedError(str(error)) from error
-        return replace(sampling, processors=(processor,))
+        return replace(sampling, processors=(compiled.processor(prompt_length),))
+
+    async def prepare_grammars(self) -> None:
+        """See `Grammars.prepare`; without effect if this server has no grammars."""
+        with contextlib.suppress(RefusedError):
+            await asyncio.to_thread(self._known_grammars().prepare)
 
     def _known_grammars(self) -> Grammars:
         try:

@@ -13,6 +13,7 @@ from moaspec.engine.large_batches import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import InputError, LinkError
+from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
@@ -158,10 +159,10 @@ class TargetService:
                 owner_rows=min(passes.owner_rows, client_rows(target.device)),
                 owner_tokens=min(passes.owner_tokens, client_tokens(target.device)),
             )
-        costs = shaping.costs
         self._weights = DeviceWeights()
-        budget = None if costs is None else PassBudget(costs, shaping.prior[0][0])
-        self.shared = SharedVerifier(self.verifier, passes, self.verifier.release, budget)
+        self.shared = SharedVerifier(
+            self.verifier, passes, self.verifier.release, _budget_of(shaping)
+        )
         self._shaping = replace(shaping, beside=lambda: self.shared.num_recent_rows)
         self._room = self.options.fitting(target)
         rules = PositionRules.of(target, self.capabilities.max_tokens)
@@ -172,6 +173,14 @@ class TargetService:
         self._quota = Quota(self._room.connections_of, "connections")
         self.draining = self._stopped = False
         self._register_gauges()
+
+    def renew_costs(self, renew: Renew) -> None:
+        """Measure costs while no request is there; to be called before the first request."""
+
+        def adopt(found: DraftSettings) -> None:
+            self._shaping, self.shared.budget = found, _budget_of(found)
+
+        self.shared.when_idle(Renewal(renew, QUIET_S, RENEWAL_S), self._shaping, adopt)
 
     def _register_gauges(self) -> None:
         counts, most = self.shared.counts, self.max_sessions
@@ -314,7 +323,11 @@ class TargetService:
             ended.set_result(None)
 
     async def warm_up(self) -> None:
-        """Decode a text, so that the first device waits for no kernel, graph or memory."""
+        """Decode a text, so that the first device waits for no kernel, graph or memory.
+
+        What grammars share is made, too: no device waits for another's first grammar.
+        """
+        await self.capabilities.prepare_grammars()
         prompt = range(min(self.options.passes.prefill_tokens, self.capabilities.max_tokens // 2))
         request = pb.GenerateRequest(
             token_ids=[token % self.target.vocab_size for token in prompt],
@@ -342,6 +355,10 @@ class TargetService:
         for session in self.sessions:
             self.sessions.remove(session)
         await self.shared.stop()
+
+
+def _budget_of(shaping: DraftSettings) -> PassBudget | None:
+    return None if shaping.costs is None else PassBudget(shaping.costs, shaping.prior[0][0])
 
 
 def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.pass_budget import PassBudget
+from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import beginning
 from moaspec.engine.engine import run_now
+from moaspec.generation.renewal import Renewal
 from moaspec.process_memory import end_idle_threads
 from moaspec.sampling.params import GREEDY
 from moaspec.support.tasks import end_tasks
+
+Adopt = Callable[[DraftSettings], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +174,9 @@ class SharedVerifier:
     Args:
         verifier: called in a thread of its own, one pass at a time.
         on_idle: called when the last leased row is returned.
-        budget: of the drafts of all rows of a pass; None verifies all.
 
     Attributes:
+        budget: of the drafts of all rows of a pass; None verifies all.
         prompt_piece: most prompt tokens of one request; `sys.maxsize` where prompts are read whole.
     """
 
@@ -184,7 +188,7 @@ class SharedVerifier:
         budget: PassBudget | None = None,
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
-        self._on_idle, self._budget = on_idle, budget
+        self._on_idle, self.budget = on_idle, budget
         whole = getattr(verifier, "prompt_tokens", 0) == sys.maxsize
         self.prompt_piece = sys.maxsize if whole else self.options.prefill_tokens
         self._recent: deque[set[int]] = deque(maxlen=2)
@@ -197,6 +201,8 @@ class SharedVerifier:
         self._wake = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._task: asyncio.Task[None] | None = None
+        self._rest: tuple[Renewal, DraftSettings, Adopt] | None = None
+        self._used_s = time.monotonic()  # when the latest pass ended
         self.counts = PassCounts()
 
     @property
@@ -224,8 +230,8 @@ class SharedVerifier:
         """Lease the lowest free row, which keeps caches small, until `close`."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
         self._used[row] = owner
-        if self._budget is not None:
-            self._budget.forget(row)
+        if self.budget is not None:
+            self.budget.forget(row)
         return row
 
     def close(self, row: int) -> None:
@@ -238,6 +244,15 @@ class SharedVerifier:
         self._used.pop(row, None)
         if self._on_idle is not None and not self._used:
             self._on_idle()
+
+    def when_idle(self, renewal: Renewal, shaping: DraftSettings, adopt: Adopt) -> None:
+        """Measure costs while no request is there; to be called before the first request.
+
+        Args:
+            shaping: the settings in use.
+            adopt: called on the event loop with settings that take their place.
+        """
+        self._rest = (renewal, shaping, adopt)
 
     async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
         """Verify a request of one row; returns the result and the duration of its pass.
@@ -256,6 +271,7 @@ class SharedVerifier:
 
     async def stop(self) -> None:
         """End after the running pass and cancel waiting requests."""
+        self._wake.set()  # ends a measurement
         if self._task is not None:
             await end_tasks(self._task)
         for job in self._jobs:
@@ -265,12 +281,30 @@ class SharedVerifier:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
+            await self._rest_until_asked()
             self._wake.clear()
             while jobs := self._next():
                 await self._decide_together(jobs)
+                self._used_s = time.monotonic()
                 # Rows that this process decodes ask again at once: they share the next pass.
                 await asyncio.sleep(0)
+
+    async def _rest_until_asked(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._rest is not None and not self._wake.is_set():
+            renewal, shaping, adopt = self._rest
+            try:
+                async with asyncio.timeout(max(0.0, renewal.wait_s(self._used_s))):
+                    await self._wake.wait()
+            except TimeoutError:
+                # In the thread of passes; a request ends the measurement and waits until then.
+                found = await loop.run_in_executor(
+                    self._pool, renewal.renewed, shaping, self._wake.is_set
+                )
+                if found is not None:
+                    adopt(found)
+                    self._rest = (renewal, found, adopt)
+        await self._wake.wait()
 
     def _next(self) -> list[_QueuedRequest]:
         """Take the requests of the next pass: at least one, if any waits.
@@ -308,8 +342,8 @@ class SharedVerifier:
     async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.cache_row for job in jobs}
         self._recent.append(self._running)
-        if self._budget is not None:
-            asked = self._budget.applied([job.request for job in jobs])
+        if self.budget is not None:
+            asked = self.budget.applied([job.request for job in jobs])
             for job, request in zip(jobs, asked, strict=True):
                 job.request = request
         started = time.monotonic()
@@ -334,8 +368,8 @@ class SharedVerifier:
                     self._jobs.append(job)  # behind other prompts of this owner
                     continue
                 answer = replace(answer, tree=answer.tree or job.request.tree)
-                if self._budget is not None:
-                    self._budget.count(job.request, answer)
+                if self.budget is not None:
+                    self.budget.count(job.request, answer)
                 job.answer.set_result((answer, seconds))
             else:
                 job.answer.set_exception(answer)

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from moaspec.errors import InputError
+from moaspec.sampling.grammar import Grammar
 from moaspec.serve.openai.chat_input import ChatInput
 from moaspec.serve.openai.choice import Choice, Delta
 from moaspec.serve.openai.event_stream import EventStream, unless_disconnected
@@ -103,18 +104,18 @@ class Answer(Generic[Body]):
                 self._outcome = "failed"
                 raise news
             delta = self._choices[index].take(news)
-            if news.stop_reason == "stop_token" and self._jobs[index].grammar is not None:
-                await self._check_ended(index)
+            grammar = self._jobs[index].grammar
+            if news.stop_reason == "stop_token" and grammar is not None:
+                await self._check_ended(grammar, self._choices[index].token_ids)
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
                 self._count(index, "done")
             yield delta
 
-    async def _check_ended(self, index: int) -> None:
+    async def _check_ended(self, grammar: Grammar, output: Sequence[int]) -> None:
         """Raise InputError for a text that ended before its grammar was complete."""
-        job, output = self._jobs[index], self._choices[index].token_ids
         try:
-            await asyncio.to_thread(self._context.facts.check_ended, job, output)
+            await asyncio.to_thread(grammar.check_ended, output)
         except InputError:
             self._outcome = "failed"
             raise
@@ -194,6 +195,15 @@ class ChoicesAnswer(Answer[ChoicesBody]):
             "usage": self._usage(),
             **({} if extension is None else {"moaspec": extension}),
         }
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The field of a choice's token ids, if they are asked for."""
+        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """The field of the token ids of a choice's prompt, if they are asked for."""
+        ids = self._jobs[index].prompt_ids
+        return {"prompt_token_ids": list(ids)} if self._body.return_token_ids else {}
 
     def _chunk(self, *choices: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}

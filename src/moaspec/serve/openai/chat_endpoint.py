@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.answer import STREAMED, ChoicesAnswer
-from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, normal_tools
+from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, PreparedChat, normal_tools
 from moaspec.serve.openai.chat_schema import ChatRequest, FunctionName, NamedChoice
 from moaspec.serve.openai.choice import Choice, Delta, token_logprob
 from moaspec.serve.openai.schema import JSONSchemaFormat, ObjectFormat
 from moaspec.serve.server_context import ServerContext
-from moaspec.serve.sources.source import Job, SourceFacts
+from moaspec.serve.sources.source import SourceFacts
 from moaspec.serve.sources.text_writer import Piece
 
 
@@ -28,12 +28,12 @@ def router(context: ServerContext) -> APIRouter:
         context.check(body)
         redactor = context.redactor()
 
-        def prepare() -> tuple[ChatInput, list[Job]]:
-            chat = _chat_input(context, body)
-            return chat, chat.jobs(context, request, body, redactor)
+        def prepare() -> PreparedChat:
+            return _chat_input(context, body).prepared(context, redactor)
 
-        chat, jobs = await context.preparation.run(request, prepare)
-        return await _ChatAnswer(context, body, jobs, redactor, chat).respond(request)
+        prepared = await context.preparation.run(request, prepare)
+        jobs = await prepared.jobs(context, request, body)
+        return await _ChatAnswer(context, body, jobs, redactor, prepared.chat).respond(request)
 
     return routes
 
@@ -71,6 +71,7 @@ def _chat_input(context: ServerContext, body: ChatRequest) -> ChatInput:
         stop=body.stop_strings,
         max_tokens=body.max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        return_ids=bool(body.return_token_ids),
         template_options={
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
@@ -83,13 +84,21 @@ class _ChatAnswer(ChoicesAnswer[ChatRequest]):
     chunk_object = "chat.completion.chunk"
 
     def _first_events(self) -> Iterator[dict[str, Any]]:
+        prompt_ids = self._prompt_ids(0)
         for choice in self._choices:
-            yield self._chunk(_part(choice.index, {"role": "assistant", "content": ""}))
+            part = _part(choice.index, {"role": "assistant", "content": ""})
+            yield {**self._chunk(part), **prompt_ids}
+            prompt_ids = {}
+
+    def _result(self) -> dict[str, Any]:
+        return {**super()._result(), **self._prompt_ids(0)}
 
     def _delta_events(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        if delta.matters(logprobs=bool(self._body.logprobs)):
+        ids = bool(self._body.return_token_ids)
+        if delta.matters(logprobs=bool(self._body.logprobs), ids=ids):
             content = {"content": delta.text} if delta.text else {}
             part = _part(delta.index, {**content, **self._called(delta)})
+            part |= self._ids(delta.token_ids)
             part["logprobs"] = self._logprobs(delta.pieces) if delta.pieces else None
             yield self._chunk(part, delta=delta)
         if delta.finish_reason is not None:
@@ -113,6 +122,7 @@ class _ChatAnswer(ChoicesAnswer[ChatRequest]):
             "message": message,
             "logprobs": self._logprobs(choice.pieces),
             "finish_reason": self._finish(choice.finish_reason),
+            **self._ids(choice.token_ids),
         }
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:

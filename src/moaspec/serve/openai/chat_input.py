@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from moaspec.data.messages import Message, normal_tool
 from moaspec.data.templates.call_reader import CallReader
+from moaspec.sampling.grammar import json_grammar, lark_grammar
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.call_grammar import Function, call_grammar, lists_arguments
 from moaspec.serve.openai.schema import GenerationRequest
@@ -38,6 +39,7 @@ class ChatInput:
     max_tokens: int | None = None  # maximum length of the answer; None takes the server's default
     # Number of alternatives to report; None reports no log-probabilities.
     logprobs: int | None = None
+    return_ids: bool = False  # whether to report token ids
     # See `ChatTemplate.rendered`.
     template_options: Mapping[str, bool] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class ChatInput:
         return self.parallel is not False
 
     def grammar(self, context: ServerContext) -> str | None:
-        """Grammar of the answer; None for free text. Compilation may take seconds.
+        """Text of the answer's grammar, which is not compiled here; None for free text.
 
         Raises:
             InputError: an unsupported schema, or a tool choice without tools.
@@ -72,7 +74,6 @@ class ChatInput:
         tools, forced = self.callable_functions, self.forced
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
-        grammars = context.facts.grammars
         form = context.template.form
         guided = form.trigger and self.schema is None
         if form.tags:
@@ -85,8 +86,8 @@ class ChatInput:
                 parallel=self.allows_parallel(context),
                 special=context.template.special_marks,
             )
-            return grammars.lark(text)
-        return None if self.schema is None else grammars.json_schema(self.schema)
+            return lark_grammar(text)
+        return None if self.schema is None else json_grammar(self.schema)
 
     def reader(self, context: ServerContext) -> CallReader | None:
         """A reader of the calls in one text; None without callable tools."""
@@ -100,25 +101,37 @@ class ChatInput:
             forced=self.forced,
         )
 
-    def jobs(
-        self,
-        context: ServerContext,
-        request: Request,
-        body: GenerationRequest,
-        redactor: RequestRedactor,
-    ) -> list[Job]:
-        """Redact and tokenise the conversation, and make a job for every choice."""
-        limit = context.max_tokens(body, self.max_tokens)
+    def prepared(self, context: ServerContext, redactor: RequestRedactor) -> PreparedChat:
+        """Redact and tokenise the conversation."""
         hidden = redactor.hide(self)
-        redactor.check_answer(logprobs=self.logprobs is not None, stop=hidden.stop)
+        redactor.check_answer(
+            logprobs=self.logprobs is not None, ids=self.return_ids, stop=hidden.stop
+        )
+        prompt_ids = context.prompt(hidden)
+        return PreparedChat(self, prompt_ids, hidden.stop, hidden.grammar(context))
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation without private text, in tokens."""
+
+    chat: ChatInput  # as the client sent it
+    prompt_ids: list[int]
+    stop: tuple[str, ...]
+    grammar: str | None  # see `ChatInput.grammar`
+
+    async def jobs(
+        self, context: ServerContext, request: Request, body: GenerationRequest
+    ) -> list[Job]:
+        """Compile the grammar, and make a job for every choice."""
         return context.jobs(
             request,
             body,
-            [context.prompt(hidden)],
-            max_tokens=limit,
-            logprobs=self.logprobs,
-            grammar=hidden.grammar(context),
-            stop=hidden.stop,
+            [self.prompt_ids],
+            max_tokens=context.max_tokens(body, self.chat.max_tokens),
+            logprobs=self.chat.logprobs,
+            grammar=await context.compiled(request, self.grammar),
+            stop=self.stop,
         )
 
 

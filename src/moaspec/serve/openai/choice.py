@@ -25,14 +25,16 @@ class Delta:
     start: int  # number of characters before the part
     pieces: list[Piece]  # tokens with their text
     text: str  # text without calls
+    token_ids: tuple[int, ...]  # of the update; pieces may wait for further ones
     calls: list[tuple[int, Call]]  # index and content of each completed call
     # Set at the end; "tool_calls" also for OpenAI's older `function_call`.
     finish_reason: str | None
     moaspec: dict[str, Any] | None  # the extension's object
 
-    def matters(self, *, logprobs: bool) -> bool:
+    def matters(self, *, logprobs: bool, ids: bool) -> bool:
         """Whether the delta has content for the client, apart from the finish reason."""
-        return bool(self.text or self.calls or self.moaspec or (logprobs and self.pieces))
+        wanted = (logprobs and self.pieces) or (ids and self.token_ids)
+        return bool(self.text or self.calls or self.moaspec or wanted)
 
 
 class Choice:
@@ -96,6 +98,7 @@ class Choice:
             start=start,
             pieces=pieces,
             text=text,
+            token_ids=update.token_ids,
             calls=numbered,
             finish_reason=self.finish_reason,
             moaspec=self._extension.chunk(update, pieces, self.counts, link),

@@ -74,7 +74,9 @@ def _prompts(
         for skip_special in (False, True) if redactor.active else ():
             texts = [tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in prompts]
             redactor.check_unchanged([*texts, *stop])
-    redactor.check_answer(logprobs=body.logprobs is not None, stop=stop)
+    redactor.check_answer(
+        logprobs=body.logprobs is not None, ids=bool(body.return_token_ids), stop=stop
+    )
 
     def tokenize(text: str) -> list[int]:
         return list(tokenizer(text)["input_ids"])
@@ -91,20 +93,27 @@ class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     whole_object = chunk_object = "text_completion"
 
     def _first_events(self) -> Iterator[dict[str, Any]]:
-        for choice in self._choices if self._body.echo else ():
-            yield self._chunk(self._part(choice.index, self._prompt(choice.index), [], 0, None))
+        for choice in self._choices:
+            ids = self._prompt_ids(choice.index)
+            if self._body.echo or ids:
+                text = self._prompt(choice.index) if self._body.echo else ""
+                part = self._part(choice.index, text, [], 0, None)
+                yield self._chunk({**part, **ids, **self._ids(())})
 
     def _delta_events(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        matters = delta.matters(logprobs=self._body.logprobs is not None)
+        matters = delta.matters(
+            logprobs=self._body.logprobs is not None, ids=bool(self._body.return_token_ids)
+        )
         if matters or delta.finish_reason is not None:
             part = self._part(
                 delta.index, delta.text, delta.pieces, delta.start, delta.finish_reason
             )
-            yield self._chunk(part, delta=delta)
+            yield self._chunk({**part, **self._ids(delta.token_ids)}, delta=delta)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         text = (self._prompt(choice.index) if self._body.echo else "") + choice.text
-        return self._part(choice.index, text, choice.pieces, 0, choice.finish_reason)
+        part = self._part(choice.index, text, choice.pieces, 0, choice.finish_reason)
+        return {**part, **self._ids(choice.token_ids), **self._prompt_ids(choice.index)}
 
     def _part(
         self, index: int, text: str, pieces: Sequence[Piece], start: int, finish: str | None

@@ -88,16 +88,17 @@ class RequestRedactor:
                 param="prompt",
             )
 
-    def check_answer(self, *, logprobs: bool, stop: Sequence[str]) -> None:
-        """RequestError for log-probabilities, or stop strings inside of placeholders."""
+    def check_answer(self, *, logprobs: bool, ids: bool, stop: Sequence[str]) -> None:
+        """RequestError for token ids, log-probabilities, or stop strings inside of placeholders."""
         if self._vault is None or not self.hides:
             return
-        if logprobs:
-            raise RequestError(
-                "logprobs are those of placeholders where private text is hidden, and this "
-                "request holds such text. Leave logprobs out.",
-                param="logprobs",
-            )
+        for name, asked in (("logprobs", logprobs), ("return_token_ids", ids)):
+            if asked:
+                raise RequestError(
+                    f"{name} would tell of placeholders where private text is hidden, and this "
+                    f"request holds such text. Leave {name} out.",
+                    param=name,
+                )
         for text in stop:
             for placeholder in self._vault.placeholders:
                 if text in placeholder and text != placeholder:

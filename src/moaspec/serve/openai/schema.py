@@ -136,6 +136,7 @@ class ChoicesRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's: ids of the prompt and of each choice
 
     @property
     def num_choices(self) -> int:

@@ -267,7 +267,7 @@ class EdgeSource(TextSource):
 
     async def _draft(self, job: Job) -> AsyncGenerator[Update]:
         """Draft on the device and verify on the server."""
-        options = await self._row_options(job)
+        options = self._row_options(job)
         reader = _EventReader(job, keep=self._options.on_cut == "keep")
         pooled, evicted = self._take_session(job)
         session = pooled.session
@@ -288,7 +288,7 @@ class EdgeSource(TextSource):
     async def _decode_on_server(self, job: Job) -> AsyncGenerator[Update]:
         """Decode by the server alone. While an emulated link is cut, updates are held back."""
         assert self._server_only is not None, "_decode() has checked"
-        options = await self._row_options(job)
+        options = self._row_options(job)
         events: Any = self._server_only.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
@@ -303,7 +303,7 @@ class EdgeSource(TextSource):
                 )
                 first = False
 
-    async def _row_options(self, job: Job) -> GenerateOptions:
+    def _row_options(self, job: Job) -> GenerateOptions:
         sampling = vars(job.sampling)
         options = {
             **{name: sampling[name] for name in sampling.keys() & GenerateOptions.__annotations__},
@@ -311,7 +311,7 @@ class EdgeSource(TextSource):
             "stop": job.stop,
             "stop_token_ids": () if job.ignore_eos else None,
             "generation_config": None,
-            "logits_processors": await asyncio.to_thread(self.facts.processors, job),
+            "logits_processors": job.processors,
         }
         return cast("GenerateOptions", options)
 

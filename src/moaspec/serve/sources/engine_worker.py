@@ -5,6 +5,7 @@ through the `report` callback of their job, which must neither block nor raise.
 """
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.request_table import context_message
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import BusyError, ContextError, InputError
+from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
 from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.source import (
@@ -29,13 +31,12 @@ from moaspec.serve.sources.source import (
     entry_to_evict,
 )
 
+LOG = logging.getLogger(__name__)
+
 MAX_NEW_PROMPT_TOKENS = 2048
 """Most prompt tokens that join in one step, unless they are one prompt's."""
 
 MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
-
-
-Renew = Callable[[DraftSettings, Callable[[], bool]], DraftSettings | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class WorkerLimits(SourceLimits):
     # Seconds without a request after which all kept rows and caches are freed.
     parked_s: float = 120.0
     # Seconds without a request after which costs may be measured, and between two tries.
-    quiet_s: float = 5.0
-    renewal_s: float = 60.0
+    quiet_s: float = QUIET_S
+    renewal_s: float = RENEWAL_S
 
 
 @dataclass(eq=False)
@@ -90,8 +91,8 @@ class EngineWorker:
         slot_bytes: cache bytes of one token.
         state_bytes: of one row's recurrent states.
         client_rows: jobs of one client that a step always takes, even if others have fewer.
-        renew: called while no job is there, with a function that tells whether one came; returns
-            settings for later jobs, or None to keep them.
+        renew: called while no job is there, see `Renew`.
+        use: called with renewed settings while no row is kept.
         on_text: called with prompt and generated ids of each whole text that the target chose
             freely; must neither block nor raise.
     """
@@ -108,9 +109,13 @@ class EngineWorker:
         stop_token_ids: frozenset[int],
         limits: WorkerLimits,
         renew: Renew | None = None,
+        use: Callable[[DraftSettings], None] = lambda _: None,
         on_text: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
-        self._renew, self._renewal_due_s = renew, 0.0
+        self._renewal: Renewal | None = None
+        if renew is not None:
+            self._renewal = Renewal(renew, limits.quiet_s, limits.renewal_s)
+        self._use = use
         self._on_text = on_text
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
         self._free_caches, self._limits = release, limits
@@ -191,25 +196,29 @@ class EngineWorker:
     @property
     def _patience_s(self) -> float | None:
         """Seconds to wait for a command while nothing is decoded; None: forever."""
-        waits = [self._renewal_in_s] if self._renew is not None else []
+        waits = [] if self._renewal is None else [self._renewal.wait_s(self._used_s)]
         if self._high[0]:  # without caches there is nothing to free
             waits.append(self._used_s + self._limits.parked_s - time.monotonic())
         return max(0.0, min(waits)) if waits else None
 
-    @property
-    def _renewal_in_s(self) -> float:
-        due_s = max(self._renewal_due_s, self._used_s + self._limits.quiet_s)
-        return due_s - time.monotonic()
-
     def _rest(self) -> None:
         """What an idle server does: measure costs, and free what nobody has asked for."""
         if self._high[0] and self._used_s + self._limits.parked_s <= time.monotonic():
+            rows = len(self._parked)
             self._forget_all()
-        if self._renew is not None and self._renewal_in_s <= 0:
-            with contextlib.suppress(Exception):  # as where memory is short: later jobs go on
-                found = self._renew(self._shaping, lambda: not self._inbox.empty())
-                self._shaping = found or self._shaping
-            self._renewal_due_s = time.monotonic() + self._limits.renewal_s
+            LOG.info(
+                "Caches and %d kept texts are freed after %g s without a request.",
+                rows,
+                self._limits.parked_s,
+            )
+        if self._renewal is not None and self._renewal.wait_s(self._used_s) <= 0:
+            found = self._renewal.renewed(self._shaping, lambda: not self._inbox.empty())
+            if found is None:
+                return
+            if found.num_target_layers != self._shaping.num_target_layers:
+                self._forget_all()  # what the drafter keeps of a text is that of its N
+            self._use(found)
+            self._shaping = found
 
     def _advance(self) -> None:
         """Run one step of the engine. An error in it ends the active jobs, not the server."""

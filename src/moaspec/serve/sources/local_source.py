@@ -19,8 +19,9 @@ from moaspec.engine.large_batches import client_rows
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
+from moaspec.generation.renewal import Renew
 from moaspec.model.moa import MoADrafter
-from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, Renew, WorkerLimits
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec.serve.sources.source import Cancel, Job, Load, Report, SourceFacts, TextSource, Update
 from moaspec.target.target import Target, plain_torch
 
@@ -79,6 +80,7 @@ class LocalSource(TextSource):
             stop_token_ids=target.stop_token_ids,
             limits=limits,
             renew=renew,
+            use=self._use,
             on_text=None if learning is None else learning.offer,
         )
         self.facts = SourceFacts(
@@ -101,6 +103,11 @@ class LocalSource(TextSource):
         if self._learning is not None:
             await asyncio.to_thread(self._learning.close)
 
+    def _use(self, shaping: DraftSettings) -> None:
+        """Draft with the N of these settings; no row is in use where it is another one."""
+        if isinstance(self._drafting, FastMoAProposer) and shaping.num_target_layers is not None:
+            self._drafting.use_exit(shaping.num_target_layers)
+
     def _adopt(self, directory: Path) -> None:
         """Draft with a new version of the drafter, which is loaded and packed in this thread."""
         drafting = self._drafting
@@ -120,8 +127,7 @@ class LocalSource(TextSource):
                 loop.call_soon_threadsafe(report, index, news)
 
         queued = [
-            QueuedJob(self._with_grammar(job), partial(forward, index))
-            for index, job in enumerate(jobs)
+            QueuedJob(_with_grammar(job), partial(forward, index)) for index, job in enumerate(jobs)
         ]
         self._worker.submit(queued)
 
@@ -131,10 +137,6 @@ class LocalSource(TextSource):
 
         return cancel
 
-    def _with_grammar(self, job: Job) -> Job:
-        processors = self.facts.processors(job)
-        return replace(job, sampling=replace(job.sampling, processors=processors))
-
     @property
     def learning(self) -> LearningStatus | None:
         return None if self._learning is None else self._learning.status
@@ -142,6 +144,10 @@ class LocalSource(TextSource):
     @property
     def load(self) -> Load:
         return self._worker.load
+
+
+def _with_grammar(job: Job) -> Job:
+    return replace(job, sampling=replace(job.sampling, processors=job.processors))
 
 
 def _fingerprint(target: Target) -> str:

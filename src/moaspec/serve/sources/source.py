@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from moaspec.engine.request_table import check_bias, check_prompt
 from moaspec.engine.result import Event, Source, StopReason
 from moaspec.errors import BusyError, InputError
-from moaspec.sampling.grammar import GrammarProcessor, Grammars
+from moaspec.sampling.grammar import Grammar, GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes
 from moaspec.sampling.params import Alternatives, SamplingParams
 from moaspec.target.generation_defaults import GenerationDefaults
@@ -35,12 +35,17 @@ class Job:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     sampling: SamplingParams
-    grammar: str | None = None  # grammar of the text, see `sampling.grammar`; None allows any text
+    grammar: Grammar | None = None  # grammar of the text; None allows any text
     ignore_eos: bool = False  # whether tokens that end a text do not end this one
     speculation: bool = True  # whether to draft; False decodes plainly
     provisional: bool = False  # whether to report text that is not verified yet
     tenant: str = ""  # owner of the request; tenants share no caches
     client: str = ""  # key whose share of the server it uses; "" if there are not several keys
+
+    @property
+    def processors(self) -> tuple[GrammarProcessor, ...]:
+        """The grammar as a logits processor."""
+        return () if self.grammar is None else (self.grammar.processor(len(self.prompt_ids)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +106,6 @@ class SourceFacts:
         """Raise `InputError` for token ids or settings that the target cannot take."""
         check_prompt(job.prompt_ids, self.target.vocab_size, self.target.max_positions)
         check_bias(job.sampling, self.target.vocab_size)
-
-    def processors(self, job: Job) -> tuple[GrammarProcessor, ...]:
-        """The grammar of a job as a logits processor; compiled again if it was evicted."""
-        if job.grammar is None:
-            return ()
-        return (self.grammars.processor(job.grammar, len(job.prompt_ids)),)
-
-    def check_ended(self, job: Job, output: Sequence[int]) -> None:
-        """Raise `InputError` where a text ended before its grammar was complete."""
-        if job.grammar is not None:
-            self.grammars.check_ended(job.grammar, output)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

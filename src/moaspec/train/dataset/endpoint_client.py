@@ -17,6 +17,7 @@ from moaspec.errors import DataError, InputError, ServerError
 from moaspec.support.http_client import (
     BadAnswerError,
     HttpClient,
+    SlowAnswerError,
     message,
     one_line,
     require_url,
@@ -240,10 +241,21 @@ class EndpointClient:
     async def _answer(
         self, method: str, path: str, fields: Mapping[str, Any] | None
     ) -> httpx.Response:
-        """UnusableAnswerError for an answer beyond a limit; httpx.TransportError for none."""
+        """One attempt.
+
+        Raises:
+            UnusableAnswerError: an answer beyond a limit of size.
+            ServerError: no answer in time. Another attempt would only add to the server's work.
+            httpx.TransportError: no answer.
+        """
         most, s = (MAX_LIST_BYTES, LIST_S) if fields is None else (MAX_ANSWER_BYTES, ANSWER_S)
         try:
             return await self._server.ask(method, path, fields, most=most, s=s)
+        except SlowAnswerError as error:
+            raise ServerError(
+                f"{str(error).rstrip('.')}, and the request is not sent again. Ask for fewer answers "
+                f"at once (--batch) or shorter ones (--max-new-tokens). {CONTINUE}"
+            ) from error
         except BadAnswerError as error:
             raise UnusableAnswerError(str(error)) from error
 

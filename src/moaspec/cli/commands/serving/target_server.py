@@ -244,7 +244,7 @@ def _page(
 def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import check_drafter, load_drafter
-    from moaspec.generation.shaping import shaping_for
+    from moaspec.generation.shaping import renewed_shaping, shaping_for
     from moaspec.remote.server.service import TargetService
 
     drafter = None
@@ -263,7 +263,11 @@ def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> Target
     # Alone the server drafts with N = 0 or not at all. N does not change the cost of a pass.
     layers = 0 if 0 in module.config.num_target_layers else None
     shaping = shaping_for(target, module, num_target_layers=layers)
-    return TargetService(target, module, limits, shaping=shaping)
+    service = TargetService(target, module, limits, shaping=shaping)
+    service.renew_costs(
+        functools.partial(renewed_shaping, target, module, num_target_layers=layers)
+    )
+    return service
 
 
 def _vllm_service(

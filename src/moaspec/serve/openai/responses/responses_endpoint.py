@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from moaspec.data.templates.call_reader import Call
 from moaspec.serve import http_errors
 from moaspec.serve.openai.answer import STREAMED, Answer
-from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, normal_tools
+from moaspec.serve.openai.chat_input import ANY_OBJECT, ChatInput, PreparedChat, normal_tools
 from moaspec.serve.openai.choice import Delta
 from moaspec.serve.openai.redaction import RequestRedactor
 from moaspec.serve.openai.responses.response_store import Messages, ResponseStore
@@ -34,17 +34,17 @@ def router(context: ServerContext) -> APIRouter:
         tenant, redactor = request.state.tenant, context.redactor()
         messages = _messages(body, store, tenant)
 
-        def prepare() -> tuple[ChatInput, list[Job]]:
-            chat = _chat_input(context, body, messages)
-            return chat, chat.jobs(context, request, body, redactor)
+        def prepare() -> PreparedChat:
+            return _chat_input(context, body, messages).prepared(context, redactor)
 
-        chat, jobs = await context.preparation.run(request, prepare)
+        prepared = await context.preparation.run(request, prepare)
+        jobs = await prepared.jobs(context, request, body)
 
         def save(response: dict[str, Any]) -> None:
             if body.store is not False:
                 store.add(tenant, response, [*messages, answer.message()])
 
-        answer = _ResponseAnswer(context, body, jobs, redactor, chat, save=save)
+        answer = _ResponseAnswer(context, body, jobs, redactor, prepared.chat, save=save)
         return await answer.respond(request)
 
     @routes.get("/responses/{response_id}")
