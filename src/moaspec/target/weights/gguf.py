@@ -31,7 +31,7 @@ from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 from moaspec.target.weights.gguf_tokens import UnreadableError
 
 log = logging.getLogger(__name__)
-CONVERSION = 2
+CONVERSION = 3
 """Part of the names of converted files; another number where they must be made anew."""
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from moaspec.errors import UnknownModelError
 from moaspec.support.causes import first_line
+from moaspec.target.weights.gguf_merges import merges_by_score
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
 from moaspec.target.weights.gguf_tokens import (
     KEY,
-    NORMAL,
     TEMPLATE,
     USER_DEFINED,
     Tokens,
@@ -142,7 +142,7 @@ def _sentencepiece(tokens: Tokens) -> Tokenizer:
     unknown = tokens.named("unknown")
     model = models.BPE(
         tokens.ids,
-        _merges_by_score(tokens),
+        merges_by_score(_scores(tokens)),
         byte_fallback=True,
         unk_token=None if unknown is None else tokens.texts[unknown],
     )
@@ -159,26 +159,11 @@ def _sentencepiece_decoder(*, prefix: bool = False) -> Any:
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
 
 
-def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the token with the best score first."""
-    ids = tokens.ids
-    scores = tokens.numbers("scores", 0.0)
-    found = []
-    for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
-        for at in range(1, len(text)):
-            left, right = text[:at], text[at:]
-            if left in ids and right in ids:
-                found.append((-score, left, right))
-            elif kind == NORMAL and _lacks_letter(left, right, ids):
-                raise UnreadableError(f"{text!r} is a token, and not all of its letters are.")
-    found.sort(key=lambda one: one[0])
-    return [(left, right) for _, left, right in found]
-
-
-def _lacks_letter(left: str, right: str, ids: Mapping[str, int]) -> bool:
-    """Whether llama.cpp merges these two although one is a letter that is no token."""
-    parts = (left, right)
-    return " " not in parts and all(part in ids or len(part) == 1 for part in parts)
+def _scores(tokens: Tokens) -> dict[str, float]:
+    """Scores of letters, and of the tokens to which a text without special ones can be merged."""
+    cut_out = {text for text, _ in tokens.special() if len(text) > 1 and _SPACE not in text}
+    scores = zip(tokens.texts, tokens.numbers("scores", 0.0), strict=False)
+    return {text: one for text, one in scores if text not in cut_out and " " not in text}
 
 
 def _added(tokens: Tokens) -> Iterator[AddedToken]:
