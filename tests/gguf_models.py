@@ -131,6 +131,8 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _add(writer: Any, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    if type(value) is int and value < 0:
+        add[int] = writer.add_int32
     add |= {str: writer.add_string, list: writer.add_array}
     add[type(value)](key, value)
 

@@ -71,11 +71,12 @@ class GGUFFile:
         """The value of `general.architecture`.
 
         Raises:
-            UnknownModelError: there is none.
+            UnknownModelError: there is none, or it is no text.
         """
         found = self.fields.get("general.architecture")
         if not isinstance(found, str):
-            raise UnknownModelError("it has no field general.architecture.")
+            is_ = "missing" if found is None else f"{str(found)[:60]}, and must be a text"
+            raise UnknownModelError(f"its field general.architecture is {is_}.")
         return found
 
 
