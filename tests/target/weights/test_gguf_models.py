@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -601,6 +603,88 @@ def test_weights_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     target = moaspec.load_target(path, dtype="float32")
     assert_close(target.model.state_dict(), made.state_dict(), rtol=0, atol=0)
     assert len(list((tmp_path / "cache").rglob("model-*.safetensors"))) > 2
+
+
+def _is_read(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+READ = [kind for kind in GGMLQuantizationType if _is_read(kind)]
+MATRICES = {
+    f"blk.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+    for layer in range(4)
+    for ours, theirs in {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }.items()
+} | {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+WIDE = {
+    "hidden_size": 256,  # K-quants have blocks of 256 values
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+
+
+def _random_blocks(shape: tuple[int, int], kind: GGMLQuantizationType) -> np.ndarray:
+    """Random bytes, so scales of any size; blocks with infinite values are zeros."""
+    values, size = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(kind.value)
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // values, size), np.uint8)
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(dequantize(blocks, kind)).all(axis=1)
+    assert finite.mean() > 0.5
+    blocks[~finite] = 0
+    return blocks.reshape(shape[0], -1)
+
+
+def test_weights_of_all_types_are_read_bit_for_bit(tmp_path: Path) -> None:
+    made = gguf_models.model("qwen2", **WIDE)
+    shapes = {ours: made.state_dict()[theirs].shape for ours, theirs in MATRICES.items()}
+    kinds = dict(zip(shapes, READ, strict=False))
+    assert len(kinds) == len(READ) >= 26
+    stored = {name: (_random_blocks(shapes[name], kind), kind) for name, kind in kinds.items()}
+    path = gguf_models.write(tmp_path / "model.gguf", "qwen2", made, stored=stored)
+    found = moaspec.load_target(path, dtype="float32", packed=False).model.state_dict()
+    for name, (blocks, kind) in stored.items():
+        right = np.array(dequantize(blocks, kind), np.float32)
+        assert_close(
+            found[MATRICES[name]].view(torch.int32),
+            torch.from_numpy(right.view(np.int32)),
+            msg=kind.name,
+        )
+
+
+@pytest.mark.parametrize("kind", set(GGMLQuantizationType) - set(READ), ids=lambda kind: kind.name)
+def test_other_types_are_refused_by_name(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    made = gguf_models.model("qwen2", **WIDE)
+    values, size = GGML_QUANT_SIZES[kind]
+    stored = {"output.weight": (np.zeros((96, 256 // values * size), np.uint8), kind)}
+    path = gguf_models.write(tmp_path / "model.gguf", "qwen2", made, stored=stored)
+    said = rf"output\.weight is of the type {kind.name}, .* another quantisation"
+    with pytest.raises(UnsupportedTargetError, match=said):
+        moaspec.load_target(path)
+
+
+def test_a_type_that_the_package_does_not_know_is_refused(tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.1.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two
+    data[at : at + 4] = (199).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedTargetError, match=r"199\D.*pip install -U gguf"):
+        moaspec.load_target(path)
 
 
 def _parts(tmp_path: Path, name: str = "big") -> list[Path]:
