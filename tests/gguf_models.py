@@ -77,6 +77,7 @@ def write(
     split: int = 0,
     quantised: bool = False,
     others: Mapping[str, Any] = {},
+    stored: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] = {},
     vocabulary: bool = True,
 ) -> Path:
     """Write a model in float32, with a vocabulary of single characters.
@@ -88,6 +89,7 @@ def write(
         split: number of tensors of each part; 0 writes one file.
         quantised: write matrices as Q8_0.
         others: fields outside the architecture.
+        stored: bytes and type of some tensors, in place of the model's.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in (_fields(made.config) | dict(fields)).items():
@@ -100,6 +102,10 @@ def write(
     tensors = {**_tensors(architecture, made), **{k: np.array(v, "f4") for k, v in factors.items()}}
     change(tensors)
     for name, value in tensors.items():
+        if name in stored:
+            blocks, kind = stored[name]
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+            continue
         kind = Q8_0 if quantised and value.ndim > 1 else F32
         writer.add_tensor(name, quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -131,6 +137,8 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _add(writer: Any, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    if type(value) is int and value < 0:
+        add[int] = writer.add_int32
     add |= {str: writer.add_string, list: writer.add_array}
     add[type(value)](key, value)
 

@@ -91,14 +91,16 @@ def keys_rotate_alike(config: Any) -> bool:
     """Whether the keys of all layers have the same rotary embeddings, by position alone."""
     if not is_family(config):
         return False
-    kinds = [parameters["rope_type"] for parameters in rope_by_type(config).values()]
-    return len(kinds) == 1 and kinds[0] in BY_POSITION
+    shared = rope_by_type(config).get(None)
+    return shared is not None and shared["rope_type"] in BY_POSITION
 
 
 def rope_by_type(config: Any) -> dict[str | None, dict[str, Any]]:
-    """`rope_parameters` by layer type; under the key None if all types share them."""
+    """`rope_parameters` by type of layer, without unused ones; by None if all types share them."""
     parameters = config.rope_parameters
-    return dict(parameters) if FULL in parameters else {None: parameters}
+    if FULL not in parameters:
+        return {None: parameters}
+    return {kind: parameters[kind] for kind in dict.fromkeys(config.layer_types)}
 
 
 def rope_switches(config: Any) -> tuple[int, ...]:

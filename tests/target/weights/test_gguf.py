@@ -121,7 +121,7 @@ NO_TENSORS = b"GGUF" + struct.pack("<IQQQ20sIQ", 3, 0, 1, 20, b"general.architec
         (16, struct.pack("<Q", 1 << 63), "damaged"),  # facts
         (24, struct.pack("<Q", 1 << 63), "damaged"),  # length of the first fact's name
         (0, NO_TENSORS + b"llama", "has no field llama.embedding_length"),
-        (b"llama.block_count", struct.pack("<I", 2**31 - 1), "2147483647 layers"),
+        (b"llama.block_count", struct.pack("<I", 2**31 - 1), "block_count is 2147483647"),
         (b"llama.feed_forward_length", struct.pack("<I", 2**31 - 1), "ask for 2147483647x48"),
     ],
 )

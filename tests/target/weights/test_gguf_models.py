@@ -17,13 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 from torch.testing import assert_close
 
 import gguf_models
 import moaspec
+import tiny
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.evaluate.correctness.llama_cpp import log_probabilities
+from moaspec.target.target import Target
 from moaspec.target.weights import gguf
 from moaspec.target.weights.gguf_config import ARCHITECTURES
 
@@ -267,6 +271,12 @@ CASES = {
             "attention.temperature_scale": 0.125,
         },
     ),
+    "ministral 3, not scaled": Case(
+        "mistral3",
+        "ministral3",
+        _rope(llama_4_scaling_beta=0.5, original_max_position_embeddings=16),
+        {"attention.temperature_scale": 0.5, "rope.scaling.original_context_length": 16},
+    ),
     "olmo2": Case("olmo2", "olmo2"),
     "olmo2, linear": Case("olmo2", "olmo2", _LINEAR, _LINEAR_FIELDS),
     "olmo 3": Case(
@@ -420,6 +430,11 @@ def test_other_tensors_are_refused_by_name(
         ("qwen2", {"rope.dimension_sections": [1, 1, 2, 0]}, "rope.dimension_sections"),
         ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0"),
         ("qwen2", {**_YARN_FIELDS, "rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        (
+            "ministral 3",
+            {"attention.temperature_scale": 0.5, "attention.temperature_length": 8192},
+            "temperature_length is 8192, and moaspec reads the trained length, 512",
+        ),
         ("granite", {"logit_scale": 4.0, "rope.scaling.finetuned": False}, "finetuned is False"),
         ("llama", {"attention.head_count_kv": [2, 4]}, r"layers differ in llama\.attention"),
         ("llama", {"what.is.this": "x"}, r"llama\.what\.is\.this is x"),
@@ -433,21 +448,127 @@ def test_fields_that_change_the_model_are_refused_by_name(
         moaspec.load_target(path)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "asked"),
+    [
+        ("llama", "block_count", "two", "must be a whole number of at least 1"),
+        ("llama", "block_count", 0, "must be a whole number of at least 1"),
+        ("llama", "block_count", 99, "must be less than its 21 tensors"),
+        ("llama", "context_length", 0, "must be a whole number of at least 1"),
+        ("llama", "context_length", True, "must be a whole number of at least 1"),
+        ("llama", "embedding_length", 0, "must be a whole number of at least 1"),
+        ("llama", "feed_forward_length", 0, "must be a whole number of at least 1"),
+        ("llama", "attention.head_count", 0, "must be a whole number of at least 1"),
+        ("llama", "attention.head_count_kv", 0, "must be a whole number of at least 1"),
+        ("llama", "attention.head_count_kv", -2, "must be a whole number of at least 1"),
+        ("llama", "attention.head_count_kv", 3, "must divide attention.head_count, 4"),
+        ("llama", "attention.head_count_kv", 8, "must divide attention.head_count, 4"),
+        ("llama", "attention.key_length", 0, "must be a whole number of at least 2"),
+        ("llama", "attention.layer_norm_rms_epsilon", NAN, "a finite number of at least 0"),
+        ("llama", "attention.layer_norm_rms_epsilon", -1.0, "a finite number of at least 0"),
+        ("llama", "vocab_size", 95, "must be from 96, the number of tokens, to 96, the rows of"),
+        ("llama", "vocab_size", 97, "must be from 96, the number of tokens, to 96, the rows of"),
+        ("llama", "rope.freq_base", NAN, "must be a finite number above 0"),
+        ("llama", "rope.freq_base", 0.0, "must be a finite number above 0"),
+        ("llama", "rope.scaling.factor", -2.0, "must be a finite number of at least 0"),
+        ("llama", "rope.scaling.attn_factor", 0.0, "must be a finite number above 0"),
+        ("llama, yarn", "rope.scaling.factor", 0.5, "must be at least 1 for yarn"),
+        ("llama, yarn", "rope.scaling.original_context_length", 0, "of at least 1"),
+        ("ministral 3", "rope.scaling.yarn_beta_fast", 0.0, "a finite number above 0"),
+        ("llama, experts", "expert_used_count", 0, "must be a whole number of at least 1"),
+        ("llama, experts", "expert_used_count", 5, "must be at most expert_count, 4"),
+        ("llama", "expert_used_count", 2, "must be 0 where there is no expert_count"),
+        ("qwen3moe", "expert_count", 0, "must be a whole number of at least 1"),
+        ("qwen3moe", "expert_used_count", 0, "must be a whole number of at least 1"),
+        ("qwen3moe", "expert_feed_forward_length", 0, "must be a whole number of at least 1"),
+        ("phi3, partial rotary", "rope.dimension_count", 11, "an even number from 2 to 16"),
+        ("phi3, partial rotary", "rope.dimension_count", 20, "an even number from 2 to 16"),
+        ("phi3, partial rotary", "rope.dimension_count", 0, "an even number from 2 to 16"),
+        ("phi3, within the trained length", "rope.scaling.original_context_length", 1, "least 2"),
+        ("gemma2", "attn_logit_softcapping", 0.0, "must be a finite number above 0"),
+        ("gemma2", "final_logit_softcapping", NAN, "must be a finite number above 0"),
+        ("gemma2", "attention.sliding_window", 0, "must be a whole number of at least 1"),
+        ("gemma3", "attention.sliding_window_pattern", 0, "must be a whole number of at least 1"),
+        ("gemma3", "rope.freq_base_swa", 0.0, "must be a finite number above 0"),
+        ("granite", "logit_scale", 0.0, "must be a finite number above 0"),
+    ],
+)
+def test_impossible_values(name: str, field: str, value: Any, asked: str, tmp_path: Path) -> None:
+    """Each is refused with the field's name, what it is, and what it must be."""
+    case = CASES[name]
+    path = case.write(tmp_path / "model.gguf", fields={**case.fields, field: value})
+    with pytest.raises(UnknownModelError) as caught:
+        moaspec.load_target(path)
+    said = str(caught.value)
+    assert f"its field {case.architecture}.{field} is {value!r}, and " in said
+    assert asked in said
+    assert not any((tmp_path / "cache").glob("*"))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"block_count": None}, "has no field llama.block_count"),
-        ({"block_count": "two"}, "block_count is 'two', and must be a whole number"),
-        ({"rope.freq_base": float("nan")}, "freq_base is nan"),
-        ({"attention.head_count": 0}, r"attention\.head_count is 0"),
-        ({"attention.head_count_kv": 0}, r"attention\.head_count_kv is 0"),
         ({"attention.layer_norm_rms_epsilon": None}, "has no field .*layer_norm_rms_epsilon"),
+        (
+            {"embedding_length": 65, "attention.key_length": None},
+            "embedding_length is 65, and must be a multiple of attention.head_count, 4",
+        ),
+        ({"embedding_length": 65}, "do not fit each other in a llama model"),
     ],
 )
-def test_damaged_fields(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_fields_that_are_missing_or_do_not_fit(
+    fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     path = CASES["llama"].write(tmp_path / "model.gguf", fields=fields)
     with pytest.raises(UnknownModelError, match=reason):
         moaspec.load_target(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temp", NAN), ("temp", -1.0), ("temp", "hot"), ("top_k", -3), ("top_p", 7.0)],
+)
+def test_sampling_that_is_impossible(name: str, value: Any, tmp_path: Path) -> None:
+    others = {f"general.sampling.{name}": value}
+    path = CASES["llama"].write(tmp_path / "model.gguf", others=others)
+    with pytest.raises(UnknownModelError, match=rf"general\.sampling\.{name} is {value}, and must"):
+        moaspec.load_target(path)
+
+
+def test_ids_outside_the_vocabulary_are_no_ends(tmp_path: Path) -> None:
+    def with_ids(path: Path) -> Path:
+        tokens = gguf_models.VOCAB
+        fields = {"tokenizer.ggml.eos_token_id": tokens, "tokenizer.ggml.bos_token_id": tokens}
+        return CASES["llama"].write(path, others=fields, vocabulary=False)
+
+    target = moaspec.load_target(with_ids(tmp_path / "model.gguf"))
+    assert target.stop_token_ids == frozenset()
+
+
+def test_a_model_generates_without_layers_of_a_kind_that_has_a_rope(tmp_path: Path) -> None:
+    case = CASES["gemma3 without windows"]
+    target = moaspec.load_target(case.write(tmp_path / "model.gguf"), dtype="float32")
+    expected = tiny.own_text(Target(case.model(), None, name="whole"), IDS[:9], 6)
+    assert moaspec.generate(target, IDS[:9], max_new_tokens=6).token_ids == expected
+
+
+def test_phi_3_has_its_window_where_llama_cpp_has_none(tmp_path: Path) -> None:
+    window = 8
+    fields = {"attention.sliding_window": window}
+    case = Case("phi3", "phi3", {"sliding_window": window}, fields)
+    made = case.model()
+    path = case.write(tmp_path / "model.gguf", made)
+    read = _log_probabilities(moaspec.load_target(path, dtype="float32").model)
+    assert_close(read, _log_probabilities(made), atol=1e-5, rtol=0)
+    pytest.importorskip("xllamacpp")
+    found = log_probabilities(path, IDS, num_positions=len(IDS), num_best=gguf_models.VOCAB)
+    theirs = torch.tensor([[best[i] for i in range(gguf_models.VOCAB)] for best in found])
+    assert_close(read[:window], theirs[:window], atol=SUMS, rtol=0)
+    assert float((read - theirs).abs()[window:].max()) > 0.1
 
 
 def test_fields_that_change_nothing(tmp_path: Path) -> None:
@@ -482,6 +603,88 @@ def test_weights_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     target = moaspec.load_target(path, dtype="float32")
     assert_close(target.model.state_dict(), made.state_dict(), rtol=0, atol=0)
     assert len(list((tmp_path / "cache").rglob("model-*.safetensors"))) > 2
+
+
+def _is_read(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+READ = [kind for kind in GGMLQuantizationType if _is_read(kind)]
+MATRICES = {
+    f"blk.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+    for layer in range(4)
+    for ours, theirs in {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }.items()
+} | {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+WIDE = {
+    "hidden_size": 256,  # K-quants have blocks of 256 values
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+
+
+def _random_blocks(shape: tuple[int, int], kind: GGMLQuantizationType) -> np.ndarray:
+    """Random bytes, so scales of any size; blocks with infinite values are zeros."""
+    values, size = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(kind.value)
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // values, size), np.uint8)
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(dequantize(blocks, kind)).all(axis=1)
+    assert finite.mean() > 0.5
+    blocks[~finite] = 0
+    return blocks.reshape(shape[0], -1)
+
+
+def test_weights_of_all_types_are_read_bit_for_bit(tmp_path: Path) -> None:
+    made = gguf_models.model("qwen2", **WIDE)
+    shapes = {ours: made.state_dict()[theirs].shape for ours, theirs in MATRICES.items()}
+    kinds = dict(zip(shapes, READ, strict=False))
+    assert len(kinds) == len(READ) >= 26
+    stored = {name: (_random_blocks(shapes[name], kind), kind) for name, kind in kinds.items()}
+    path = gguf_models.write(tmp_path / "model.gguf", "qwen2", made, stored=stored)
+    found = moaspec.load_target(path, dtype="float32", packed=False).model.state_dict()
+    for name, (blocks, kind) in stored.items():
+        right = np.array(dequantize(blocks, kind), np.float32)
+        assert_close(
+            found[MATRICES[name]].view(torch.int32),
+            torch.from_numpy(right.view(np.int32)),
+            msg=kind.name,
+        )
+
+
+@pytest.mark.parametrize("kind", set(GGMLQuantizationType) - set(READ), ids=lambda kind: kind.name)
+def test_other_types_are_refused_by_name(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    made = gguf_models.model("qwen2", **WIDE)
+    values, size = GGML_QUANT_SIZES[kind]
+    stored = {"output.weight": (np.zeros((96, 256 // values * size), np.uint8), kind)}
+    path = gguf_models.write(tmp_path / "model.gguf", "qwen2", made, stored=stored)
+    said = rf"output\.weight is of the type {kind.name}, .* another quantisation"
+    with pytest.raises(UnsupportedTargetError, match=said):
+        moaspec.load_target(path)
+
+
+def test_a_type_that_the_package_does_not_know_is_refused(tmp_path: Path) -> None:
+    path = CASES["llama"].write(tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.1.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two
+    data[at : at + 4] = (199).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedTargetError, match=r"199\D.*pip install -U gguf"):
+        moaspec.load_target(path)
 
 
 def _parts(tmp_path: Path, name: str = "big") -> list[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import gguf_files
@@ -205,7 +206,7 @@ SENTENCE_SPECIAL = {
 def sentence_fields(**further: Any) -> dict[str, Any]:
     ranks = sorted(dict.fromkeys(PIECES), key=lambda one: (len(one) == 1, -len(one), one[::-1]))
     scores = {piece: -float(rank) for rank, piece in enumerate(ranks)}
-    return gguf_files.sentencepiece(scores, special=SENTENCE_SPECIAL, **further)
+    return gguf_files.sentencepiece(scores, **{"special": SENTENCE_SPECIAL, **further})
 
 
 SENTENCE_FILES: dict[str, dict[str, Any]] = {
@@ -246,11 +247,149 @@ def test_sentencepiece_sets_a_space_before_each_text() -> None:
         assert tokenizer.decode(ids) == " ab\n😀 cd"
 
 
+# Scores of tokens, and texts with the tokens to which llama.cpp merges them.
+EQUAL_SCORES: dict[str, tuple[dict[str, float], dict[str, str]]] = {
+    "the leftmost of two that overlap": (
+        {"bc": -1.0, "ab": -1.0},
+        {"abc": "ab c", "bcab": "bc ab", "abcabc": "ab c ab c"},
+    ),
+    "three in a row": (
+        {"cd": -1.0, "bc": -1.0, "ab": -1.0},
+        {"abcd": "ab cd", "bcd": "bc d", "abcbcd": "ab c bc d"},
+    ),
+    "a token that is made in several ways": (
+        {"aa": -1.0, "aaa": -2.0, "ba": -1.0},
+        {"aaaaa": "aa aaa", "baaaa": "ba aaa", "aaaab": "aa aa b", "abaaa": "a ba aa"},
+    ),
+    "a better token of what the first one makes": (
+        {"cd": -2.0, "abc": -1.0, "ab": -2.0},
+        {"abcd": "abc d", "acd": "a cd", "ababcd": "ab abc d"},
+    ),
+    "a better token on the other side": (
+        {"bcd": -1.0, "cd": -2.0, "ab": -2.0},
+        {"abcd": "ab cd", "bcd": "bcd", "acd": "a cd"},
+    ),
+    "scores for no token": ({"ab": 0.0, "abc": 0.0, "abcd": 0.0}, {"abcdabc": "abcd abc"}),
+}
+
+
+def equal_scores(words: dict[str, float], **further: Any) -> dict[str, Any]:
+    letters = dict.fromkeys("abcd", -9.0)
+    return gguf_files.sentencepiece(words | letters, add_space_prefix=False, **further)
+
+
+@pytest.mark.parametrize("case", EQUAL_SCORES)
+def test_of_equal_scores_the_leftmost_goes_first(case: str) -> None:
+    words, right = EQUAL_SCORES[case]
+    tokenizer = read_tokenizer(equal_scores(words), name="x")
+    assert {text: " ".join(tokenizer.tokenize(text)) for text in right} == right
+
+
+@needs_llama_cpp
+def test_llama_cpp_takes_the_leftmost_of_equal_scores(tmp_path: Path) -> None:
+    files = {
+        case: gguf_files.write(tmp_path / f"{i}.gguf", equal_scores(words))
+        for i, (case, (words, _)) in enumerate(EQUAL_SCORES.items())
+    }
+    texts = list(dict.fromkeys(text for _, right in EQUAL_SCORES.values() for text in right))
+    found = llama_cpp.token_ids(files, texts)
+    for case, (words, _) in EQUAL_SCORES.items():
+        tokenizer = read_tokenizer(equal_scores(words), name="x")
+        for text, ids in zip(texts, found[case], strict=True):
+            assert (case, text, tokenizer(text)["input_ids"]) == (case, text, ids)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"ab": -1.0, "ba": -1.0},  # aba is "ab a", and bab is "ba b"
+        {"ab": -1.0, "bc": -1.0, "ca": -1.0},
+        {"ab": -1.0, "abc": -1.0, "cab": -1.0, "ca": -2.0},
+    ],
+)
+def test_equal_scores_that_no_order_of_merges_gives_are_refused(words: dict[str, float]) -> None:
+    with pytest.raises(UnknownModelError, match=r"have the same score.*--tokenizer DIR"):
+        read_tokenizer(equal_scores(words), name="x")
+    special = dict.fromkeys(words, USER_DEFINED)  # cut out of texts before letters are merged
+    assert read_tokenizer(equal_scores({}, special=special), name="x").tokenize("abab")
+
+
+OVERLAPPING_SPECIAL = {
+    "|||IP|||": CONTROL,
+    "|||EMAIL|||": USER_DEFINED,
+    "ab": USER_DEFINED,
+    "bcd": USER_DEFINED,
+    "ef": CONTROL,
+    "fg": CONTROL,
+    "  ": USER_DEFINED,
+    "   ": USER_DEFINED,
+    "\n ": USER_DEFINED,
+}
+_LETTERS_OF_SPECIAL = dict.fromkeys(f"abcdefg|IPEMAL\n{SPACE}", -1.0)
+OVERLAPPING = {
+    "byte-level": gguf_files.byte_level("qwen2", ("x y",), special=OVERLAPPING_SPECIAL),
+    **{
+        f"SentencePiece, prefix {prefix}": gguf_files.sentencepiece(
+            _LETTERS_OF_SPECIAL, special=OVERLAPPING_SPECIAL, add_space_prefix=prefix
+        )
+        for prefix in (False, True)
+    },
+}
+LONGEST_FIRST = {
+    "|||IP|||EMAIL|||": ["|", "|", "|", "I", "P", "|||EMAIL|||"],
+    "|||EMAIL|||IP|||": ["|||EMAIL|||", "I", "P", "|", "|", "|"],
+    "abcdab": ["a", "bcd", "ab"],
+    "ab": ["ab"],
+    "efg": ["ef", "g"],
+    "\n    a": ["\n", "   ", SPACE, "a"],
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_of_overlapping_special_tokens_the_longest_goes_first(case: str, tmp_path: Path) -> None:
+    read_tokenizer(OVERLAPPING[case], name="x").save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    spaces = {"Ġ": SPACE, "Ċ": "\n"}
+    for text, right in LONGEST_FIRST.items():
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = tokenizer.convert_ids_to_tokens(ids)
+        if case.endswith("True"):  # spaces before the parts between
+            assert [one for one in found if one in OVERLAPPING_SPECIAL] == [
+                one for one in right if one in OVERLAPPING_SPECIAL
+            ]
+            continue
+        assert [spaces.get(one, one) for one in found] == right
+        assert tokenizer.decode(ids) == text
+
+
+@needs_llama_cpp
+def test_llama_cpp_takes_the_longest_special_token_first(tmp_path: Path) -> None:
+    files = {
+        case: gguf_files.write(tmp_path / f"{case}.gguf", fields)
+        for case, fields in OVERLAPPING.items()
+    }
+    texts = [*LONGEST_FIRST, *map("".join, pairwise(LONGEST_FIRST)), "g  \n  ef  ab"]
+    found = llama_cpp.token_ids(files, texts)
+    for case, fields in OVERLAPPING.items():
+        tokenizer = read_tokenizer(fields, name="x")
+        for text, ids in zip(texts, found[case], strict=True):
+            assert (case, text, tokenizer(text)["input_ids"]) == (case, text, ids)
+
+
 def test_phi_3_drops_spaces_after_control_tokens() -> None:
     fields = {**sentence_fields(add_space_prefix=False), "general.name": "Phi-3 mini"}
     tokenizer = read_tokenizer(fields, name="x")
     ids = tokenizer("<|end|>\n ab<s> ab", add_special_tokens=False)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<|end|>", "ab", "<s>", f"{SPACE}ab"]
+    right = ["<|end|>", "ab", "<s>", f"{SPACE}ab"]
+    assert tokenizer.convert_ids_to_tokens(ids) == right
+    overlapping = {**SENTENCE_SPECIAL, "b<|": CONTROL}
+    fields = {
+        **sentence_fields(add_space_prefix=False, special=overlapping),
+        "general.name": "phi3",
+    }
+    tokenizer = read_tokenizer(fields, name="x")
+    ids = tokenizer("<|end|>\n ab<s> ab<|end|> b", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [*right, "<|end|>", "b"]
 
 
 # Special tokens follow 256 letters, "ab" and <s>.

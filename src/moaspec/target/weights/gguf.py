@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -31,19 +32,19 @@ from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 from moaspec.target.weights.gguf_tokens import UnreadableError
 
 log = logging.getLogger(__name__)
-CONVERSION = 2
+CONVERSION = 3
 """Part of the names of converted files; another number where they must be made anew."""
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "temp": ("temperature", 0.0, math.inf),
+    "top_k": ("top_k", 0.0, math.inf),
+    "top_p": ("top_p", 0.0, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "penalty_repeat": ("repetition_penalty", 1e-6, math.inf),
 }
-"""Fields `general.sampling.*`, and what transformers calls them."""
+"""Fields `general.sampling.*`: what transformers calls them, and their least and largest value."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -133,6 +134,7 @@ def dequantised(
         file = read_gguf(gguf)
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
+        generation = _generation_config(config, file)
     tokenizer = _tokenizer(file, name, required=with_tokenizer)
     weights = sum(tensor.num_weights for tensor in file.tensors.values())
     require_room(final.parent, FLOAT_BYTES * weights)
@@ -140,7 +142,7 @@ def dequantised(
     def write(directory: Path) -> None:
         directory.mkdir()
         _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
-        _generation_config(config, file).save_pretrained(directory)
+        generation.save_pretrained(directory)
         config.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
@@ -205,17 +207,27 @@ def _has_vocabulary(file: GGUFFile) -> bool:
 
 def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
     """Tokens that end an answer, and the sampling that the file recommends."""
-    sampling = {
-        theirs: file.fields[f"general.sampling.{ours}"]
-        for ours, theirs in _SAMPLING.items()
-        if f"general.sampling.{ours}" in file.fields
-    }
+    sampling = dict(_sampling(file))
     made = GenerationConfig.from_model_config(config)
     if _has_vocabulary(file):
         with suppress(UnreadableError):  # another tokenizer is read; the file's own id stays
             made.eos_token_id = config.eos_token_id = end_ids(file.fields) or None
     made.update(**sampling, **({"do_sample": True} if sampling else {}))
     return made
+
+
+def _sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:
+    for ours, (theirs, least, largest) in _SAMPLING.items():
+        key = f"general.sampling.{ours}"
+        if key not in file.fields:
+            continue
+        value = file.fields[key]
+        if type(value) not in (int, float) or not least <= value <= largest or value == math.inf:
+            raise UnknownModelError(
+                f"its field {key} is {str(value)[:60]}, and must be a finite number from {least:g}"
+                + ("." if largest == math.inf else f" to {largest:g}.")
+            )
+        yield theirs, value
 
 
 def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

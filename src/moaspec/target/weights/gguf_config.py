@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
+from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_fields import Fields
 from moaspec.target.weights.gguf_file import GGUFFile
 from moaspec.target.weights.gguf_rope import (
@@ -84,7 +85,12 @@ def read_config(file: GGUFFile) -> Any:
     values |= architecture.values(fields, file, values)
     fields.require_all_used()
     model_type = values.pop("model_type", architecture.model_type)
-    config = AutoConfig.for_model(model_type, **values)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # it raises almost anything where values do not fit each other
+        raise UnknownModelError(
+            f"its fields do not fit each other in a {model_type} model: {first_line(error)}"
+        ) from error
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     config.dtype = "float32"
     return config
@@ -110,29 +116,34 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Values:
     """The values that all architectures have."""
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    layers, context = fields.integer("block_count"), fields.integer("context_length")
-    if not 0 < layers <= len(file.tensors):  # before transformers builds such a model
-        raise UnknownModelError(f"it has {layers} layers, and {len(file.tensors)} tensors.")
-    keys = fields.integer("attention.head_count_kv", heads)
-    for key, value in {"head_count": heads, "head_count_kv": keys}.items():
-        if not value:
-            raise UnknownModelError(f"its field attention.{key} is 0.")
-    if not context:
-        raise UnknownModelError("its field context_length is 0.")
-    head_dim = fields.integer("attention.key_length", hidden // heads)
+    hidden = fields.integer("embedding_length", least=1)
+    heads = fields.integer("attention.head_count", least=1)
+    keys = fields.integer("attention.head_count_kv", heads, least=1)
+    if heads % keys:
+        raise fields.damaged(
+            "attention.head_count_kv", f"must divide attention.head_count, {heads}"
+        )
+    if hidden % heads and "attention.key_length" not in fields:
+        raise fields.damaged(
+            "embedding_length", f"must be a multiple of attention.head_count, {heads}"
+        )
+    layers = fields.integer("block_count", least=1)
+    if layers > len(file.tensors):  # before transformers builds such a model
+        raise fields.damaged("block_count", f"must be less than its {len(file.tensors)} tensors")
+    context = fields.integer("context_length", least=1)
+    head_dim = fields.integer("attention.key_length", hidden // heads, least=2)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.refuse("attention.value_length", f"and attention.key_length {head_dim}")
     return {
-        "vocab_size": _vocabulary(file),
+        "vocab_size": _vocabulary(fields, file),
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys,
         "head_dim": head_dim,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer("feed_forward_length", least=1),
         "max_position_embeddings": context,
-        "rms_norm_eps": fields.number(architecture.epsilon),
+        "rms_norm_eps": fields.number(architecture.epsilon, sign="not negative"),
         "rope_parameters": rope_parameters(
             fields,
             file,
@@ -150,22 +161,29 @@ def _common(fields: Fields, file: GGUFFile, architecture: Architecture) -> Value
     }
 
 
-def _vocabulary(file: GGUFFile) -> int:
+def _vocabulary(fields: Fields, file: GGUFFile) -> int:
     """Rows of the embedding, which may be padded."""
     embedding, tokens = file.tensors.get(EMBEDDING), file.fields.get("tokenizer.ggml.tokens", ())
     if embedding is None:
         raise UnknownModelError(f"it lacks the tensor {EMBEDDING}.")
-    if embedding.shape[0] < len(tokens):
+    rows = embedding.shape[0]
+    if rows < len(tokens):
         raise UnknownModelError(
-            f"its vocabulary has {len(tokens)} tokens, and {EMBEDDING} {embedding.shape[0]} rows."
+            f"its vocabulary has {len(tokens)} tokens, and {EMBEDDING} {rows} rows."
         )
-    return embedding.shape[0]
+    if not len(tokens) <= fields.integer("vocab_size", rows) <= rows:
+        raise fields.damaged(
+            "vocab_size",
+            f"must be from {len(tokens)}, the number of tokens, to {rows}, the rows of {EMBEDDING}",
+        )
+    return rows
 
 
 def _special_ids(file: GGUFFile) -> Values:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {ours: file.fields.get(f"tokenizer.ggml.{key}_token_id") for ours, key in keys.items()}
-    return {key: value if isinstance(value, int) else None for key, value in ids.items()}
+    rows = range(file.tensors[EMBEDDING].shape[0])
+    return {key: value if value in rows else None for key, value in ids.items()}
 
 
 def _biases(_fields: Fields, file: GGUFFile, _values: Values) -> Values:
@@ -183,21 +201,29 @@ def _has_biases(file: GGUFFile, *parts: str) -> bool:
 
 def _llama(fields: Fields, file: GGUFFile, values: Values) -> Values:
     if fields.integer("expert_count", 0) == 0:
-        fields.integer("expert_used_count", 0)
+        if fields.integer("expert_used_count", 0):
+            raise fields.damaged("expert_used_count", "must be 0 where there is no expert_count")
         return _biases(fields, file, values)
-    return {
-        "model_type": "mixtral",
-        "num_local_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
-    }
+    experts, used = _experts(fields)
+    return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+
+
+def _experts(fields: Fields) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token uses."""
+    experts = fields.integer("expert_count", least=1)
+    used = fields.integer("expert_used_count", least=1)
+    if used > experts:
+        raise fields.damaged("expert_used_count", f"must be at most expert_count, {experts}")
+    return experts, used
 
 
 def _qwen3_moe(fields: Fields, file: GGUFFile, values: Values) -> Values:
+    experts, used = _experts(fields)
     return {
         "attention_bias": _biases(fields, file, values)["attention_bias"],
-        "num_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
-        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "num_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length", least=1),
         "norm_topk_prob": True,
     }
 
@@ -207,11 +233,13 @@ def _mistral3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     scale = fields.number("attention.temperature_scale", 0.0)
     if not scale:
         return {}
-    rope = values["rope_parameters"]
-    trained = rope.get("original_max_position_embeddings")
-    if fields.integer("attention.temperature_length", trained or 0) != trained:
-        raise fields.refuse("attention.temperature_length", f"and the trained length {trained}")
-    rope = {**rope, "llama_4_scaling_beta": scale}
+    rope, context = values["rope_parameters"], values["max_position_embeddings"]
+    trained = fields.integer("rope.scaling.original_context_length", context, least=1)
+    if fields.integer("attention.temperature_length", trained) != trained:
+        raise fields.refuse(
+            "attention.temperature_length", f"and moaspec reads the trained length, {trained}"
+        )
+    rope = {**rope, "llama_4_scaling_beta": scale, "original_max_position_embeddings": trained}
     return {"model_type": "ministral3", "rope_parameters": rope}
 
 
@@ -221,10 +249,10 @@ def _gemma(_fields: Fields, _file: GGUFFile, _values: Values) -> Values:
 
 def _gemma2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     return {
-        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0, sign="positive"),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0, sign="positive"),
         "query_pre_attn_scalar": _scaled_by(values, layers_of_27b=46),
-        "sliding_window": fields.integer("attention.sliding_window", 4096),
+        "sliding_window": fields.integer("attention.sliding_window", 4096, least=1),
         "layer_types": _layer_types(fields, values, period=2),
     }
 
@@ -235,9 +263,12 @@ def _gemma3(fields: Fields, _file: GGUFFile, values: Values) -> Values:
         raise fields.refuse("rope.scaling.type", "and moaspec reads linear for Gemma 3")
     window = fields.integer("attention.sliding_window", 0)
     kinds = _layer_types(fields, values, period=6) if window else [_FULL] * layers
-    local = fields.number("rope.freq_base_swa", 10000.0)
+    local = fields.number("rope.freq_base_swa", 10000.0, sign="positive")
     return {
-        "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": fields.number(
+            "final_logit_softcapping", 0.0, sign="not negative"
+        )
+        or None,
         "query_pre_attn_scalar": _scaled_by(values, layers_of_27b=62),
         "sliding_window": window or 4096,
         "layer_types": kinds,
@@ -265,9 +296,7 @@ def _layer_types(fields: Fields, values: Values, *, period: int) -> list[str]:
         if len(given) != len(layers):
             raise fields.refuse("attention.sliding_window_pattern", f"for {len(layers)} layers")
         return [_SLIDING if slides else _FULL for slides in given]
-    period = fields.integer("attention.sliding_window_pattern", period)
-    if period < 1:
-        raise fields.refuse("attention.sliding_window_pattern", "and must be at least 1")
+    period = fields.integer("attention.sliding_window_pattern", period, least=1)
     return [_FULL if (layer + 1) % period == 0 else _SLIDING for layer in layers]
 
 
@@ -295,7 +324,7 @@ def _olmo2(fields: Fields, _file: GGUFFile, values: Values) -> Values:
     rope = values["rope_parameters"]
     local = {
         "rope_type": "default",
-        "rope_theta": fields.number("rope.freq_base_swa", rope["rope_theta"]),
+        "rope_theta": fields.number("rope.freq_base_swa", rope["rope_theta"], sign="positive"),
     }
     return {
         "model_type": "olmo3",
@@ -321,7 +350,7 @@ def _granite(fields: Fields, file: GGUFFile, values: Values) -> Values:
         "embedding_multiplier": fields.number("embedding_scale", 1.0) or 1.0,
         "residual_multiplier": fields.number("residual_scale", 1.0) or 1.0,
         "attention_multiplier": fields.number("attention.scale", 0.0) or values["head_dim"] ** -0.5,
-        "logits_scaling": fields.number("logit_scale"),
+        "logits_scaling": fields.number("logit_scale", sign="positive"),
     }
 
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
 
 IRRELEVANT = frozenset(
     {
-        "vocab_size",  # the embedding has it
         "tensor_data_layout",
         "pooling_type",
         "rope.scaling.finetuned",  # says how a model was trained; Granite's reader reads it
@@ -64,27 +63,34 @@ class Fields:
         self._values = {k[start:]: v for k, v in fields.items() if k.startswith(self._prefix)}
         self._unused = set(self._values)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
         """A whole number; of a list with one value for each layer, the value of all.
+
+        Args:
+            least: that a file may have; a default may be less.
 
         Raises:
             UnknownModelError: it is missing without a default, or no such number.
             UnsupportedTargetError: layers differ.
         """
         value = self._taken(key, default)
-        if type(value) is not int or value < 0:
-            raise UnknownModelError(
-                f"its field {self._prefix}{key} is {value!r}, and must be a whole number."
-            )
+        if type(value) is not int or (value < least and key in self):
+            raise self.damaged(key, f"must be a whole number of at least {least}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        sign: Literal["any", "positive", "not negative"] = "any",
+    ) -> float:
         """A finite number; see `integer`."""
         value = self._taken(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise UnknownModelError(
-                f"its field {self._prefix}{key} is {value!r}, and must be a number."
-            )
+        fits = type(value) in (int, float) and math.isfinite(value)
+        if not fits or (value < 0 and sign != "any") or (value == 0 and sign == "positive"):
+            asked = {"any": "", "positive": " above 0", "not negative": " of at least 0"}[sign]
+            raise self.damaged(key, f"must be a finite number{asked}")
         return float(value)
 
     def __contains__(self, key: str) -> bool:
@@ -107,11 +113,15 @@ class Fields:
             )
         return value[0]
 
+    def damaged(self, key: str, asked: str) -> UnknownModelError:
+        """The refusal of a value that no file may have."""
+        shown = repr(self._values.get(key))[:60]
+        return UnknownModelError(f"its field {self._prefix}{key} is {shown}, and {asked}.")
+
     def refuse(self, key: str, why: str) -> UnsupportedTargetError:
-        """The refusal of a field's value."""
-        return UnsupportedTargetError(
-            f"its field {self._prefix}{key} is {str(self._values.get(key))[:60]}, {why}."
-        )
+        """The refusal of a value that other readers know."""
+        shown = str(self._values.get(key))[:60]
+        return UnsupportedTargetError(f"its field {self._prefix}{key} is {shown}, {why}.")
 
     def require_all_used(self) -> None:
         """Refuse fields that no reader took, unless they change nothing.

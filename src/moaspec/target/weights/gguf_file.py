@@ -45,12 +45,7 @@ class GGUFTensor:
         # Imported here: few targets are GGUF files.
         from gguf.quants import dequantize
 
-        try:
-            values = np.array(dequantize(self.blocks, self.kind), dtype=np.float32)
-        except NotImplementedError as error:
-            raise UnsupportedTargetError(
-                f"its tensor {self.name} is in {self.kind.name}, which gguf cannot dequantise."
-            ) from error
+        values = np.array(dequantize(self.blocks, self.kind), dtype=np.float32)
         return torch.from_numpy(values).reshape(self.shape)
 
 
@@ -71,11 +66,12 @@ class GGUFFile:
         """The value of `general.architecture`.
 
         Raises:
-            UnknownModelError: there is none.
+            UnknownModelError: there is none, or it is no text.
         """
         found = self.fields.get("general.architecture")
         if not isinstance(found, str):
-            raise UnknownModelError("it has no field general.architecture.")
+            is_ = "missing" if found is None else f"{str(found)[:60]}, and must be a text"
+            raise UnknownModelError(f"its field general.architecture is {is_}.")
         return found
 
 
@@ -110,7 +106,15 @@ def read_gguf(gguf: Path) -> GGUFFile:
     readers = []
     for part in parts_of(gguf):
         _require_little_endian(part)
-        readers.append(GGUFReader(part))
+        try:
+            readers.append(GGUFReader(part))
+        except ValueError as error:
+            if "GGMLQuantizationType" not in str(error):
+                raise
+            raise UnsupportedTargetError(
+                f"it has a tensor of a type that the package gguf does not know ({error}). A newer "
+                "one may: pip install -U gguf."
+            ) from error
     _check_split(parts_of(gguf), readers)
     fields = dict(_fields(readers[0]))
     tensors: dict[str, GGUFTensor] = {}
@@ -120,6 +124,7 @@ def read_gguf(gguf: Path) -> GGUFFile:
                 raise UnknownModelError(f"its tensor {tensor.name} is also in {part.name}.")
             tensors[tensor.name] = tensor
     _check_count(fields, tensors, readers)
+    _check_types(tensors)
     return GGUFFile(gguf, {k: v for k, v in fields.items() if k not in _SPLIT}, tensors)
 
 
@@ -163,6 +168,22 @@ def _check_split(parts: Sequence[Path], readers: Sequence["GGUFReader"]) -> None
 def _scalar(reader: "GGUFReader", key: str) -> int | None:
     field = reader.get_field(key)
     return None if field is None else int(field.contents())
+
+
+def _check_types(tensors: Mapping[str, GGUFTensor]) -> None:
+    """Refuse types that cannot be dequantised, before others are."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    for kind, name in {tensor.kind: name for name, tensor in tensors.items()}.items():
+        _, size = GGML_QUANT_SIZES[kind]
+        try:
+            dequantize(np.zeros((1, size), np.uint8), kind)
+        except NotImplementedError as error:
+            raise UnsupportedTargetError(
+                f"its tensor {name} is of the type {kind.name}, which the package gguf cannot "
+                "dequantise. Take a file with another quantisation of the model."
+            ) from error
 
 
 def _check_count(

@@ -42,7 +42,7 @@ def rope_parameters(fields: Fields, file: GGUFFile, rotary: Rotary) -> dict[str,
     Raises:
         UnknownModelError, UnsupportedTargetError: without the file's name.
     """
-    base, context = fields.number("rope.freq_base", 10000.0), rotary.context
+    base, context = fields.number("rope.freq_base", 10000.0, sign="positive"), rotary.context
     rotated = _rotated(fields, rotary)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if rotated != rotary.head_dim:
@@ -62,7 +62,7 @@ def rope_parameters(fields: Fields, file: GGUFFile, rotary: Rotary) -> dict[str,
             + f", and longrope where there are {SHORT} and {LONG}",
         )
     factor = 1.0 if kind == "none" else factor
-    attention = fields.number("rope.scaling.attn_factor", 1.0)
+    attention = fields.number("rope.scaling.attn_factor", 1.0, sign="positive")
     factors = _values(file, FACTORS, rotated // 2) if FACTORS in given else None
     if factors is not None and factor == attention == 1.0:
         return parameters | _by_factors(factors, base, rotated, context)
@@ -79,18 +79,20 @@ def _rotated(fields: Fields, rotary: Rotary) -> int:
         raise fields.refuse(
             "rope.dimension_count", f"and this architecture rotates all {head_dim} of a head"
         )
-    if (
-        not 0 < rotated <= head_dim
-        or rotated % 2
-        or int(head_dim * (rotated / head_dim)) != rotated
-    ):
-        raise fields.refuse("rope.dimension_count", f"and a head has {head_dim} dimensions")
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise fields.damaged(
+            "rope.dimension_count",
+            f"must be an even number from 2 to {head_dim}, the dimensions of a head",
+        )
+    if int(head_dim * (rotated / head_dim)) != rotated:  # transformers computes it so
+        raise fields.refuse("rope.dimension_count", f"which is no share of {head_dim} dimensions")
     return rotated
 
 
 def _factor(fields: Fields) -> float:
-    older = fields.number("rope.scale_linear", 1.0)
-    return fields.number("rope.scaling.factor", older) or 1.0
+    """Zero stands for no scaling."""
+    older = fields.number("rope.scale_linear", 1.0, sign="not negative")
+    return fields.number("rope.scaling.factor", older, sign="not negative") or 1.0
 
 
 def _values(file: GGUFFile, name: str, size: int) -> Tensor:
@@ -107,14 +109,14 @@ def _by_length(fields: Fields, file: GGUFFile, size: int, context: int) -> dict[
     if _factor(fields) != 1.0:
         raise fields.refuse("rope.scaling.factor", f"beside {LONG}")
     short, long = (_values(file, name, size).tolist() for name in (SHORT, LONG))
-    trained = fields.integer("rope.scaling.original_context_length", context)
+    trained = fields.integer("rope.scaling.original_context_length", context, least=2)
     parameters = {
         "rope_type": "longrope",
         "short_factor": short,
         "long_factor": long,
         "original_max_position_embeddings": trained,
     }
-    attention = fields.number("rope.scaling.attn_factor", 1.0)
+    attention = fields.number("rope.scaling.attn_factor", 1.0, sign="positive")
     growth = context / trained if trained else 1.0
     usual = math.sqrt(1 + math.log(growth) / math.log(trained)) if growth > 1 else 1.0
     # The usual one is left to transformers, which computes it in double precision.
@@ -124,7 +126,9 @@ def _by_length(fields: Fields, file: GGUFFile, size: int, context: int) -> dict[
 
 
 def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
-    trained = fields.integer("rope.scaling.original_context_length", rotary.context)
+    trained = fields.integer("rope.scaling.original_context_length", rotary.context, least=1)
+    if factor < 1:
+        raise fields.damaged("rope.scaling.factor", "must be at least 1 for yarn")
     parameters = {
         "rope_type": "yarn",
         "factor": factor,
@@ -137,12 +141,14 @@ def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
     whole = 0.0
     if rotary.own_yarn:
         ramp = (key for key in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{key}" in fields)
-        parameters |= {key: fields.number(f"rope.scaling.yarn_{key}") for key in ramp}
+        parameters |= {
+            key: fields.number(f"rope.scaling.yarn_{key}", sign="positive") for key in ramp
+        }
         whole = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
     else:  # llama.cpp does not read them, and the model's own library may
         _require_usual(fields, "yarn_beta_fast", (32.0,))
         _require_usual(fields, "yarn_beta_slow", (1.0,))
-    scale = fields.number("rope.scaling.attn_factor", 1.0)
+    scale = fields.number("rope.scaling.attn_factor", 1.0, sign="positive")
     if scale != 1.0 or whole:
         whole = 1.0 + 0.1 * whole * math.log(factor) if factor > 1 else 1.0
         parameters["attention_factor"] = scale * usual / whole

@@ -15,17 +15,16 @@ from transformers import PreTrainedTokenizerFast
 
 from moaspec.errors import UnknownModelError
 from moaspec.support.causes import first_line
+from moaspec.target.weights.gguf_merges import merges_by_score
+from moaspec.target.weights.gguf_special import SPACE, add_special
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
 from moaspec.target.weights.gguf_tokens import (
     KEY,
-    NORMAL,
     TEMPLATE,
-    USER_DEFINED,
     Tokens,
     UnreadableError,
 )
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _KINDS = ("gpt2", "llama", "gemma4")
 _NAMED = {
     "bos_token": "bos",
@@ -35,8 +34,6 @@ _NAMED = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-# Tokens before which Phi-3 drops no spaces; those of the other control tokens are dropped.
-_KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def read_tokenizer(fields: Mapping[str, Any], *, name: str) -> Any:
@@ -85,7 +82,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
         splits = _splits(tokens, kind)
         backend = _raw_bpe(tokens, splits) if splits.raw else _byte_level_bpe(tokens, splits)
         begins = splits.add_bos
-    backend.add_tokens(list(_added(tokens)))
+    add_special(backend, tokens)
     ids = {name: tokens.named(kind) for name, kind in _NAMED.items()}
     special = {name: tokens.texts[one] for name, one in ids.items() if one is not None}
     begins = kind == "gemma4" or tokens.field("add_bos_token", begins)
@@ -118,7 +115,7 @@ def _byte_level_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
 
 def _raw_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
     backend = Tokenizer(models.BPE(tokens.ids, list(_merges(tokens)), byte_fallback=True))
-    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
     backend.pre_tokenizer = Sequence([Split(Regex(one), "isolated") for one in splits.patterns])
     backend.decoder = _sentencepiece_decoder()
     if splits.whole_lines:
@@ -142,51 +139,26 @@ def _sentencepiece(tokens: Tokens) -> Tokenizer:
     unknown = tokens.named("unknown")
     model = models.BPE(
         tokens.ids,
-        _merges_by_score(tokens),
+        merges_by_score(_scores(tokens)),
         byte_fallback=True,
         unk_token=None if unknown is None else tokens.texts[unknown],
     )
     backend = Tokenizer(model)
-    prefix = tokens.field("add_space_prefix", True)
-    begin = [normalizers.Prepend(_SPACE)] if prefix else []
-    backend.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = _sentencepiece_decoder(prefix=prefix)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = _sentencepiece_decoder(prefix=tokens.space_prefix)
     return backend
 
 
 def _sentencepiece_decoder(*, prefix: bool = False) -> Any:
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
 
 
-def _merges_by_score(tokens: Tokens) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the token with the best score first."""
-    ids = tokens.ids
-    scores = tokens.numbers("scores", 0.0)
-    found = []
-    for text, kind, score in zip(tokens.texts, tokens.types, scores, strict=False):
-        for at in range(1, len(text)):
-            left, right = text[:at], text[at:]
-            if left in ids and right in ids:
-                found.append((-score, left, right))
-            elif kind == NORMAL and _lacks_letter(left, right, ids):
-                raise UnreadableError(f"{text!r} is a token, and not all of its letters are.")
-    found.sort(key=lambda one: one[0])
-    return [(left, right) for _, left, right in found]
-
-
-def _lacks_letter(left: str, right: str, ids: Mapping[str, int]) -> bool:
-    """Whether llama.cpp merges these two although one is a letter that is no token."""
-    parts = (left, right)
-    return " " not in parts and all(part in ids or len(part) == 1 for part in parts)
-
-
-def _added(tokens: Tokens) -> Iterator[AddedToken]:
-    """Tokens that are found in a text before it is split."""
-    phi3 = any(one in tokens.fields.get("general.name", "").lower() for one in ("phi-3", "phi3"))
-    for text, kind in tokens.special():
-        strips = phi3 and text not in _KEPT_SPACES
-        yield AddedToken(text, special=kind != USER_DEFINED, normalized=False, rstrip=strips)
+def _scores(tokens: Tokens) -> dict[str, float]:
+    """Scores of letters, and of the tokens to which a text without special ones can be merged."""
+    cut_out = {text for text, _ in tokens.special() if len(text) > 1 and SPACE not in text}
+    scores = zip(tokens.texts, tokens.numbers("scores", 0.0), strict=False)
+    return {text: one for text, one in scores if text not in cut_out and " " not in text}
 
 
 def _chat_template(fields: Mapping[str, Any]) -> str | dict[str, str] | None:

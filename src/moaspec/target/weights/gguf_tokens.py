@@ -136,6 +136,11 @@ class Tokens:
             )
         return list(found)
 
+    @property
+    def space_prefix(self) -> bool:
+        """Whether a space is set before each part of a text between special tokens."""
+        return self.field("model") == "llama" and bool(self.field("add_space_prefix", True))
+
     @cached_property
     def ids(self) -> dict[str, int]:
         return {text: i for i, text in enumerate(self.texts)}
