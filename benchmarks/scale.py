@@ -50,7 +50,7 @@ from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain, parse_shape
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Timing
+from moaspec.engine.request_state import Timing
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.support.extras import require

@@ -24,7 +24,7 @@ from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.target.target import Target
 
 TEXT = 64  # tokens of the text before the drafts

@@ -17,8 +17,7 @@ from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
 from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.recorded_passes import PassSizes
-from moaspec.engine.accept import accept_greedy
-from moaspec.engine.accept_sampled import accept
+from moaspec.engine.accept import accept, accept_greedy
 from moaspec.engine.hidden_states import HiddenStates
 from moaspec.engine.large_batches import head_groups, ragged_states
 from moaspec.engine.position_rules import PositionRules

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import moaspec.engine.accept
-import moaspec.engine.accept_sampled
 import moaspec.engine.local_verifier
 import moaspec.sampling.choose
 import tiny
@@ -112,7 +111,6 @@ def pad_accepted(patch: pytest.MonkeyPatch) -> None:
             node = child
 
     patch.setattr(moaspec.engine.accept, "walk", walk)
-    patch.setattr(moaspec.engine.accept_sampled, "walk", walk)
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
