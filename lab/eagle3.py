@@ -37,7 +37,7 @@ from moaspec.model.layers import (
     masked_attention,
     merge_heads,
 )
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import positions
 from moaspec.train.data_order import Blocks, TrainBatch
 from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
 from moaspec.train.dataset.read_examples import read_examples

@@ -29,7 +29,7 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.model.folded_positions import FoldedPositions
+from moaspec.model.layers import FoldedPositions
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
 from tiny import PROMPTS, kernel_target, random_drafter

@@ -18,8 +18,7 @@ import tiny
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.protocols import TextProposer, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.large_batches import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS
-from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.local_verifier import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS, LocalVerifier
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moaspec.backends.angle_table import AngleTable, FindAngles
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import FusedEncoder, FusedExit
-from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.backends.linear_backends import can_pack
@@ -31,12 +31,13 @@ from moaspec.model.layers import (
     CrossAttend,
     CrossAttentionLayer,
     DecoderLayer,
+    LongRope,
     Rope,
     SelfAttend,
 )
 from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
-from moaspec.model.rope import LongRope
 from moaspec.process_memory import end_idle_threads, return_freed_memory
+from moaspec.target.decoder_layers import Slots
 from moaspec.target.target import Target
 
 Module = TypeVar("Module", bound=nn.Module)

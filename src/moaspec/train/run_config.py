@@ -18,7 +18,7 @@ from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.user_files import open_file
-from moaspec.target.target_base import TargetBase
+from moaspec.target.target import Target
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights
 
@@ -211,7 +211,7 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
-    def require_vocabulary(self, target: TargetBase) -> None:
+    def require_vocabulary(self, target: Target) -> None:
         """Raise InputError where the target does not have as many tokens as drafts shall."""
         if not 0 <= self.sizes.draft_vocab <= target.vocab_size:
             raise InputError(

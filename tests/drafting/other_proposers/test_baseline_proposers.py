@@ -34,7 +34,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.model.baselines import Baseline, EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import positions
 from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
 from moaspec.train.students.losses import divergence, feature_loss
 

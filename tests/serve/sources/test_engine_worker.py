@@ -17,7 +17,7 @@ from torch import Tensor
 import serving
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.large_batches import CPU_CLIENT_ROWS
+from moaspec.engine.local_verifier import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob

@@ -15,7 +15,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
-from moaspec.engine.large_batches import client_rows
+from moaspec.engine.local_verifier import client_rows
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
 from moaspec.generation.destinations import destinations
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
