@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from common import load, parser, setting, spread
 
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine

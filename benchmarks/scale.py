@@ -39,13 +39,13 @@ from torch import nn
 from transformers import LlamaConfig
 
 from moaspec import Target, Tree
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import FastDecoderLayers, accelerate
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears
 from moaspec.backends.weight_only import BITS, quantise
 from moaspec.calibration.round_parts import RoundParts, pass_over, timed
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain, parse_shape

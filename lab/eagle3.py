@@ -236,10 +236,6 @@ class Eagle3Proposer(EagleProposer):
 
     module: Eagle3Head
 
-    def __init__(self, module: Eagle3Head, target: Target) -> None:
-        super().__init__(module, target)
-        self.packed = module
-
     def append_features(self, row: int, features: Features) -> None:
         super().append_features(row, self.module.fuse(features))
 

@@ -12,7 +12,7 @@ import golden
 import moaspec
 from block_drafts import block_logits, last_known
 from golden import TOLERANCE, needs_golden
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier

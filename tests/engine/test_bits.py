@@ -21,9 +21,9 @@ from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.cpu.fused_drafting import FusedDrafter
+from moaspec.backends.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
 from moaspec.backends.fast_target import accelerate
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText

@@ -22,7 +22,7 @@ import moaspec
 import tiny
 from block_drafts import block_logits
 from moaspec.backends import linear_backends
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from moaspec.backends import fast_sampling  # noqa: F401 - its kernels join with these
 from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, MAX_QUERIES

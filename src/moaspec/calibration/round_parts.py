@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.protocols import RequestText

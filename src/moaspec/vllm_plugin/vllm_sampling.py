@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.v1.outputs import SamplerOutput
 
+from moaspec.backends import fast_sampling  # noqa: F401 - sampling by kernels
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept import accept

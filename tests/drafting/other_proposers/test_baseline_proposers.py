@@ -20,11 +20,11 @@ import moaspec
 import moaspec.generation.local_engine
 import tiny
 from golden import TOLERANCE, needs_golden
+from moaspec.backends.fast_baselines import baseline_drafting
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.other_proposers.baseline_proposers import (
     EagleProposer,
     IndependentProposer,
-    baseline_drafting,
 )
 from moaspec.drafting.policy.policies import COPIES, DraftPolicy
 from moaspec.drafting.protocols import RequestText

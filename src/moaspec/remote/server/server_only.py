@@ -6,7 +6,7 @@ It is the baseline of client-server decoding, and serves devices that have no bu
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine

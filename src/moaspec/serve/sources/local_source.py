@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.engine import Engine
