@@ -128,7 +128,7 @@ def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespa
     return texts
 
 
-class KnownText:
+class KnownText(Verifier):
     """A verifier that knows the target's text and runs the target for activations only.
 
     Args:

@@ -27,7 +27,7 @@ import moaspec.train.trainer as trainer_module
 from moaspec import Target, load_target
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.baseline_proposers import EagleProposer, _EagleRound
-from moaspec.drafting.protocols import Features, RequestText, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Features, RequestText, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.layers import (
@@ -251,7 +251,7 @@ class _Eagle3Round(_EagleRound):
         return self.proposer.module.norm(kept_BWE)
 
 
-class KnownStates:
+class KnownStates(Verifier):
     """A verifier inside `KnownText` which returns the states of known texts.
 
     Args:

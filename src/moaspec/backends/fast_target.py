@@ -24,6 +24,7 @@ from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import FusedPart, PackedLinear, pack_linears
+from moaspec.drafting.kv_cache import KVWriter
 from moaspec.model.layers import CosSin
 from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.decoder_layers import (
@@ -232,12 +233,11 @@ class FastDecoderLayers(DecoderLayers):
         None if layers must run one by one: they have hooks, or their keys and values do not go into
         a cache that kernels know.
         """
-        slots = getattr(write, "slots", None)
         if (
             self.fused is None
             or mask_B1TS is None
             or mask_B1TS.shape[2] > MAX_QUERIES
-            or not isinstance(slots, Slots)
+            or not isinstance(write, KVWriter)
             or any(self._hooks)
             or states_BTE.requires_grad
         ):
@@ -245,7 +245,13 @@ class FastDecoderLayers(DecoderLayers):
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
         norm = self._unwatched_norm()
         done_BTE = self.fused.run(
-            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
+            states_BTE,
+            cos_BTR,
+            sin_BTR,
+            mask_B1TS.contiguous(),
+            slots=write.slots,
+            num=num,
+            norm=norm,
         )
         return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))
 

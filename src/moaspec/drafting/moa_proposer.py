@@ -107,7 +107,6 @@ class MoAProposer(TreeProposer):
             kept.pop(row, None)
 
     def release(self) -> None:
-        """Free the caches' memory; no row may be in use."""
         super().release()
         self.memory.release()
 

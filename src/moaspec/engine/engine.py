@@ -133,7 +133,7 @@ class Engine:
             branches=None if free_branches is None else NgramBranches(free_branches),
             sampling=sampling,
             keep=keep,
-            window=getattr(self._verifier, "prompt_window", 0),
+            window=self._verifier.prompt_window,
         )
         if old is not None:
             self._take_over(request, old)
@@ -213,7 +213,7 @@ class Engine:
 
     async def _next_prompts(self, requests: Sequence[RequestState]) -> list[RequestState]:
         """Prefill a chunk of the oldest long prompt; returns the oldest requests that fit whole."""
-        left = most = getattr(self._verifier, "prompt_tokens", sys.maxsize)
+        left = most = self._verifier.prompt_tokens
         whole: list[RequestState] = []
         chunked = False
         for request in sorted(requests, key=lambda one: one.handle):
@@ -385,14 +385,12 @@ class Engine:
         if policy is None:
             return
         asked = request.verify_request(unread, DraftTree())
-        num_unread = min(len(unread), asked.window or len(unread))
-        if hasattr(self._verifier, "encoded_range"):  # as `LocalVerifier` has
-            num_unread = len(self._verifier.encoded_range(asked)[1])
-            first, encoded = self._verifier.encoded_range(replace(asked, window=0))
-            if asked.window and encoded.start - first >= asked.window:
-                # A narrow window would drop the features of an earlier turn.
-                num_unread = len(encoded)
-                policy.window = 0
+        num_unread = len(self._verifier.encoded_range(asked)[1])
+        first, encoded = self._verifier.encoded_range(replace(asked, window=0))
+        if asked.window and encoded.start - first >= asked.window:
+            # A narrow window would drop the features of an earlier turn.
+            num_unread = len(encoded)
+            policy.window = 0
         policy.begin(
             num_unread,
             request.num_remaining,

@@ -15,14 +15,21 @@ from torch import Tensor
 
 from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, PassSizes, tree_mask
-from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import (
+    CachingProposer,
+    Need,
+    Proposer,
+    Verifier,
+    VerifyRequest,
+    VerifyResult,
+)
 from moaspec.engine.accept import accept, accept_greedy
 from moaspec.engine.position_rules import PositionRules
 from moaspec.target.decoder_layers import Slots
 from moaspec.target.target import Target, plain_torch
 
 CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
-"""See `LocalVerifier.prompt_tokens`."""
+"""See `Verifier.prompt_tokens`."""
 
 PREFILL_CHUNK_TOKENS = 1024
 """Most prompt tokens in one pass; bounds the memory of its mask and activations."""
@@ -90,20 +97,16 @@ class HiddenStates:
 
 
 class LocalVerifier(Verifier):
-    """Verifies drafts with a target in this process; the proposer, if any, encodes activations.
-
-    Attributes:
-        prompt_tokens: while requests decode, a step of the engine prefills at most this many tokens
-            of short prompts, and as many of a longer one.
-    """
+    """Verifies drafts with a target in this process; the proposer, if any, encodes activations."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target
         self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
         self._encode = proposer.encode if proposer is not None and self._needs else None
-        self._encode_and_append = getattr(proposer, "encode_and_append", None)
+        caching = proposer if isinstance(proposer, CachingProposer) else None
+        self._encode_and_append = None if caching is None else caching.encode_and_append
         self._texts: dict[int, list[int]] = {}
-        self.prompt_window: int = getattr(proposer, "prompt_window", 0)
+        self.prompt_window = 0 if caching is None else caching.prompt_window
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
         self._hidden = HiddenStates() if "hidden" in self._needs else None
         self._target_s = 0.0  # passes and head of the current call
@@ -286,8 +289,9 @@ class LocalVerifier(Verifier):
                 self._encoded[request.cache_row] = (first, ranges[i].stop)
         if len(ranges) == 1 and self._encode_and_append is not None:
             ((i, tokens),) = ranges.items()
-            self._encode_and_append(self.cache, requests[i].cache_row, tokens)
-        elif self._encode is not None and ranges:
+            if self._encode_and_append(self.cache, requests[i].cache_row, tokens):
+                return features
+        if self._encode is not None and ranges:
             inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
             positions = [position for one in ranges.values() for position in one]
             position_ids_1N = torch.tensor([positions], device=self._device)
@@ -298,7 +302,6 @@ class LocalVerifier(Verifier):
         return features
 
     def encoded_range(self, request: VerifyRequest, accepted: int = 0) -> tuple[int, range]:
-        """The first token with features after a pass that encodes, and the tokens it encodes."""
         first, start = self._encoded.get(request.cache_row, (0, 0))
         start = min(start, request.num_verified)
         stop = request.num_verified + len(request.new_tokens) + accepted

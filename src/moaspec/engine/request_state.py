@@ -180,7 +180,7 @@ class RequestState:
             self.sampling,
             self.prompt_length,
             self.wants_features,
-            window=min(getattr(self.shape, "window", 0) or self.window, self.window),
+            window=min((self.policy and self.policy.window) or self.window, self.window),
         )
 
     @property

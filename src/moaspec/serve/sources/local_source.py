@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import Proposer
+from moaspec.drafting.protocols import CachingProposer, Proposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import client_rows
 from moaspec.errors import InputError
@@ -66,7 +66,7 @@ class LocalSource(TextSource):
 
         def release() -> None:
             verifier.release()
-            if drafting is not None and hasattr(drafting, "release"):
+            if isinstance(drafting, CachingProposer):
                 drafting.release()
 
         self._worker = EngineWorker(
