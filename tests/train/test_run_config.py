@@ -80,6 +80,19 @@ def test_the_key_nearest_to_an_unknown_one_is_named(
         read(tmp_path, BASE, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("sharding=deepspeed", "use sharding=fsdp"),
+    ],
+)
+def test_settings_of_earlier_versions_are_refused_by_name(
+    override: str, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"{override} is no longer supported: .*{instead}"):
+        read(tmp_path, BASE, override)
+
+
 def test_where_none_is_near_all_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Unknown key 'zzzz'; known: .*batch_size.*weight_decay"):
         read(tmp_path, BASE, "zzzz=3")
@@ -300,6 +313,7 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"num_target_layers": (1, 1)},
         {"num_target_layers": (-1,)},
         {"sharding": "fsdp", "frozen_lsa": 0.5},
+        {"sharding": "deepspeed"},
         {"drafter": "eagle", "num_target_layers": (1,)},
         {"drafter": "independent", "frozen_lsa": 0.5},
         {"accumulation": 0},

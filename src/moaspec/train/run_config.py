@@ -105,8 +105,7 @@ class TrainConfig:
         device: "cpu" or "cuda"; each process takes a GPU of its own.
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
-        sharding: "fsdp" shards weights, gradients and optimiser state over the processes,
-            "deepspeed" gradients and optimiser state (ZeRO stage 2, needs DeepSpeed), "none"
+        sharding: "fsdp" shards weights, gradients and optimiser state over the processes, "none"
             nothing (DDP).
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
         license: of the drafter, for its model card: a name that the hub knows, such as apache-2.0.
@@ -153,7 +152,7 @@ class TrainConfig:
     mixed_precision: Annotated[
         Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)
     ] = "no"
-    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
+    sharding: Literal["none", "fsdp"] = "none"
     trackers: tuple[str, ...] = ()
     license: str = ""
     loss: LossWeights = field(default_factory=LossWeights)
@@ -189,6 +188,8 @@ class TrainConfig:
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and self.sharding != "none":
             raise InputError("frozen_lsa works with sharding=none only.")
+        if self.sharding not in ("none", "fsdp"):
+            raise InputError(f"sharding must be none or fsdp, got {self.sharding}.")
         if self.optimizer == "muon" and self.sharding != "none":
             raise InputError("optimizer=muon works with sharding=none only.")
 
@@ -333,6 +334,7 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
         raise InputError(f"Expected a mapping of {', '.join(sorted(hints))}; got {values!r}.")
+    values = {key: value for key, value in values.items() if not _is_gone(f"{inside}{key}", value)}
     unknown = next((str(key) for key in values if key not in hints), None)
     if unknown is not None:
         raise InputError(_unknown_key(inside, unknown, sorted(hints)))
@@ -345,6 +347,24 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
         else _as_field(f"{inside}{key}", hints[key], value)
         for key, value in values.items()
     }
+
+
+_GONE_VALUES = {
+    ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
+}
+"""Values of earlier versions, and what to use instead."""
+_GONE_KEYS: dict[str, tuple[Any, str]] = {}
+"""Settings of earlier versions: the value that did nothing, and what to use instead of others."""
+
+
+def _is_gone(name: str, value: Any) -> bool:
+    """Whether a setting of an earlier version says nothing; InputError where it said something."""
+    advice = _GONE_VALUES.get((name, value)) if isinstance(value, str) else None
+    if name in _GONE_KEYS and value != _GONE_KEYS[name][0]:
+        advice = _GONE_KEYS[name][1]
+    if advice is not None:
+        raise InputError(f"{name}={value} is no longer supported: {advice}.")
+    return name in _GONE_KEYS
 
 
 def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:

@@ -172,8 +172,7 @@ class Trainer:
             Sums over the whole step.
 
         Raises:
-            TrainingError: loss or gradients are not finite; the weights are unchanged (with
-                DeepSpeed, the saved state is).
+            TrainingError: loss or gradients are not finite; the weights are unchanged.
         """
         whole = self.data.next_batch(self.step)
         self.strategy.begin(learning_rate(self.config, self.step))

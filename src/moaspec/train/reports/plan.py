@@ -268,8 +268,6 @@ def _memory(
     state = {"weights": 4 * total, "optimiser": 12 * total}
     if config.sharding == "fsdp":
         state = {name: size // processes for name, size in state.items()}
-    if config.sharding == "deepspeed":
-        state["optimiser"] //= processes
     bf16 = 2 * total if config.mixed_precision == "bf16" else 0
     identity, size = target.identity, target.dtype.itemsize
     chunk = logit_chunk_size(vocabulary, torch.device(config.device))
