@@ -84,6 +84,7 @@ def test_the_key_nearest_to_an_unknown_one_is_named(
     ("override", "instead"),
     [
         ("sharding=deepspeed", "use sharding=fsdp"),
+        ("anchors=rounds", "random places"),
     ],
 )
 def test_settings_of_earlier_versions_are_refused_by_name(
@@ -91,6 +92,10 @@ def test_settings_of_earlier_versions_are_refused_by_name(
 ) -> None:
     with pytest.raises(InputError, match=rf"{override} is no longer supported: .*{instead}"):
         read(tmp_path, BASE, override)
+
+
+def test_a_setting_of_earlier_versions_that_did_nothing_is_skipped(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, "anchors=random") == read(tmp_path, BASE)
 
 
 def test_where_none_is_near_all_are_named(tmp_path: Path) -> None:
@@ -327,7 +332,6 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"betas": (2.0, 3.0)},
         {"seed": 2**80},
         {"drafter": "eagle", "staircase": True},
-        {"drafter": "independent", "anchors": "rounds"},
         {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
         {"drafter": "eagle", "sizes": DrafterSizes(sa_layers=2)},
         {"sizes": DrafterSizes(publishable=True, sa_layers=2)},

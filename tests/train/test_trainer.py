@@ -166,7 +166,7 @@ def test_trackers(tmp_path: Path) -> None:
         {"activation_cache": False, "batch_size": 1},
         {"frozen_lsa": 0.3},
         {"frozen_lsa": 0.8},
-        {"anchors": "rounds", "loss": LossWeights(divergence="hybrid", survival=0.5)},
+        {"loss": LossWeights(divergence="hybrid")},
         {"optimizer": "muon"},
     ],
     ids=str,

@@ -75,9 +75,6 @@ class TrainConfig:
             In our runs it learned more from the same tokens.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
-        anchors: where blocks begin: at "random" places, or at "rounds": where rounds of the current
-            drafter would begin, see `moaspec.train.students.simulated_rounds`. The simulation takes
-            another forward pass, over random blocks.
         staircase: restrict SA to the query's own block: at first in all sequences, then in fewer
             and fewer, and in none from half of the run on.
         warm_start: start from the target's own weights and states, see
@@ -133,7 +130,6 @@ class TrainConfig:
     clip: float = 1.0
     shortest_block: int = 5
     longest_block: int = 15
-    anchors: Literal["random", "rounds"] = "random"
     staircase: bool = False
     warm_start: bool = True
     initial: str = ""
@@ -175,12 +171,11 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
-        rounds = self.anchors == "rounds"
-        moa_only = self.sizes.without or self.sizes.sa_layers or self.staircase or rounds
+        moa_only = self.sizes.without or self.sizes.sa_layers or self.staircase
         if self.drafter != "moa" and moa_only:
             raise InputError(
-                f"drafter={self.drafter} has neither SA, parts to leave out nor a staircase, and "
-                "reads no blocks: drop sizes.sa_layers, sizes.without, staircase and anchors."
+                f"drafter={self.drafter} has neither SA, parts to leave out nor a staircase: drop "
+                "sizes.sa_layers, sizes.without and staircase."
             )
         if self.sizes.publishable:
             self._check_publishable()
@@ -353,7 +348,9 @@ _GONE_VALUES = {
     ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
 }
 """Values of earlier versions, and what to use instead."""
-_GONE_KEYS: dict[str, tuple[Any, str]] = {}
+_GONE_KEYS: dict[str, tuple[Any, str]] = {
+    "anchors": ("random", "blocks that begin at random places train as good a drafter"),
+}
 """Settings of earlier versions: the value that did nothing, and what to use instead of others."""
 
 
