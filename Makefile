@@ -17,11 +17,9 @@ VLLM_VENV := $(CURDIR)/.venv-vllm
 install: $(INSTALLED)
 
 INSTALL := $(BIN)/python scripts/install.py $(if $(UV),--uv) $(if $(TORCH),--torch "$(TORCH)")
-# `make install EXTRAS=ci` also installs what only few tests need.
-EXTRAS ?= dev
 
 $(INSTALLED): $(DEMO)
-	$(INSTALL) $(EXTRAS)
+	$(INSTALL) dev
 	touch $(INSTALLED)
 
 $(DEMO): pyproject.toml constraints.txt scripts/install.py | $(BIN)/python

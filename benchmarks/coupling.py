@@ -26,7 +26,7 @@ from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.engine.result import acceptance_by_depth
+from moaspec.engine.request_state import acceptance_by_depth
 from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import GREEDY
 

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 
 from moaspec import GenerationResult, SamplingParams, Target, generate
+from moaspec.backends.fast_baselines import baseline_drafting
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.other_proposers.baseline_proposers import baseline_drafting
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
@@ -128,7 +128,7 @@ def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespa
     return texts
 
 
-class KnownText:
+class KnownText(Verifier):
     """A verifier that knows the target's text and runs the target for activations only.
 
     Args:

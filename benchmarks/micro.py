@@ -24,10 +24,10 @@ from common import load, parser, setting, spread  # noqa: E402
 
 import moaspec  # noqa: E402
 from moaspec import Chain, Tree  # noqa: E402
+from moaspec.backends.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.calibration.measure_costs import fingerprint  # noqa: E402
 from moaspec.calibration.round_parts import RoundParts, TimedPart  # noqa: E402
 from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
 from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex  # noqa: E402
 from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from common import load, parser, setting, spread
 
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
@@ -97,8 +97,8 @@ def _engine(target: Any, drafting: FastMoAProposer, watch: Stopwatch) -> Engine:
     verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
     verifier._encode = watch.wrap("encoder", drafting.encode)
     verifier._encode_and_append = watch.wrap("encoder", drafting.encode_and_append)
-    if verifier._row_pass is not None:
-        verifier._row_pass.run = watch.wrap("target", verifier._row_pass.run)  # type: ignore[method-assign]
+    if verifier._text_pass is not None:
+        verifier._text_pass.run = watch.wrap("target", verifier._text_pass.run)  # type: ignore[method-assign]
     drafting.share_target_cache(verifier.cache)
     return Engine(
         verifier,

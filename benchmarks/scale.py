@@ -39,18 +39,18 @@ from torch import nn
 from transformers import LlamaConfig
 
 from moaspec import Target, Tree
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import FastDecoderLayers, accelerate
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears
 from moaspec.backends.weight_only import BITS, quantise
 from moaspec.calibration.round_parts import RoundParts, pass_over, timed
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.policy.policies import DraftPolicy
 from moaspec.drafting.tree_shapes import Chain, parse_shape
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Timing
+from moaspec.engine.request_state import Timing
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.support.extras import require

@@ -29,7 +29,7 @@ from moaspec.backends.fast_drafter import packed_copy
 from moaspec.cli.prompts import message_ids
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier, PassRow
-from moaspec.model.training_pass import TargetPass
+from moaspec.model.moa import TargetPass
 from moaspec.train.dataset.examples import Batch, Example
 from moaspec.train.run_config import read_train_config
 from moaspec.train.trainer import Trainer

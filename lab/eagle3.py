@@ -27,7 +27,7 @@ import moaspec.train.trainer as trainer_module
 from moaspec import Target, load_target
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.baseline_proposers import EagleProposer, _EagleRound
-from moaspec.drafting.protocols import Features, RequestText, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Features, RequestText, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.layers import (
@@ -37,7 +37,7 @@ from moaspec.model.layers import (
     masked_attention,
     merge_heads,
 )
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import positions
 from moaspec.train.data_order import Blocks, TrainBatch
 from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
 from moaspec.train.dataset.read_examples import read_examples
@@ -236,10 +236,6 @@ class Eagle3Proposer(EagleProposer):
 
     module: Eagle3Head
 
-    def __init__(self, module: Eagle3Head, target: Target) -> None:
-        super().__init__(module, target)
-        self.packed = module
-
     def append_features(self, row: int, features: Features) -> None:
         super().append_features(row, self.module.fuse(features))
 
@@ -255,7 +251,7 @@ class _Eagle3Round(_EagleRound):
         return self.proposer.module.norm(kept_BWE)
 
 
-class KnownStates:
+class KnownStates(Verifier):
     """A verifier inside `KnownText` which returns the states of known texts.
 
     Args:

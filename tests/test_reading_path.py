@@ -19,6 +19,7 @@ PATH = {
     "model/layers.py",
     "engine/engine.py",
     "engine/request_state.py",
+    "drafting/protocols.py",
     "drafting/tree_proposer.py",
     "drafting/moa_proposer.py",
     "drafting/draft_tree.py",

@@ -14,10 +14,10 @@ import tiny
 from bits import needs_packed_kernels, needs_unpacking
 from eval_studies.pass_costs import measure_costs
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes

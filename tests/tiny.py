@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from block_drafts import block_logits
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now

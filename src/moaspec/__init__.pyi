@@ -7,7 +7,7 @@ from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event, GenerationResult
+from moaspec.engine.request_state import Event, GenerationResult
 from moaspec.generation.api import generate, stream
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.session import Session

@@ -9,8 +9,7 @@ from torch.testing import assert_close
 import tiny
 from moaspec.backends.fast_drafter import TabulatedRope
 from moaspec.backends.fast_target import TabulatedRotary
-from moaspec.model.layers import Rope
-from moaspec.model.rope import scaled_rope
+from moaspec.model.layers import Rope, scaled_rope
 from moaspec.target.families import RotaryEmbeddings
 
 

@@ -22,8 +22,7 @@ from moaspec.backends.cuda_graphs import PassGraphs
 from moaspec.backends.fast_target import accelerate
 from moaspec.calibration.measure_costs import fingerprint
 from moaspec.calibration.round_parts import RoundParts
-from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, tree_mask
-from moaspec.drafting.recorded_passes import PassSizes
+from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, tree_mask
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.target.target import Target
 from recorder import Recorder, recorders

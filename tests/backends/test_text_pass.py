@@ -13,10 +13,10 @@ import moaspec
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
-from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.backends.fast_target import FastDecoderLayers, TextPass, accelerate
+from moaspec.backends.fast_target import FastDecoderLayers, accelerate
 from moaspec.drafting.draft_tree import ancestor_matrix
 from moaspec.drafting.kv_cache import KVCache, tree_mask
+from moaspec.target.decoder_layers import Slots, TextPass
 from tiny import PROMPTS, kernel_target
 
 pytestmark = [pytest.mark.kernels, needs_packed_kernels]
@@ -82,7 +82,7 @@ def by_one_call(
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_states_that_nobody_needs_are_left_unfinished(family: str, finished: int) -> None:
     target, parents = accelerated(family), TREES["tree"]
-    text_pass, first, second = TextPass.of(target), filled_cache(target), filled_cache(target)
+    text_pass, first, second = target.text_pass(), filled_cache(target), filled_cache(target)
     assert text_pass is not None
     with torch.inference_mode():
         states_TE, chosen = by_several_calls(target, first, parents)
@@ -97,7 +97,7 @@ def test_states_that_nobody_needs_are_left_unfinished(family: str, finished: int
 @pytest.mark.parametrize("kind", TREES)
 def test_states_choices_and_keys_have_the_same_bits(family: str, kind: str) -> None:
     target, parents = accelerated(family), TREES[kind]
-    text_pass, first, second = TextPass.of(target), filled_cache(target), filled_cache(target)
+    text_pass, first, second = target.text_pass(), filled_cache(target), filled_cache(target)
     assert text_pass is not None
     with torch.inference_mode():
         states_TE, chosen = by_several_calls(target, first, parents)
@@ -111,7 +111,7 @@ def test_states_choices_and_keys_have_the_same_bits(family: str, kind: str) -> N
 
 def test_a_cache_that_grew_is_read_where_it_is_now() -> None:
     target, parents = accelerated(), TREES["tree"]
-    text_pass, cache = TextPass.of(target), filled_cache(target)
+    text_pass, cache = target.text_pass(), filled_cache(target)
     assert text_pass is not None
     with torch.inference_mode():
         before = by_one_call(text_pass, cache, parents, 5)
@@ -125,7 +125,7 @@ def test_a_cache_that_grew_is_read_where_it_is_now() -> None:
 
 def test_angles_in_use_are_not_freed_where_another_engine_needs_more() -> None:
     target, parents = accelerated(), TREES["plain"]
-    text_pass, cache = TextPass.of(target), filled_cache(target)
+    text_pass, cache = target.text_pass(), filled_cache(target)
     assert text_pass is not None
     assert isinstance(target.layers, FastDecoderLayers)
     last = target.layers.last(target.num_layers)
@@ -140,7 +140,7 @@ def test_angles_in_use_are_not_freed_where_another_engine_needs_more() -> None:
 
 def test_a_new_embedding_is_read() -> None:
     target, parents = accelerated(), TREES["tree"]
-    text_pass, first, second = TextPass.of(target), filled_cache(target), filled_cache(target)
+    text_pass, first, second = target.text_pass(), filled_cache(target), filled_cache(target)
     assert text_pass is not None
     table = target.model.base_model.embed_tokens
     with torch.inference_mode():
@@ -160,7 +160,7 @@ def test_a_new_embedding_is_read() -> None:
 )
 def test_what_it_cannot_do_is_left_to_the_other_pass(tokens: list[int]) -> None:
     target = accelerated()
-    text_pass, cache = TextPass.of(target), KVCache(target)
+    text_pass, cache = target.text_pass(), KVCache(target)
     assert text_pass is not None
     cache.reserve(1, 100)
     slots = Slots(cache.data, [0], [0], len(tokens))
@@ -181,4 +181,4 @@ def test_hooks_that_come_later_are_called(part: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "olmo2", "phi3", "qwen3"])
 def test_targets_that_need_other_passes_have_none(family: str) -> None:
-    assert TextPass.of(accelerated(family)) is None
+    assert accelerated(family).text_pass() is None

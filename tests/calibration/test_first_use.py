@@ -11,10 +11,10 @@ import pytest
 import moaspec
 import tiny
 from moaspec.calibration import first_use
+from moaspec.calibration.assumed_costs import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.calibration.first_use import measure_once
 from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.calibration.round_parts import TimedPart
-from moaspec.drafting.policy.assumed_costs import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
 from moaspec.generation.shaping import shaping_for
 from moaspec.support.thread_limiter import ThreadLimiter
@@ -199,7 +199,7 @@ def test_unmeasured_only_what_is_sure_to_pay_is_drafted() -> None:
 
 def test_a_small_drafter_that_is_right_is_sure_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     target, module = tiny.target(), tiny.agreeing_drafter("llama")
-    monkeypatch.setattr("moaspec.drafting.policy.assumed_costs.num_weights", lambda _: 10**9)
+    monkeypatch.setattr("moaspec.calibration.assumed_costs.num_weights", lambda _: 10**9)
     costs = sure_costs(target, module, 0, [[0.9]])
     assert costs == assumed_costs(target, module, 0)
     assert costs is not None

@@ -38,7 +38,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.errors import InputError, ShapeError, TrainingError
 from moaspec.evaluate.correctness.check_target import Check, CheckedText
 from moaspec.model.baselines import EagleDrafter, StackConfig

@@ -67,7 +67,6 @@ NEEDING = {
     "target-server": "remote",
     "target-server --engine vllm": "remote",
     "train config.yaml data=[hub:a/b]": "hub",
-    "train config.yaml sharding=deepspeed": "deepspeed",
 }
 """Commands, and the extras that their message tells to install."""
 

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, StoredMemory, prefix_mask, tree_mask
-from moaspec.drafting.recorded_passes import PassSizes
+from moaspec.drafting.kv_cache import (
+    SLOT_BUCKET,
+    KVCache,
+    PassSizes,
+    StoredMemory,
+    prefix_mask,
+    tree_mask,
+)
 from moaspec.model.layers import masked_attention
 
 LAYERS, HEADS, DIM = 2, 3, 4

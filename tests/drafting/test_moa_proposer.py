@@ -20,9 +20,9 @@ import moaspec
 import tiny
 from block_drafts import block_logits
 from moaspec.backends.fast_drafter import prepared
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.linear_backends import can_pack
 from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_shapes import Chain

@@ -12,9 +12,9 @@ import moaspec
 import tiny
 from bits import needs_packed_kernels
 from costs import table
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import accelerate
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy import policies
 from moaspec.drafting.policy.cost_model import KnownCosts

@@ -9,8 +9,8 @@ import torch
 
 import moaspec
 import tiny
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes

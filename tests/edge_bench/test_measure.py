@@ -21,7 +21,7 @@ from edge_bench.cutting import _Log, cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
 from edge_bench.processes import DeviceSide, ServerSide
 from moaspec.backends.load import load_target
-from moaspec.engine.result import Source
+from moaspec.engine.request_state import Source
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device

@@ -12,8 +12,7 @@ import tiny
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.engine import run_now
-from moaspec.engine.large_batches import ragged_states
-from moaspec.engine.local_verifier import LocalVerifier, PassRow
+from moaspec.engine.local_verifier import LocalVerifier, PassRow, ragged_states
 
 
 def chain(*tokens: int) -> DraftTree:

@@ -17,7 +17,7 @@ import moaspec
 import moaspec.generation.local_engine
 import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import TextProposer
 from moaspec.engine.local_verifier import LocalVerifier

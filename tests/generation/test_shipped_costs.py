@@ -12,9 +12,8 @@ import pytest
 
 import tiny
 from costs import know, rated, table
-from moaspec.calibration import first_use, measure_costs
-from moaspec.drafting.policy import assumed_costs
-from moaspec.drafting.policy.assumed_costs import MachineCosts
+from moaspec.calibration import assumed_costs, first_use, measure_costs
+from moaspec.calibration.assumed_costs import MachineCosts
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.generation import shaping
@@ -28,7 +27,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_set_of_kernels_has_costs_that_rise() -> None:
-    text = files("moaspec.drafting.policy").joinpath(assumed_costs.FILE).read_text()
+    text = files("moaspec.calibration").joinpath(assumed_costs.FILE).read_text()
     shipped = json.loads(text)
     assert {"amx", "avx512", "avx2", "off", "cuda"} == set(shipped)
     for facts in shipped.values():

@@ -13,10 +13,8 @@ from torch.testing import assert_close
 import tiny
 from moaspec.errors import ShapeError
 from moaspec.model.drafter_config import DrafterConfig
-from moaspec.model.folded_positions import CHUNK_TOKENS, FoldedPositions
-from moaspec.model.layers import rotate
+from moaspec.model.layers import FOLD_CHUNK_TOKENS, FoldedPositions, rotate, scaled_rope
 from moaspec.model.moa import MoADrafter
-from moaspec.model.rope import scaled_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0} | {
     "original_max_position_embeddings": 64
@@ -55,7 +53,7 @@ def keys_values(
 @pytest.mark.parametrize(
     "rope_parameters", [tiny.target().config.rope_parameters, YARN, LLAMA3, PARTIAL]
 )
-@pytest.mark.parametrize("tokens", [1, 60, CHUNK_TOKENS + 3])
+@pytest.mark.parametrize("tokens", [1, 60, FOLD_CHUNK_TOKENS + 3])
 def test_keys_are_those_of_positions_within_the_period(
     rope_parameters: dict[str, Any], tokens: int
 ) -> None:

@@ -18,9 +18,9 @@ from moaspec.model.layers import (
     Rope,
     masked_attention,
     normed_products,
+    scaled_rope,
 )
 from moaspec.model.masks import text_mask
-from moaspec.model.rope import scaled_rope
 from moaspec.target.families import plain_layer_state
 
 EPS = 1e-6

@@ -13,7 +13,7 @@ from moaspec.model.masks import (
     text_mask,
     window_mask,
 )
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import positions
 
 PADDED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 BLOCK_START = torch.tensor([[0, 0, 0, 2], [0, 1, 1, 1]])

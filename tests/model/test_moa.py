@@ -12,8 +12,7 @@ from torch.testing import assert_close
 
 import tiny
 from block_drafts import block_logits
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import TargetPass
+from moaspec.model.moa import MoADrafter, TargetPass
 
 IDS = torch.tensor([[3, 7, 1, 9, 30, 2, 2, 8]])
 START = torch.tensor([[0, 1, 2, 2, 2, 2, 5, 5]])

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3 import modeling_phi3
 
-from moaspec.model.layers import Rope, rotate
-from moaspec.model.rope import LongRope, scaled_rope
+from moaspec.model.layers import LongRope, Rope, rotate, scaled_rope
 
 POSITIONS = torch.tensor([[0, 1, 2, 50, 255, 1000], [7, 6, 5, 4, 3, 2]])
 LLAMA3 = {

@@ -11,7 +11,7 @@ import tiny
 from block_drafts import layer_features
 from moaspec.errors import ShapeError
 from moaspec.model.layers import masked_attention
-from moaspec.model.training_pass import LayerFeatures
+from moaspec.model.moa import LayerFeatures
 
 
 def test_layout_of_layer_features() -> None:

@@ -17,10 +17,9 @@ import torch
 import moaspec
 import tiny
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.protocols import TextProposer, VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import TextProposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.large_batches import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS
-from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.local_verifier import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS, LocalVerifier
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
@@ -39,7 +38,7 @@ PASS_S = CPU_CLIENT_TOKENS * TOKEN_S
 """A CPU's: a pass reads all weights in the time of so many tokens."""
 
 
-class Unused:
+class Unused(Verifier):
     """A verifier that is never asked."""
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:

@@ -15,7 +15,7 @@ import pytest
 import hybrid_models
 import moaspec
 import serving
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.serve.sources.engine_worker import EngineWorker, WorkerLimits
 from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.generic.generic_target import target_of

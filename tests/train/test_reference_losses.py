@@ -21,8 +21,7 @@ import golden
 from block_drafts import last_known
 from golden import TOLERANCE, needs_golden
 from moaspec.model.checkpoint.tensor_names import to_published_name
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, positions
 from moaspec.target.target import Target
 from moaspec.train.students.losses import divergence, feature_loss
 

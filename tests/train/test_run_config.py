@@ -80,6 +80,24 @@ def test_the_key_nearest_to_an_unknown_one_is_named(
         read(tmp_path, BASE, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("sharding=deepspeed", "use sharding=fsdp"),
+        ("anchors=rounds", "random places"),
+    ],
+)
+def test_settings_of_earlier_versions_are_refused_by_name(
+    override: str, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"{override} is no longer supported: .*{instead}"):
+        read(tmp_path, BASE, override)
+
+
+def test_a_setting_of_earlier_versions_that_did_nothing_is_skipped(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, "anchors=random") == read(tmp_path, BASE)
+
+
 def test_where_none_is_near_all_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Unknown key 'zzzz'; known: .*batch_size.*weight_decay"):
         read(tmp_path, BASE, "zzzz=3")
@@ -300,6 +318,7 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"num_target_layers": (1, 1)},
         {"num_target_layers": (-1,)},
         {"sharding": "fsdp", "frozen_lsa": 0.5},
+        {"sharding": "deepspeed"},
         {"drafter": "eagle", "num_target_layers": (1,)},
         {"drafter": "independent", "frozen_lsa": 0.5},
         {"accumulation": 0},
@@ -313,7 +332,6 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"betas": (2.0, 3.0)},
         {"seed": 2**80},
         {"drafter": "eagle", "staircase": True},
-        {"drafter": "independent", "anchors": "rounds"},
         {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
         {"drafter": "eagle", "sizes": DrafterSizes(sa_layers=2)},
         {"sizes": DrafterSizes(publishable=True, sa_layers=2)},

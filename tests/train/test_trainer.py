@@ -22,7 +22,7 @@ import moaspec
 import tiny
 from block_drafts import block_logits
 from moaspec.backends import linear_backends
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RequestText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
@@ -166,7 +166,7 @@ def test_trackers(tmp_path: Path) -> None:
         {"activation_cache": False, "batch_size": 1},
         {"frozen_lsa": 0.3},
         {"frozen_lsa": 0.8},
-        {"anchors": "rounds", "loss": LossWeights(divergence="hybrid", survival=0.5)},
+        {"loss": LossWeights(divergence="hybrid")},
         {"optimizer": "muon"},
     ],
     ids=str,

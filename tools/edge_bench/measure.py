@@ -14,7 +14,7 @@ from edge_bench.case import Case, Measured
 from edge_bench.emulated_device import HeldDevice
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText

@@ -6,7 +6,7 @@ their addresses, so:
 
 - The inputs that differ between passes of one shape are copied into the graph's tensors first:
   states, rotary embeddings, masks and the cache slots to write (see `GraphSafeWrite`).
-- Shapes are few: callers round tokens and visible slots up (`drafting/recorded_passes.py`).
+- Shapes are few: callers round tokens and visible slots up (`PassSizes` in `drafting/kv_cache.py`).
 
 The first pass of a shape runs without a graph, so lazy initialisation is not captured and rare
 shapes cost nothing. The second pass is captured. If capturing fails, passes run without graphs.

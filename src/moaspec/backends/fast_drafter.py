@@ -10,6 +10,7 @@ target layers, K one layer's key and value, M tokens of a batch, X heads.
 import copy
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar, cast
@@ -20,22 +21,23 @@ from torch import Tensor, nn
 from moaspec.backends.angle_table import AngleTable, FindAngles
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import FusedEncoder, FusedExit
-from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import is_silu, join_linears, joint_matrix, pack_linears
+from moaspec.drafting.kv_cache import StoredAttention, StoredMemory
 from moaspec.model.layers import (
     AttentionBlock,
     CosSin,
     CrossAttend,
     CrossAttentionLayer,
     DecoderLayer,
+    LongRope,
     Rope,
     SelfAttend,
 )
 from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
-from moaspec.model.rope import LongRope
 from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.target import Target
 
@@ -176,12 +178,26 @@ def angle_rows(rope: Rope) -> FindAngles:
     return lambda start, stop: (*rope.along(start, stop), 0)
 
 
+class JoinedAttend(ABC):
+    """An `attend` over a cache of its own that needs no split of the heads."""
+
+    @abstractmethod
+    def joined(self, heads_BTXD: Tensor) -> Tensor:
+        """Attend with queries, and keys and values if the layer has its own, in one tensor.
+
+        Args:
+            heads_BTXD: (B, T, H, D) or (B, T, H + 2 J, D).
+
+        Returns:
+            (B, T, H * D).
+        """
+
+
 class FastAttentionBlock(AttentionBlock):
     """A decoder layer by CPU kernels, with the same bits for any number of tokens.
 
-    An `attend` with attributes `slots` and `mask`, as those over a cache have, lets kernels compute
-    the whole layer in one call. One with a method `joined` receives all heads in one tensor,
-    (B, T, H + 2 J, D), and returns (B, T, H * D).
+    An `attend` over a cache of the core lets kernels compute the whole layer in one call; see also
+    `JoinedAttend`.
 
     Args:
         fused: the projections, norms and MLP.
@@ -200,18 +216,16 @@ class FastAttentionBlock(AttentionBlock):
     def in_one_call(
         self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend | CrossAttend
     ) -> Tensor | None:
-        """The whole layer; None without `slots` or with too many tokens."""
-        slots: Slots | None = getattr(attend, "slots", None)
-        if slots is None or x_BTE.shape[1] > MAX_QUERIES:
+        """The whole layer; None over another cache, or with too many tokens."""
+        if x_BTE.shape[1] > MAX_QUERIES or not isinstance(attend, StoredAttention | StoredMemory):
             return None
-        mask: Tensor = attend.mask  # type: ignore[union-attr]
-        return self.stack.run(x_BTE, *_contiguous(cos_sin), mask.contiguous(), slots=slots, num=1)
+        mask = attend.mask.contiguous()
+        return self.stack.run(x_BTE, *_contiguous(cos_sin), mask, slots=attend.slots, num=1)
 
     def attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend | CrossAttend) -> Tensor:
-        joined: Callable[[Tensor], Tensor] | None = getattr(attend, "joined", None)
-        if joined is None:
-            return super().attention(x_BTE, cos_sin, attend)
-        return joined(self.fused.project(x_BTE, *_contiguous(cos_sin)))
+        if isinstance(attend, JoinedAttend):
+            return attend.joined(self.fused.project(x_BTE, *_contiguous(cos_sin)))
+        return super().attention(x_BTE, cos_sin, attend)
 
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
         heads_BTXD = self.fused.project(x_BTE, *_contiguous(cos_sin))

@@ -13,19 +13,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from moaspec.backends import fast_sampling  # noqa: F401 - its kernels join with these
 from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, MAX_QUERIES
-from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots, TextStack
+from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, TextStack
 from moaspec.backends.cpu.structures import TextPassFacts
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import FusedPart, PackedLinear, pack_linears
+from moaspec.drafting.kv_cache import KVWriter
 from moaspec.model.layers import CosSin
 from moaspec.process_memory import end_idle_threads, return_freed_memory
-from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
+from moaspec.target.decoder_layers import (
+    DecoderLayers,
+    LMHead,
+    Slots,
+    WatchLayer,
+    WriteKV,
+)
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.target import Target
@@ -61,7 +69,7 @@ def same_bits(target: Target) -> bool:
     """
     if not isinstance(target.lm_head, FastLMHead) or target.lm_head.matrix is None:
         return False
-    return TextPass.of(target) is not None
+    return target.text_pass() is not None
 
 
 def weight_bytes(target: Target) -> int:
@@ -177,6 +185,13 @@ class FastDecoderLayers(DecoderLayers):
             return None
         return LastLayers(self.fused, norm, angles)
 
+    def text_pass(self, embeddings_VE: Tensor | None, head: LMHead) -> "FusedTextPass | None":
+        """None where kernels lack a part of the target."""
+        last = self.last(len(self.types))
+        if last is None or embeddings_VE is None or embeddings_VE.dtype != torch.bfloat16:
+            return None
+        return FusedTextPass(last, len(self.types), self._base, head)
+
     def _last_types(self, num: int) -> set[str]:
         return set(self.types[len(self.types) - num :])
 
@@ -218,12 +233,11 @@ class FastDecoderLayers(DecoderLayers):
         None if layers must run one by one: they have hooks, or their keys and values do not go into
         a cache that kernels know.
         """
-        slots = getattr(write, "slots", None)
         if (
             self.fused is None
             or mask_B1TS is None
             or mask_B1TS.shape[2] > MAX_QUERIES
-            or not isinstance(slots, Slots)
+            or not isinstance(write, KVWriter)
             or any(self._hooks)
             or states_BTE.requires_grad
         ):
@@ -231,7 +245,13 @@ class FastDecoderLayers(DecoderLayers):
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
         norm = self._unwatched_norm()
         done_BTE = self.fused.run(
-            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
+            states_BTE,
+            cos_BTR,
+            sin_BTR,
+            mask_B1TS.contiguous(),
+            slots=write.slots,
+            num=num,
+            norm=norm,
         )
         return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))
 
@@ -243,34 +263,23 @@ def _hooks(modules: Sequence[nn.Module]) -> list[Mapping[int, Any]]:
     ]
 
 
-class TextPass:
-    """A pass over the newest tokens of one text and drafts after them, with choices, in one call.
-
-    For one thread at a time.
+class FusedTextPass:
+    """A `TextPass` by CPU kernels.
 
     Args:
-        table: the input embedding, bf16.
+        layers: all of the target's, `num` of them.
+        base: transformers' model without its head; its input embedding is bf16.
     """
 
-    def __init__(self, target: Target, layers: LastLayers, table: nn.Embedding) -> None:
-        head = target.lm_head.matrix if isinstance(target.lm_head, FastLMHead) else None
-        base, self._table = target.model.base_model, table
-        num = target.num_layers
+    def __init__(self, layers: LastLayers, num: int, base: Any, head: LMHead) -> None:
+        matrix = head.matrix if isinstance(head, FastLMHead) else None
+        self._table: nn.Embedding = base.embed_tokens
         self._text = TextStack(layers.stack, layers.angles.rows, num=num, norm=layers.norm)
         self._facts = TextPassFacts(self._text.layers, num, self._text.facts)
         self._text.facts = self._facts.text  # from now on it writes into this structure
-        self._head, self._hooks = head, _hooks([*base.layers, base.norm, table])
-        if head is not None:
-            self._facts.head = ctypes.addressof(head.described)
-
-    @classmethod
-    def of(cls, target: Target) -> "TextPass | None":
-        """None where kernels lack a part of the target."""
-        layers = target.layers
-        last = layers.last(target.num_layers) if isinstance(layers, FastDecoderLayers) else None
-        if last is None or target.embeddings is None or target.embeddings.dtype != torch.bfloat16:
-            return None
-        return cls(target, last, target.model.base_model.embed_tokens)
+        self._head, self._hooks = matrix, _hooks([*base.layers, base.norm, self._table])
+        if matrix is not None:
+            self._facts.head = ctypes.addressof(matrix.described)
 
     def run(
         self,
@@ -281,19 +290,6 @@ class TextPass:
         finished: int,
         choices: int,
     ) -> tuple[Tensor, list[int] | None] | None:
-        """States of the last tokens after the final norm, and the target's greedy choices.
-
-        Args:
-            parents: the index of the token before each one; -1: the text in the cache.
-            slots: of one row; the tokens take neighbouring ones.
-            finished: number of the last tokens whose states are needed.
-            choices: number of the last tokens after which the target chooses, at most `finished`.
-
-        Returns:
-            States, (`finished`, E). None instead of choices if kernels lack the head. None if the
-            pass must be made in another way: too many tokens, impossible ids, or modules with
-            hooks.
-        """
         count, (vocabulary, width) = len(token_ids), self._table.weight.shape
         assert choices <= finished, "a choice needs the state before it"
         assert 1 <= finished <= count

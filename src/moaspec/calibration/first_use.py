@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from moaspec.calibration import measure_costs
+from moaspec.calibration.assumed_costs import machine_costs, num_weights, target_pass_s
 from moaspec.calibration.choose_exit import Exit, known_exits
 from moaspec.calibration.round_parts import RoundParts
-from moaspec.drafting.policy.assumed_costs import machine_costs, num_weights, target_pass_s
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import cache_dir, why_not_writable
 from moaspec.support.switches import setting

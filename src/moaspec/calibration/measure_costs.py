@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from moaspec.backends.cpu.build import instructions
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError

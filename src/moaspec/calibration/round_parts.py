@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
-from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.backends.fast_target import TextPass
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.kv_cache import KVCache, tree_mask
+from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.recorded_passes import PassSizes
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
+from moaspec.target.decoder_layers import Slots, TextPass
 from moaspec.target.target import Target
 
 TEXT = 64  # tokens of the text before the drafts
@@ -173,7 +171,7 @@ def pass_over(
     Returns:
         Final states, (B, T, E).
     """
-    text_pass = TextPass.of(target) if num_rows == 1 and num_tokens <= MAX_ATTENDED else None
+    text_pass = target.text_pass() if num_rows == 1 and num_tokens <= MAX_ATTENDED else None
     if text_pass is not None:
         cache.reserve(1, context + num_tokens)
         return partial(_text_states, text_pass, cache, num_tokens, context)

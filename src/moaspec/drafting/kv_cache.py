@@ -9,19 +9,22 @@ value; B rows of one pass, T tokens, U draft slots, S' slots that a pass reads (
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_layers import Slots
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import masked_attention
+from moaspec.target.decoder_layers import Slots
 
 SLOT_BUCKET = 256  # capacities are multiples of this, so that few distinct shapes occur
+
+MAX_RECORDED_TOKENS = 64
+"""Most tokens per row in a recorded pass. Longer passes take longer than their launches."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query_BHTD, key_BHSD, value_BHSD, mask (B, 1, T or 1, S) bool) -> outputs, (B, H, T, D)."""
@@ -194,6 +197,70 @@ class KVWriter:
         return put
 
 
+class GraphSafeWriter(KVWriter):
+    """A `KVWriter` with its rows and slots in tensors, so that a CUDA graph can record it.
+
+    Adjacent rows are read without a copy, and the graph holds their place; other rows are looked up
+    by index. It is a `moaspec.backends.cuda_graphs.GraphSafeWrite`.
+    """
+
+    def key(self) -> Hashable:
+        """The memory that a graph holds, by address and shape."""
+        rows = neighbours(self.slots.rows_B)
+        first = None if rows is None else rows.start
+        return self._data.data_ptr(), self._data.shape, self.slots.visible, first
+
+    def where(self) -> tuple[Tensor, ...]:
+        return self.places
+
+    def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:
+        """A writer for the slots in these tensors."""
+        other = GraphSafeWriter(self._data, self.slots, self._num_tokens)
+        other.places = places
+        return other
+
+    @cached_property
+    def _index(self) -> slice | Tensor:
+        found = neighbours(self.slots.rows_B)
+        return self.places[0][:, 0] if found is None else found
+
+    @cached_property
+    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
+        return self._put_scattered()
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """Sizes of a pass over a cache."""
+
+    tokens: int  # T of each row, pads included
+    visible: int  # S', slots that attention reads
+    steady: bool  # whether it may be recorded; recorded passes have few distinct sizes
+
+    @property
+    def kind(self) -> type[KVWriter]:
+        """Of writer for the pass, see `KVCache.writer`."""
+        return GraphSafeWriter if self.steady else KVWriter
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], starts: Sequence[int], longest: int, *, recorded: bool
+    ) -> PassSizes:
+        """The smallest sizes with room for the tokens.
+
+        Args:
+            rows: of the pass. Parts of one row have no pads, which would overwrite the next part.
+            starts: first slot that each row writes.
+            longest: tokens of the longest row.
+            recorded: whether passes over a few tokens are recorded.
+        """
+        if not recorded or longest > MAX_RECORDED_TOKENS or len(set(rows)) < len(rows):
+            return cls(longest, max(starts) + longest, steady=False)
+        tokens = 1 << (longest - 1).bit_length()
+        visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET
+        return cls(tokens, visible, steady=True)
+
+
 class StoredAttention:
     """Self-attention of a drafter's layer over a cache, a `SelfAttend`; the mask is bool."""
 
@@ -202,7 +269,7 @@ class StoredAttention:
     ) -> None:
         self._write, self._layer, self._attend, self.mask = write, layer, attend, mask_B1TS
         own = write.slots.cache[layer : layer + 1]
-        self.slots = dataclasses.replace(write.slots, cache=own)
+        self.slots = replace(write.slots, cache=own)
 
     def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
         keys, values = self._write(self._layer, key_BJTD, value_BJTD)

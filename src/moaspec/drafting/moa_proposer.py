@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask
+from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.drafting.proposer_checks import check_num_target_layers, check_place
 from moaspec.drafting.protocols import Features, Need, RequestText
-from moaspec.drafting.reused_layers import (
-    fill_reused_layers,
-    memory_with_drafts,
-    run_reused_layers,
-)
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
@@ -117,7 +112,6 @@ class MoAProposer(TreeProposer):
             kept.pop(row, None)
 
     def release(self) -> None:
-        """Free the caches' memory; no row may be in use."""
         super().release()
         self.memory.release()
 
@@ -144,18 +138,16 @@ class MoADraftRound(DraftRound):
         )
 
     def finish(self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots) -> Tensor:
-        proposer, num = self.proposer, self.proposer.num_target_layers
-        decoder = proposer.module.decoder
+        module, num = self.proposer.module, self.proposer.num_target_layers
+        decoder = module.decoder
         attend = (
-            memory_with_drafts(self, x_BWE, position_BW, slots)
-            if proposer.module.reads_drafts
+            self._memory_with_drafts(x_BWE, position_BW, slots)
+            if module.reads_drafts
             else self._memory
         )
         states_BWE = decoder.run_cross_attention(x_BWE, decoder.cross_rope(position_BW), attend)
-        states_BWE = proposer.module.adapt(states_BWE, num)
-        if not num:
-            return states_BWE
-        return run_reused_layers(self, states_BWE, position_BW, slots)
+        states_BWE = module.adapt(states_BWE, num)
+        return self._run_reused_layers(states_BWE, position_BW, slots) if num else states_BWE
 
     @cached_property
     def _memory(self) -> StoredMemory:
@@ -173,7 +165,62 @@ class MoADraftRound(DraftRound):
                 mask[i, ..., positions] = False
         return mask
 
+    def _memory_with_drafts(
+        self, x_BWE: Tensor, position_BW: Tensor, slots: DraftSlots
+    ) -> StoredMemory:
+        """CA's memory with keys of these nodes, which lie behind the root as in the text cache."""
+        memory, rows = self.proposer.memory, self.cache_rows
+        width, visible = x_BWE.shape[1], max(self.roots) + slots.sees_BWU.shape[2]
+        memory.reserve(max(rows) + 1, self.num_slots)
+        write = memory.writer(rows, slots.starts, width, visible)
+        write(0, *self.proposer.module.project_kv(x_BWE, position_BW))
+        return StoredMemory(memory, rows, tree_mask(self.roots, slots.sees_BWU, visible))
+
+    def _run_reused_layers(
+        self, states_BWE: Tensor, position_BW: Tensor, slots: DraftSlots
+    ) -> Tensor:
+        """The target's last N layers and final norm over states of nodes, (B, W, E)."""
+        target, cache = self.proposer.target, self.proposer.target_cache
+        width, visible = states_BWE.shape[1], max(self.roots) + slots.sees_BWU.shape[2]
+        assert cache is not None, "share_target_cache() comes before drafting with N > 0"
+        cache.reserve(max(self.cache_rows) + 1, max(self.num_slots, visible))
+        return target.layers.run(
+            states_BWE,
+            position_BW,
+            num=self.proposer.num_target_layers,
+            mask_B1TS=self.without_missing(tree_mask(self.roots, slots.sees_BWU, visible)),
+            write=cache.writer(self.cache_rows, slots.starts, width, visible),
+        )
+
     def fill_reused_layers(self, x_BTE: Tensor, starts: Sequence[int]) -> None:
-        """With N > 0, compute keys and values of the reused layers for text without features."""
-        if self.proposer.num_target_layers:
-            fill_reused_layers(self, x_BTE, starts)
+        """With N > 0, compute keys and values of the reused layers for text without features.
+
+        The newest tokens have no features when they are drafts themselves: drafted ahead of a
+        verification, or while a link is down.
+
+        Args:
+            starts: text slot of the first of them, by row.
+        """
+        if not self.proposer.num_target_layers:
+            return
+        stops = [
+            min(root, start + x_BTE.shape[1])
+            for root, start in zip(self.roots, starts, strict=True)
+        ]
+        first = [
+            min(max(start, num_encoded), stop)
+            for start, num_encoded, stop in zip(starts, self.num_encoded, stops, strict=True)
+        ]
+        width = max(stop - start for stop, start in zip(stops, first, strict=True))
+        if not width:
+            return
+        first_B1 = torch.tensor(first, device=self.device)[:, None]
+        position_BW = first_B1 + torch.arange(width, device=self.device)
+        offset_BW = position_BW - torch.tensor(starts, device=self.device)[:, None]
+        offset_BW = offset_BW.clamp(0, x_BTE.shape[1] - 1)
+        x_BWE = x_BTE.gather(1, offset_BW[..., None].expand(-1, -1, x_BTE.shape[2]))
+        causal_WW = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        # These tokens are like a chain of drafts whose root is the last token with features.
+        roots, self.roots = self.roots, first
+        self.finish(x_BWE, position_BW, DraftSlots(first, causal_WW.expand(len(first), -1, -1)))
+        self.roots = roots

@@ -9,6 +9,7 @@ Legend: N tokens of all rows, L target layers, K one layer's key and value, E hi
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from moaspec.sampling.params import GREEDY, Alternatives, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moaspec.drafting.kv_cache import KVCache
 
 Need = Literal["kv", "hidden"]
 Features = Any
@@ -91,11 +94,35 @@ class VerifyResult:
 
 
 class Verifier(Protocol):
-    """Holds the target. Awaitable, because it may be across a network."""
+    """Holds the target. Awaitable, because it may be across a network.
+
+    Attributes:
+        prompt_tokens: while requests decode, a step of the engine prefills at most this many tokens
+            of short prompts, and as many of a longer one.
+        reads_whole: whether a prompt must be read in one pass.
+        prompt_window: most tokens before the end of a text that the drafter needs encoded; 0: all.
+    """
+
+    prompt_tokens: int = sys.maxsize
+    reads_whole: bool = False
+    prompt_window: int = 0
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify all requests and keep the accepted tokens; results are in the same order."""
         ...
+
+    def encoded_range(self, request: VerifyRequest, accepted: int = 0) -> tuple[int, range]:
+        """The first token with features after a pass that encodes, and the tokens it encodes.
+
+        Args:
+            accepted: how many drafts of the request the pass accepts.
+        """
+        # By default the tokens of the request are encoded, and no others are known to be.
+        stop = request.num_verified + len(request.new_tokens) + accepted
+        start = request.num_verified
+        if request.window:
+            start = max(start, stop - request.window)
+        return start, range(start, stop)
 
     def close(self, row: int) -> None:
         """Drop all data of a row."""
@@ -161,6 +188,33 @@ class Proposer(Protocol):
     def close(self, row: int) -> None:
         """Drop all data of a row."""
         del row  # by default there is none
+
+
+class CachingProposer(Proposer):
+    """A `Proposer` with caches of its own, in the process of a target.
+
+    Attributes:
+        prompt_window: most tokens before the end of a text that it needs encoded; 0: all.
+    """
+
+    prompt_window: int = 0
+
+    def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> bool:
+        """Encode newly verified tokens of one row and store their features, in one call.
+
+        Args:
+            cache: the target's.
+            tokens: positions in the row.
+
+        Returns:
+            False if nothing was done, so that `encode` and `append_features` are called.
+        """
+        del cache, row, tokens  # by default there is no such call
+        return False
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the caches' memory; no row may be in use."""
 
 
 class TextProposer(Proposer):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.kv_cache import KVCache, StoredAttention, tree_mask
 from moaspec.drafting.path_scores import Ranking
-from moaspec.drafting.protocols import Proposer, RequestText
+from moaspec.drafting.protocols import CachingProposer, RequestText
 from moaspec.target.target import Target
 
 READ_CHUNK_TOKENS = 512
@@ -38,7 +38,7 @@ class CandidateNodes(NamedTuple):
     num_expanded: int  # how many nodes got children
 
 
-class TreeProposer(Proposer):
+class TreeProposer(CachingProposer):
     """A `Proposer` that grows trees with a network.
 
     Slot s of the text cache holds token s + `token_offset` of the text. Behind the root's slot,
@@ -129,7 +129,6 @@ class TreeProposer(Proposer):
         self.num_read.pop(row, None)
 
     def release(self) -> None:
-        """Free the cache's memory; no row may be in use."""
         self.text_cache.release()
 
 

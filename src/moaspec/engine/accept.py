@@ -1,14 +1,18 @@
 """Acceptance: follow each draft tree along the tokens that the target itself chooses.
 
-`accept_sampled.py` does it for requests whose tokens are not simply the argmax of the logits.
-
-Legend: N nodes of all trees, each tree's root first.
+Legend: N nodes of all trees, each tree's root first; V vocabulary.
 """
 
 from collections.abc import Sequence
 
-from moaspec.drafting.draft_tree import walk
+import torch
+from torch import Tensor
+
+from moaspec.drafting.draft_tree import children, walk
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.sampling.choose import next_tokens
+from moaspec.sampling.params import Alternatives
+from moaspec.sampling.processors import Prefix
 
 
 def accept_greedy(
@@ -32,3 +36,114 @@ def accept_greedy(
         decisions.append(VerifyResult(tuple(path), chosen[last + 1]))
         first += len(chosen)
     return decisions
+
+
+def accept(
+    requests: Sequence[VerifyRequest], texts: Sequence[list[int]], logits_NV: Tensor
+) -> list[VerifyResult]:
+    """Accept the drafts of requests with any sampling settings; no features yet.
+
+    Greedy requests share one argmax over all nodes. The others choose one token at a time, all
+    requests together. So settings cost no time on branches that the target does not choose, and
+    custom processors never see those.
+
+    Args:
+        texts: each request's tokens up to its root; accepted ones are appended.
+        logits_NV: the target's, after each root and each node, request after request.
+
+    Raises:
+        InputError: a custom processor misbehaved.
+    """
+    walks = _at_roots(requests, texts)
+    greedy = [one for one in walks if one.request.sampling.takes_argmax]
+    if greedy:
+        chosen_N = logits_NV.argmax(-1).tolist()
+        for one in greedy:
+            one.follow(chosen_N)
+    running = [one for one in walks if not one.request.sampling.takes_argmax]
+    while running:
+        prefixes = [one.prefix for one in running]
+        tokens = next_tokens(logits_NV[[one.logits_index for one in running]], prefixes)
+        running = [one for one, token in zip(running, tokens, strict=True) if one.step(token)]
+    return [one.acceptance(logits_NV) for one in walks]
+
+
+class _Walk:
+    """The path of accepted drafts in one request's tree, from the root on.
+
+    Args:
+        text: all tokens up to the root; accepted ones are appended.
+        first: index of the root in the logits.
+
+    Attributes:
+        next_token: the target's choice after the last accepted draft.
+    """
+
+    def __init__(self, request: VerifyRequest, text: list[int], first: int) -> None:
+        self.request, self.text, self.first = request, text, first
+        self.path: list[int] = []
+        self.next_token = -1
+        self._children = {} if request.sampling.takes_argmax else children(request.tree)
+
+    @property
+    def node(self) -> int:
+        """The last accepted node; -1 is the root."""
+        return self.path[-1] if self.path else -1
+
+    @property
+    def logits_index(self) -> int:
+        """Index of the last accepted node in the logits."""
+        return self.first + 1 + self.node
+
+    @property
+    def prefix(self) -> Prefix:
+        return Prefix(self.request.sampling, self.text, self.request.prompt_length)
+
+    def step(self, token: int) -> bool:
+        """Take the target's next choice; True when it was drafted, so that the walk goes on."""
+        child = self._children.get((self.node, token))
+        if child is None:
+            self.next_token = token
+            return False
+        self.path.append(child)
+        self.text.append(token)
+        return True
+
+    def follow(self, chosen_N: Sequence[int]) -> None:
+        """Walk to the end along choices that were made for all nodes beforehand."""
+        tree = self.request.tree
+        chosen = chosen_N[self.first : self.first + 1 + len(tree.tokens)]
+        self.path = walk(tree, chosen)
+        self.text += [tree.tokens[node] for node in self.path]
+        self.next_token = chosen[self.node + 1]
+
+    def acceptance(self, logits_NV: Tensor) -> VerifyResult:
+        """The result of the walk, with log-probabilities if the request wants them."""
+        if not self.request.sampling.logprobs:
+            return VerifyResult(tuple(self.path), self.next_token)
+        tokens = [*(self.request.tree.tokens[node] for node in self.path), self.next_token]
+        indices = [self.first, *(self.first + 1 + node for node in self.path)]
+        log_p = logits_NV[indices].log_softmax(-1)
+        index = torch.tensor(tokens, device=log_p.device)[:, None]
+        logprobs = tuple(log_p.gather(1, index)[:, 0].tolist())
+        top = alternatives(log_p, self.request.sampling.top_logprobs)
+        path = tuple(self.path)
+        return VerifyResult(path, self.next_token, logprobs=logprobs, top_logprobs=top)
+
+
+def _at_roots(requests: Sequence[VerifyRequest], texts: Sequence[list[int]]) -> list[_Walk]:
+    walks: list[_Walk] = []
+    first = 0
+    for request, text in zip(requests, texts, strict=True):
+        walks.append(_Walk(request, text, first))
+        first += 1 + len(request.tree.tokens)
+    return walks
+
+
+def alternatives(log_p_NV: Tensor, number: int) -> tuple[Alternatives, ...]:
+    """The `number` most probable tokens of every row, the best first; nothing for 0."""
+    if not number:
+        return ()
+    values, ids = log_p_NV.topk(min(number, log_p_NV.shape[1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), strict=True)
+    return tuple(tuple(zip(tokens, scores, strict=True)) for tokens, scores in rows)

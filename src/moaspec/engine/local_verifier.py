@@ -5,31 +5,45 @@ tree nodes of all requests, K one layer's key and value.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moaspec.drafting.draft_tree import causal
-from moaspec.drafting.kv_cache import KVCache, KVWriter, tree_mask
-from moaspec.drafting.protocols import Need, Proposer, Verifier, VerifyRequest, VerifyResult
-from moaspec.drafting.recorded_passes import PassSizes
-from moaspec.engine.accept import accept_greedy
-from moaspec.engine.accept_sampled import accept
-from moaspec.engine.hidden_states import HiddenStates
-from moaspec.engine.large_batches import head_groups, ragged_states
+from moaspec.drafting.kv_cache import KVCache, KVWriter, PassSizes, tree_mask
+from moaspec.drafting.protocols import (
+    CachingProposer,
+    Need,
+    Proposer,
+    Verifier,
+    VerifyRequest,
+    VerifyResult,
+)
+from moaspec.engine.accept import accept, accept_greedy
 from moaspec.engine.position_rules import PositionRules
-from moaspec.engine.row_pass import RowPass
+from moaspec.target.decoder_layers import Slots
 from moaspec.target.target import Target, plain_torch
 
 CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
-"""See `LocalVerifier.prompt_tokens`."""
+"""See `Verifier.prompt_tokens`."""
 
 PREFILL_CHUNK_TOKENS = 1024
 """Most prompt tokens in one pass; bounds the memory of its mask and activations."""
+
+MAX_PAD_RATIO = 1.5
+"""Largest ratio of a pass's tokens, pads included, to its real tokens; above it long rows are
+split."""
+
+MIN_SPLIT_TOKENS = 16  # least length of the parts into which a prompt is split
+MAX_HEAD_NODES = 256  # most nodes in one call of the head, unless one request has more
+
+CPU_CLIENT_ROWS = 4
+CPU_CLIENT_TOKENS = 16
+"""Rows and tokens that a CPU computes in about the time in which it reads the weights."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +72,41 @@ class PassRow:
         return len(self.tokens) > self.num_new
 
 
-class LocalVerifier(Verifier):
-    """Verifies drafts with a target in this process; the proposer, if any, encodes activations.
+class HiddenStates:
+    """The final states of each cache row that were not encoded yet.
 
-    Attributes:
-        prompt_tokens: while requests decode, a step of the engine prefills at most this many tokens
-            of short prompts, and as many of a longer one.
+    For drafters that read them instead of keys and values (EAGLE).
     """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Tensor]] = {}
+
+    def add(self, row: int, position: int, states_TE: Tensor) -> None:
+        """Keep the states of the tokens from a position on; they replace older ones there."""
+        start, held = self._held.get(row, (position, None))
+        if held is None or position <= start:
+            self._held[row] = (position, states_TE)
+        else:
+            self._held[row] = (start, torch.cat((held[: position - start], states_TE)))
+
+    def pop(self, row: int) -> Tensor:
+        return self._held.pop(row)[1]
+
+    def clear(self) -> None:
+        self._held.clear()
+
+
+class LocalVerifier(Verifier):
+    """Verifies drafts with a target in this process; the proposer, if any, encodes activations."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target
         self._needs: frozenset[Need] = proposer.needs if proposer is not None else frozenset()
         self._encode = proposer.encode if proposer is not None and self._needs else None
-        self._encode_and_append = getattr(proposer, "encode_and_append", None)
+        caching = proposer if isinstance(proposer, CachingProposer) else None
+        self._encode_and_append = None if caching is None else caching.encode_and_append
         self._texts: dict[int, list[int]] = {}
-        self.prompt_window: int = getattr(proposer, "prompt_window", 0)
+        self.prompt_window = 0 if caching is None else caching.prompt_window
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
         self._hidden = HiddenStates() if "hidden" in self._needs else None
         self._target_s = 0.0  # passes and head of the current call
@@ -82,7 +116,7 @@ class LocalVerifier(Verifier):
         is_cpu = self._device.type == "cpu"
         self.prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else GPU_PROMPT_TOKENS
         self.cache = KVCache(target)
-        self._row_pass = None if self._rules is not None else RowPass.of(target, self.cache)
+        self._text_pass = target.text_pass() if self._rules is None else None
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -146,11 +180,29 @@ class LocalVerifier(Verifier):
         return rows
 
     def _in_one_call(self, row: PassRow) -> tuple[list[Tensor], list[int] | None] | None:
-        """The pass over one row by kernels; see `RowPass.run`."""
-        if self._row_pass is None:
+        """The pass over one row in one call: its states, and greedy choices.
+
+        The states are those of the root and the drafts, of all tokens where the proposer reads
+        them. There are no choices if logits are needed.
+
+        Returns:
+            None if the pass must be made in another way.
+        """
+        if self._text_pass is None:
             return None
+        cache_row, visible = row.request.cache_row, row.start + len(row.tokens)
+        drafts = row.request.tree.parents if row.drafted else ()
+        parents = [*range(-1, row.num_new - 1), *(row.num_new + parent for parent in drafts)]
+        ends = 1 + len(drafts)  # the root and the drafts, which the target chooses after
+        choices = 0 if row.request.sampling.needs_logits else ends
+        finished = ends if self._hidden is None else len(row.tokens)
         with self._timed():
-            return self._row_pass.run(row, whole=self._hidden is not None)
+            self.cache.reserve(cache_row + 1, visible)
+            slots = Slots(self.cache.data, [cache_row], [row.start], visible)
+            found = self._text_pass.run(
+                row.tokens, parents, slots, finished=finished, choices=choices
+            )
+        return None if found is None else ([found[0]], found[1])
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
         """One pass over all rows: the final states of each one's tokens, (n, E)."""
@@ -237,8 +289,9 @@ class LocalVerifier(Verifier):
                 self._encoded[request.cache_row] = (first, ranges[i].stop)
         if len(ranges) == 1 and self._encode_and_append is not None:
             ((i, tokens),) = ranges.items()
-            self._encode_and_append(self.cache, requests[i].cache_row, tokens)
-        elif self._encode is not None and ranges:
+            if self._encode_and_append(self.cache, requests[i].cache_row, tokens):
+                return features
+        if self._encode is not None and ranges:
             inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
             positions = [position for one in ranges.values() for position in one]
             position_ids_1N = torch.tensor([positions], device=self._device)
@@ -249,7 +302,6 @@ class LocalVerifier(Verifier):
         return features
 
     def encoded_range(self, request: VerifyRequest, accepted: int = 0) -> tuple[int, range]:
-        """The first token with features after a pass that encodes, and the tokens it encodes."""
         first, start = self._encoded.get(request.cache_row, (0, 0))
         start = min(start, request.num_verified)
         stop = request.num_verified + len(request.new_tokens) + accepted
@@ -279,3 +331,79 @@ def _visible_matrix(row: PassRow, longest: int) -> np.ndarray:
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """The concatenation; a single part is not copied."""
     return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
+
+
+def ragged_states(
+    rows: Sequence[PassRow], run: Callable[[Sequence[PassRow]], Tensor], *, recorded: bool = False
+) -> list[Tensor]:
+    """One pass over all rows: the final states of each one's tokens, (n, E).
+
+    Args:
+        run: the pass, right-padded; returns (B, T, E).
+        recorded: whether passes are recorded; then rows with drafts, whose number of parts would
+            change from pass to pass, are not split.
+    """
+    whole = [row.drafted and (recorded or not row.request.tree.is_chain) for row in rows]
+    width = _width(rows, [row for row, one in zip(rows, whole, strict=True) if one])
+    split = [[row] if one else _split(row, width) for row, one in zip(rows, whole, strict=True)]
+    hidden_BTE = run([part for parts in split for part in parts])
+    states: list[Tensor] = []
+    first = 0
+    for parts in split:
+        own = [hidden_BTE[first + i, : len(part.tokens)] for i, part in enumerate(parts)]
+        states.append(torch.cat(own) if len(own) > 1 else own[0])
+        first += len(parts)
+    return states
+
+
+def _split(row: PassRow, width: int) -> list[PassRow]:
+    """The row split into rows of `width` tokens; the last one may be shorter.
+
+    Each part attends to the parts before it in the same pass, because a layer stores all keys
+    before it computes attention. Only the last part may have pads: they overwrite the next slots.
+    """
+    cuts = range(0, len(row.tokens), width)
+    if len(cuts) == 1:
+        return [row]
+    parts = [row.tokens[cut : cut + width] for cut in cuts]
+    return [
+        replace(row, start=row.start + cut, tokens=part, num_new=len(part))
+        for cut, part in zip(cuts, parts, strict=True)
+    ]
+
+
+def _width(rows: Sequence[PassRow], whole: Sequence[PassRow]) -> int:
+    """Tokens of each row of a pass: those of the longest, unless pads would cost too much."""
+    sizes = [len(row.tokens) for row in rows]
+    if len(sizes) * max(sizes) <= MAX_PAD_RATIO * sum(sizes):
+        return max(sizes)
+    reads = any(row.num_new > 1 for row in rows)
+    return max([MIN_SPLIT_TOKENS if reads else 1, *(len(row.tokens) for row in whole)])
+
+
+def head_groups(rows: Sequence[PassRow]) -> Iterator[list[PassRow]]:
+    """Split rows into groups whose nodes fit into one call of the head."""
+    group: list[PassRow] = []
+    nodes = 0
+    for row in rows:
+        own = 1 + len(row.request.tree.tokens)
+        if group and nodes + own > MAX_HEAD_NODES:
+            yield group
+            group, nodes = [], 0
+        group.append(row)
+        nodes += own
+    yield group
+
+
+def client_rows(device: torch.device) -> int:
+    """Rows of one client that a step shared by several clients always takes.
+
+    On a CPU each row makes the step longer for all clients. On a GPU the time to read the weights
+    dominates, and a limit would only lower the throughput.
+    """
+    return CPU_CLIENT_ROWS if device.type == "cpu" else 1 << 30
+
+
+def client_tokens(device: torch.device) -> int:
+    """New tokens and drafts of one client that a pass shared by several clients always takes."""
+    return CPU_CLIENT_TOKENS if device.type == "cpu" else 1 << 30

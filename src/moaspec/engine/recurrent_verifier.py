@@ -22,7 +22,7 @@ def local_verifier(target: Target, proposer: Proposer | None = None) -> LocalVer
 
 
 class StatefulWriter(KVWriter):
-    """A `KVWriter` that also hands the layers with states the steps of the pass."""
+    """A `KVWriter` that is a `SteppedWrite`."""
 
     steps: StepPass
 
@@ -124,7 +124,7 @@ class RecurrentVerifier(LocalVerifier):
         assert isinstance(target.layers, HybridLayers), "chosen by `local_verifier`"
         self._layers = target.layers
         if self._layers.reads_whole:
-            self.prompt_tokens = sys.maxsize
+            self.prompt_tokens, self.reads_whole = sys.maxsize, True
         self.cache = RecurrentCache(target)
         self._num_read_again: dict[int, int] = {}
 

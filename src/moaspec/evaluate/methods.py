@@ -13,7 +13,7 @@ from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Proposer
-from moaspec.engine.result import GenerationResult, Timing
+from moaspec.engine.request_state import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
 from moaspec.generation.api import generate
 from moaspec.generation.shaping import shaping_for

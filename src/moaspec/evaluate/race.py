@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moaspec.drafting.protocols import Proposer
-from moaspec.engine.result import Source
+from moaspec.engine.request_state import Source
 from moaspec.evaluate.correctness.equality import Equality, judge
 from moaspec.generation.api import start
 from moaspec.model.moa import MoADrafter

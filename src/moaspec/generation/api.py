@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Unpack, overload
 
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event, GenerationResult
+from moaspec.engine.request_state import Event, GenerationResult
 from moaspec.generation.generate_options import (
     Options,
     check_num_choices,

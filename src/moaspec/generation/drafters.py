@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from moaspec.drafting.other_proposers.baseline_proposers import baseline_drafting
+from moaspec.backends.fast_baselines import baseline_drafting
 from moaspec.drafting.protocols import Proposer
 from moaspec.errors import InputError, UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
@@ -52,7 +52,9 @@ def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Propos
         The argument `drafter` of `generate`. A baseline holds rows of one engine only.
     """
     module = read_drafter(name, target=target).to(device=target.device, dtype=target.dtype)
-    return module if isinstance(module, MoADrafter) else baseline_drafting(module, target)
+    if isinstance(module, MoADrafter):
+        return module
+    return baseline_drafting(module, target)
 
 
 @plain_torch()

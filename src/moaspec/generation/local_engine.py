@@ -1,6 +1,6 @@
 """An engine with target and drafter in this process."""
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import PROPOSER_METHODS, Proposer
 from moaspec.engine.engine import Engine

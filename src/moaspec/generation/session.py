@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from typing import Unpack
 
 from moaspec.drafting.protocols import Proposer
-from moaspec.engine.result import Event, GenerationResult
+from moaspec.engine.request_state import Event, GenerationResult
 from moaspec.generation.generate_options import (
     GenerateOptions,
     check_options,

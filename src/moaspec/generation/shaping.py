@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moaspec.backends.fast_target import same_bits
+from moaspec.calibration.assumed_costs import assumed_costs, sure_costs
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.first_use import measure_again, measure_once
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.assumed_costs import assumed_costs, sure_costs
 from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.proposer_checks import drafts_behind

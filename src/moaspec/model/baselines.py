@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from moaspec.errors import ShapeError
 from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
-from moaspec.model.layers import DecoderLayer, SelfAttend, masked_attention
+from moaspec.model.layers import DecoderLayer, SelfAttend, masked_attention, scaled_rope
 from moaspec.model.masks import text_mask
-from moaspec.model.rope import scaled_rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""Decoder layers of the drafter.
+"""Decoder layers of the drafter, and rotary embeddings.
 
 A layer computes projections, norms and MLP. The caller passes the attention operation, which also
 stores and looks up keys and values. So training (whole sequences under a mask), the engine
 (preallocated caches) and vLLM (paged attention) use the same layers.
 
-Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of the layer.
+Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of the layer,
+L target layers, K one layer's key and value (for each KV head its key, then its value).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,12 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moaspec.model.drafter_config import LayerConfig
+from moaspec.errors import ShapeError
+from moaspec.model.drafter_config import DrafterConfig, LayerConfig
 
 CosSin = tuple[Tensor, Tensor]
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,6 +31,9 @@ MAX_FOLDED_TOKENS = 4
 """Up to this many tokens, the query heads of a KV head are folded into the token axis: no key or
 value is copied. PyTorch divides longer passes among cores by head, and folding leaves fewer heads.
 """
+
+FOLD_CHUNK_TOKENS = 512
+"""Tokens whose keys are turned at once; bounds memory for long prompts."""
 
 
 def masked_attention(
@@ -130,6 +137,57 @@ class Rope(nn.Module):
     def frequencies(self, _position_ids: Tensor) -> Tensor:
         """The frequencies for these positions."""
         return self.inv_freq
+
+
+class LongRope(Rope):
+    """LongRoPE: one set of frequencies for texts of up to `switch` tokens, one for longer texts.
+
+    All positions of a longer text use the second set, so a cache must compute its keys again when a
+    text grows past the switch. The largest position of a row tells the length of its text.
+    """
+
+    long_inv_freq: Tensor
+
+    def __init__(
+        self, inv_freq: Tensor, attention_scaling: float, *, long_inv_freq: Tensor, switch: int
+    ) -> None:
+        super().__init__(inv_freq, attention_scaling)
+        self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
+        self.switch = switch
+
+    def frequencies(self, position_ids_BT: Tensor) -> Tensor:
+        """(B, 1, D / 2)."""
+        is_long = (position_ids_BT.amax(-1) >= self.switch)[:, None, None]
+        return torch.where(is_long, self.long_inv_freq, self.inv_freq)
+
+
+def scaled_rope(head_dim: int, parameters: dict[str, Any], max_positions: int) -> Rope:
+    """Rotary embeddings as the target has them, scaling included (SA).
+
+    Args:
+        head_dim: D of the layer.
+        parameters: transformers' `rope_parameters` (`rope_type`, `rope_theta`, ...).
+        max_positions: the target's `max_position_embeddings`.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        return Rope.plain(rotary_dim, parameters["rope_theta"])
+    config = PreTrainedConfig(
+        rope_parameters=dict(parameters),
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_positions,
+    )
+    compute = ROPE_INIT_FUNCTIONS[kind]
+    device = torch.get_default_device()
+    inv_freq, attention_scaling = compute(config, device)
+    if kind != "longrope":
+        return Rope(inv_freq, attention_scaling)
+    switch = int(parameters["original_max_position_embeddings"])
+    long_inv_freq, _ = compute(config, device, seq_len=switch + 1)
+    return LongRope(inv_freq, attention_scaling, long_inv_freq=long_inv_freq, switch=switch)
 
 
 def rotate(x_BHTD: Tensor, cos_sin: CosSin) -> Tensor:
@@ -296,3 +354,52 @@ class CrossAttentionLayer(AttentionBlock):
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
         """Rotated queries alone: keys and values are the encoder's."""
         return (self.self_attn.query(self.input_layernorm(x_BTE), cos_sin),)
+
+
+class FoldedPositions(nn.Module):
+    """Reads keys of later positions as keys of the second half of the trained positions.
+
+    The target rotates its keys by their positions before LSA reads them, and LSA knows only the
+    angles that it was trained on. Rotary embeddings are turned back exactly: a key of position p,
+    rotated by the angles of p' - p, is the key of position p'. The first half is not used: LSA has
+    seen only beginnings of prompts there.
+
+    Args:
+        config: of a drafter with `trained_positions`; all layers of its target have the rotary
+            embeddings `rope_parameters`.
+
+    Raises:
+        ShapeError: the config has no target, or rotary embeddings that change with a text's length.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        if config.target is None:
+            raise ShapeError("trained_positions needs the sizes of the target.")
+        self.trained, self.head_dim = config.trained_positions, config.target.head_dim
+        rope = scaled_rope(self.head_dim, config.rope_parameters, config.max_position_embeddings)
+        if isinstance(rope, LongRope):
+            raise ShapeError("trained_positions must be 0 for a target with LongRoPE.")
+        self.rope = Rope(rope.inv_freq)  # without the scale, which the keys have already
+
+    def forward(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> Tensor:
+        """Keys and values of the same shape and dtype; values are unchanged.
+
+        Args:
+            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values.
+            position_ids_BT: (B, T) int64, the tokens' positions.
+        """
+        if position_ids_BT.device.type == "cpu" and bool((position_ids_BT < self.trained).all()):
+            return kv_BTLK
+        half = max(1, self.trained // 2)
+        back_BT = ((position_ids_BT - self.trained) // half + 1).clamp(min=0) * half
+        chunks = (kv_BTLK.split(FOLD_CHUNK_TOKENS, dim=1), back_BT.split(FOLD_CHUNK_TOKENS, dim=1))
+        turned = [self._turned(kv, back) for kv, back in zip(*chunks, strict=True)]
+        return torch.cat(turned, dim=1) if len(turned) > 1 else turned[0]
+
+    def _turned(self, kv_BTLK: Tensor, back_BT: Tensor) -> Tensor:
+        """Keys rotated back by these numbers of positions, and the values."""
+        cos, sin = self.rope.angles(back_BT)  # (B, T, D)
+        key, value = kv_BTLK.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)  # (B, T, L, J, D)
+        turned = rotate(key.float(), (cos[:, :, None, None], -sin[:, :, None, None]))
+        return torch.stack((turned.to(value.dtype), value), dim=-2).flatten(-3)

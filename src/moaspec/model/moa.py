@@ -12,7 +12,7 @@ verified token in each of its L layers, and its token embedding e:
 
 LSA runs beside the target, once per verified token (`TargetEncoder`); SA and CA run for every draft
 (`DraftDecoder`). In training every query i has its own s = s(i), which CA's mask and the mask of
-the reused layers enforce (T-step bound, `training_pass.py`).
+the reused layers enforce (T-step bound, `MoADrafter.forward`).
 
 Source: arXiv 2410.03804, section 4 and figure 2.
 
@@ -20,30 +20,36 @@ Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E h
 layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moaspec.errors import ShapeError
 from moaspec.model.drafter_config import DrafterConfig
-from moaspec.model.folded_positions import FoldedPositions
 from moaspec.model.layers import (
     CosSin,
     CrossAttend,
     CrossAttentionLayer,
     DecoderLayer,
+    FoldedPositions,
     KeyValueProjection,
     Rope,
     SelfAttend,
     masked_attention,
+    scaled_rope,
 )
-from moaspec.model.rope import scaled_rope
-from moaspec.model.training_pass import BlockTraining
+from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, text_mask
 
 AGGREGATE_CHUNK_TOKENS = 512
 """Tokens whose layers are aggregated at once; bounds memory for long prompts."""
+
+MOMENT_DAMPING = 0.01
+"""Added to the diagonal of `MoADrafter.head_moment`, relative to its mean, because other texts vary
+in other directions."""
 
 
 class TargetEncoder(nn.Module):
@@ -168,7 +174,7 @@ class ExitAdapter(nn.Module):
         return self.linear(self.norm(states_BTE)) * self.scale
 
 
-class MoADrafter(BlockTraining):
+class MoADrafter(nn.Module):
     """The drafter; see the module's docstring.
 
     Args:
@@ -180,9 +186,6 @@ class MoADrafter(BlockTraining):
         head_moment: (E, E) float32 on the CPU, or None: the mean outer product of the LM head's
             inputs, measured after training. With it a quantised head drafts nearly as well.
     """
-
-    encoder: TargetEncoder
-    decoder: DraftDecoder
 
     def __init__(self, config: DrafterConfig, draft_token_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -239,3 +242,141 @@ class MoADrafter(BlockTraining):
                 f"{self.config.num_target_layers}, got {num_target_layers}."
             )
         return cast(ExitAdapter, self.exits[str(num_target_layers)])
+
+    def block_states(
+        self,
+        embeddings_BTE: Tensor,
+        aggregated_BTE: Tensor,
+        attention_mask_BT: Tensor,
+        last_verified_BT: Tensor,
+        *,
+        staircase_B: Tensor | None = None,
+    ) -> Tensor:
+        """SA, then CA, of every token i; CA sees the aggregates of tokens up to s(i): (B, T, E).
+
+        Args:
+            embeddings_BTE: the target's token embeddings.
+            aggregated_BTE: output of `aggregate` for the same tokens.
+            attention_mask_BT: 1 for real tokens.
+            last_verified_BT: s(i), an index into T, see `moaspec.model.masks`.
+            staircase_B: bool per sequence; True lets SA see only the query's own block.
+        """
+        position_ids_BT = positions(attention_mask_BT)
+        sa_mask = text_mask(attention_mask_BT)
+        if staircase_B is not None:
+            narrow = staircase_mask(sa_mask, last_verified_BT)
+            sa_mask = torch.where(staircase_B[:, None, None, None], narrow, sa_mask)
+        key, value = self.project_kv(aggregated_BTE, position_ids_BT)
+        ca_mask = memory_mask(attention_mask_BT, last_verified_BT)
+        decoder = self.decoder
+        x_BTE = decoder.run_self_attention(
+            embeddings_BTE,
+            decoder.self_rope(position_ids_BT),
+            [lambda q, k, v: masked_attention(q, k, v, sa_mask)] * len(decoder.text_layers),
+        )
+        if self.reads_drafts:
+            own_key, own_value = self.project_kv(x_BTE, position_ids_BT)
+            key, value = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
+            ca_mask = reused_layer_mask(text_mask(attention_mask_BT), last_verified_BT)
+        return decoder.run_cross_attention(
+            x_BTE,
+            decoder.cross_rope(position_ids_BT),
+            lambda q: masked_attention(q, key, value, ca_mask),
+        )
+
+    def forward(
+        self,
+        embeddings_BTE: Tensor,
+        kv_or_means: Tensor,
+        attention_mask_BT: Tensor,
+        last_verified_BT: Tensor,
+        *,
+        staircase_B: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The training pass of all exits, see `block_states`.
+
+        Args:
+            embeddings_BTE: the target's token embeddings.
+            kv_or_means: keys and values of all layers, (B, T, L, K), or the output of
+                `mean_over_layers` for them, (B, T, K), where LSA is frozen.
+
+        Returns:
+            The aggregate of every token, then the output of each exit in the order of
+            `config.num_target_layers`: (B, T, E) each.
+        """
+        aggregate = self.aggregate if kv_or_means.ndim == 4 else self.encoder.projection
+        aggregated_BTE = aggregate(kv_or_means)
+        states_BTE = self.block_states(
+            embeddings_BTE,
+            aggregated_BTE,
+            attention_mask_BT,
+            last_verified_BT,
+            staircase_B=staircase_B,
+        )
+        layers = self.config.num_target_layers
+        return aggregated_BTE, *(self.adapt(states_BTE, n) for n in layers)
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """Results of a pass of the frozen target over whole texts."""
+
+    # Keys and values of all layers, as `LayerFeatures` lays them out; of the last N layers only,
+    # where `LayerMeanCache` read them.
+    kv_BTLK: Tensor
+    hidden_BTE: Tensor  # states after the final norm, the input of the LM head
+    # For each N asked for, the states that enter the last N layers, (B, T, E).
+    before: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def positions(attention_mask_BT: Tensor) -> Tensor:
+    """Positions of real tokens; pads before the first have 0: (B, T) int64."""
+    return (attention_mask_BT.long().cumsum(1) - 1).clamp(min=0)
+
+
+class LayerFeatures:
+    """The target's keys and values as LSA reads them, filled layer by layer during a pass.
+
+    Per KV head, key and value are joined along D, then heads are flattened: (B, T, L, K).
+
+    Args:
+        num_layers: L.
+
+    Source: arXiv 2410.03804, section 4.1.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._kv_BTLHX: Tensor | None = None
+
+    def write(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+        if self._kv_BTLHX is None:
+            rows, heads, tokens, size = key_BHTD.shape
+            shape = (rows, tokens, self._num_layers, heads, 2 * size)
+            self._kv_BTLHX = key_BHTD.new_empty(shape)
+        key_BTHD, value_BTHD = self._kv_BTLHX[:, :, layer].chunk(2, dim=-1)
+        key_BTHD.copy_(key_BHTD.transpose(1, 2))
+        value_BTHD.copy_(value_BHTD.transpose(1, 2))
+
+    def read(self) -> Tensor:
+        """(B, T, L, K), same dtype; every layer must have been written."""
+        assert self._kv_BTLHX is not None
+        return self._kv_BTLHX.flatten(3)
+
+
+def damped(moment_EE: Tensor) -> np.ndarray:
+    """`MoADrafter.head_moment` in float64 with `MOMENT_DAMPING`.
+
+    A NumPy array, because MKL's factorisations, which PyTorch calls, keep about ten megabytes.
+    """
+    moment = moment_EE.double().numpy()
+    return moment + MOMENT_DAMPING * moment.diagonal().mean() * np.eye(len(moment))
+
+
+def is_moment(moment_EE: Tensor) -> bool:
+    """Whether a square matrix can be a mean outer product: positive definite once damped."""
+    try:
+        factor = np.linalg.cholesky(damped(moment_EE))
+    except np.linalg.LinAlgError:
+        return False
+    return bool(np.isfinite(factor).all())

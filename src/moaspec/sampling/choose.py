@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_sampling import SamplerParams, can_choose, choose
+from moaspec.sampling.kernels import SamplerParams, registered
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors
@@ -52,8 +52,10 @@ def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
 
 
 def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
-    if can_choose(scores_NV):  # the same, without two logarithms for each token
-        return choose(scores_NV, [_params_of(one) for one in prefixes])
+    kernels = registered()
+    if kernels is not None and kernels.can_choose(scores_NV):
+        # The same, without two logarithms for each token.
+        return kernels.choose(scores_NV, [_params_of(one) for one in prefixes])
     return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())
 
 

@@ -8,7 +8,7 @@ on integers (`philox.py`), so it is the same on every device.
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_sampling import can_draw, draw_bits
+from moaspec.sampling.kernels import registered
 from moaspec.sampling.philox import noise_bits
 
 
@@ -25,7 +25,11 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) ->
         token_id: int64.
     """
     arguments = (seed, choice, position, token_id)
-    bits = draw_bits(*arguments) if can_draw(*arguments) else noise_bits(*arguments)
+    kernels = registered()
+    if kernels is not None and kernels.can_draw(*arguments):
+        bits = kernels.draw_bits(*arguments)
+    else:
+        bits = noise_bits(*arguments)
     return bits.double() * 2.0**-53
 
 

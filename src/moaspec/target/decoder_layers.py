@@ -5,8 +5,9 @@ vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,47 @@ from moaspec.target import families
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BJTD, new value_BJTD) -> (key_BJSD, value_BJSD) to attend to."""
 WatchLayer = Callable[[int, Tensor], None]  # (layer index, input of this layer, (B, T, E))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of a cache that a pass writes and reads, for kernels that do both in place."""
+
+    cache: Tensor  # (L, 2, R, J, S, D), contiguous in D: keys and values of all layers
+    rows_B: Sequence[int]
+    starts_B: Sequence[int]  # first slot that each row writes
+    visible: int  # number of slots that are read, from slot 0 on
+
+
+class TextPass(Protocol):
+    """A pass over the newest tokens of one text and drafts after them, with choices, in one call.
+
+    For one thread at a time.
+    """
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        slots: Slots,
+        *,
+        finished: int,
+        choices: int,
+    ) -> tuple[Tensor, list[int] | None] | None:
+        """States of the last tokens after the final norm, and the target's greedy choices.
+
+        Args:
+            parents: the index of the token before each one; -1: the text in the cache.
+            slots: of one row; the tokens take neighbouring ones.
+            finished: number of the last tokens whose states are needed.
+            choices: number of the last tokens after which the target chooses, at most `finished`.
+
+        Returns:
+            States, (`finished`, E). None instead of choices if the head cannot be computed too.
+            None if the pass must be made in another way: too many tokens, impossible ids, or
+            modules with hooks.
+        """
+        ...
 
 
 class KVCapture:
@@ -62,6 +104,16 @@ class DecoderLayers:
         self._window: int | None = getattr(config, "sliding_window", None)
         self._groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
         self.types = families.layer_types(config)
+
+    def text_pass(self, embeddings_VE: Tensor | None, head: "LMHead") -> TextPass | None:
+        """Passes over one text in one call, if there is a faster way for this target than `run`.
+
+        Args:
+            embeddings_VE: see `Target.embeddings`.
+            head: the target's.
+        """
+        del embeddings_VE, head  # there is none with PyTorch alone
+        return None
 
     def run(
         self,

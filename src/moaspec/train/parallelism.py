@@ -3,7 +3,7 @@
 `torchrun` or `accelerate launch` starts several processes; otherwise there is one. Each process
 holds the whole frozen target. Sharding `none` replicates weights, gradients and optimiser state,
 and averages gradients (accelerate's DDP). `fsdp` shards all three with torch's `fully_shard`, which
-also runs on CPUs. `deepspeed` shards gradients and optimiser state (`moaspec.train.zero`).
+also runs on CPUs.
 
 A saved state is unsharded and the same for all, so a run may resume with another number of
 processes or another sharding.
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moaspec.errors import InputError, TrainingError
-from moaspec.support.extras import require
 from moaspec.train.muon import Muon
 from moaspec.train.run_config import TrainConfig, launched_processes
 
@@ -43,8 +42,6 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             "$WORLD_SIZE is above 1, and $MASTER_ADDR does not say where the processes meet. "
             "Start with torchrun, which sets both, or unset $WORLD_SIZE."
         )
-    if config.sharding == "deepspeed":
-        require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
     _require_device(config.device)
     available = [str(tracker) for tracker in get_available_trackers()]
     for name in config.trackers:
@@ -84,8 +81,8 @@ def _refuse_plugins() -> None:
         if os.environ.get(f"ACCELERATE_USE_{plugin.upper()}", "false").lower() in {"1", "true"}:
             raise InputError(
                 f"This run was launched with accelerate's {plugin} plugin. Launch it without, and "
-                f"say sharding={plugin.lower()} in the training config: that runs on CPUs too, and "
-                "resumes exactly."
+                "say sharding=fsdp in the training config: that runs on CPUs too, and resumes "
+                "exactly."
             )
 
 
@@ -144,8 +141,7 @@ class ParallelStrategy:
         """Clip the gradients' norm and make an optimiser step.
 
         Returns:
-            The norm before clipping. If it is not finite, weights are unchanged (except with
-            DeepSpeed).
+            The norm before clipping. If it is not finite, weights are unchanged.
         """
         norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
         if math.isfinite(norm):
@@ -198,13 +194,8 @@ class ParallelStrategy:
 def new_strategy(
     accelerator: Accelerator, module: nn.Module, config: TrainConfig
 ) -> ParallelStrategy:
-    """Distribute a module by the config; InputError for one process, or without DeepSpeed."""
+    """Distribute a module by the config; InputError for one process."""
     config.require_processes(accelerator.num_processes)
-    if config.sharding == "deepspeed":
-        # DeepSpeed is optional and slow to import.
-        from moaspec.train.zero import ZeroStrategy
-
-        return ZeroStrategy(accelerator, module, config)
     model = module
     if config.sharding == "fsdp":
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))

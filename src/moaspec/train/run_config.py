@@ -18,7 +18,7 @@ from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.user_files import open_file
-from moaspec.target.target_base import TargetBase
+from moaspec.target.target import Target
 from moaspec.train.students.drafter_sizes import DrafterSizes
 from moaspec.train.students.losses import LossWeights
 
@@ -75,9 +75,6 @@ class TrainConfig:
             In our runs it learned more from the same tokens.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
-        anchors: where blocks begin: at "random" places, or at "rounds": where rounds of the current
-            drafter would begin, see `moaspec.train.students.simulated_rounds`. The simulation takes
-            another forward pass, over random blocks.
         staircase: restrict SA to the query's own block: at first in all sequences, then in fewer
             and fewer, and in none from half of the run on.
         warm_start: start from the target's own weights and states, see
@@ -105,8 +102,7 @@ class TrainConfig:
         device: "cpu" or "cuda"; each process takes a GPU of its own.
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
-        sharding: "fsdp" shards weights, gradients and optimiser state over the processes,
-            "deepspeed" gradients and optimiser state (ZeRO stage 2, needs DeepSpeed), "none"
+        sharding: "fsdp" shards weights, gradients and optimiser state over the processes, "none"
             nothing (DDP).
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
         license: of the drafter, for its model card: a name that the hub knows, such as apache-2.0.
@@ -134,7 +130,6 @@ class TrainConfig:
     clip: float = 1.0
     shortest_block: int = 5
     longest_block: int = 15
-    anchors: Literal["random", "rounds"] = "random"
     staircase: bool = False
     warm_start: bool = True
     initial: str = ""
@@ -153,7 +148,7 @@ class TrainConfig:
     mixed_precision: Annotated[
         Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)
     ] = "no"
-    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
+    sharding: Literal["none", "fsdp"] = "none"
     trackers: tuple[str, ...] = ()
     license: str = ""
     loss: LossWeights = field(default_factory=LossWeights)
@@ -176,12 +171,11 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
-        rounds = self.anchors == "rounds"
-        moa_only = self.sizes.without or self.sizes.sa_layers or self.staircase or rounds
+        moa_only = self.sizes.without or self.sizes.sa_layers or self.staircase
         if self.drafter != "moa" and moa_only:
             raise InputError(
-                f"drafter={self.drafter} has neither SA, parts to leave out nor a staircase, and "
-                "reads no blocks: drop sizes.sa_layers, sizes.without, staircase and anchors."
+                f"drafter={self.drafter} has neither SA, parts to leave out nor a staircase: drop "
+                "sizes.sa_layers, sizes.without and staircase."
             )
         if self.sizes.publishable:
             self._check_publishable()
@@ -189,6 +183,8 @@ class TrainConfig:
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and self.sharding != "none":
             raise InputError("frozen_lsa works with sharding=none only.")
+        if self.sharding not in ("none", "fsdp"):
+            raise InputError(f"sharding must be none or fsdp, got {self.sharding}.")
         if self.optimizer == "muon" and self.sharding != "none":
             raise InputError("optimizer=muon works with sharding=none only.")
 
@@ -211,7 +207,7 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
-    def require_vocabulary(self, target: TargetBase) -> None:
+    def require_vocabulary(self, target: Target) -> None:
         """Raise InputError where the target does not have as many tokens as drafts shall."""
         if not 0 <= self.sizes.draft_vocab <= target.vocab_size:
             raise InputError(
@@ -333,6 +329,7 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
         raise InputError(f"Expected a mapping of {', '.join(sorted(hints))}; got {values!r}.")
+    values = {key: value for key, value in values.items() if not _is_gone(f"{inside}{key}", value)}
     unknown = next((str(key) for key in values if key not in hints), None)
     if unknown is not None:
         raise InputError(_unknown_key(inside, unknown, sorted(hints)))
@@ -345,6 +342,26 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
         else _as_field(f"{inside}{key}", hints[key], value)
         for key, value in values.items()
     }
+
+
+_GONE_VALUES = {
+    ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
+}
+"""Values of earlier versions, and what to use instead."""
+_GONE_KEYS: dict[str, tuple[Any, str]] = {
+    "anchors": ("random", "blocks that begin at random places train as good a drafter"),
+}
+"""Settings of earlier versions: the value that did nothing, and what to use instead of others."""
+
+
+def _is_gone(name: str, value: Any) -> bool:
+    """Whether a setting of an earlier version says nothing; InputError where it said something."""
+    advice = _GONE_VALUES.get((name, value)) if isinstance(value, str) else None
+    if name in _GONE_KEYS and value != _GONE_KEYS[name][0]:
+        advice = _GONE_KEYS[name][1]
+    if advice is not None:
+        raise InputError(f"{name}={value} is no longer supported: {advice}.")
+    return name in _GONE_KEYS
 
 
 def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:

@@ -35,7 +35,6 @@ from moaspec.train.run_failures import explain_failures
 from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec.train.students.losses import LossSums
-from moaspec.train.students.simulated_rounds import round_blocks
 from moaspec.train.students.students import BaselineStudent, MoAStudent, Student
 from moaspec.train.training_state import StateFiles, damaged_state
 
@@ -172,8 +171,7 @@ class Trainer:
             Sums over the whole step.
 
         Raises:
-            TrainingError: loss or gradients are not finite; the weights are unchanged (with
-                DeepSpeed, the saved state is).
+            TrainingError: loss or gradients are not finite; the weights are unchanged.
         """
         whole = self.data.next_batch(self.step)
         self.strategy.begin(learning_rate(self.config, self.step))
@@ -204,20 +202,10 @@ class Trainer:
 
     def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
         """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
-        if self.config.anchors == "rounds":
-            part = self._cut_at_rounds(part)
         result = self.student.run(self.strategy.model, part, self.step)
         loss, sums = self.student.loss(result, whole, processes=self.accelerator.num_processes)
         self.strategy.backward(loss)
         return sums
-
-    @torch.no_grad()
-    def _cut_at_rounds(self, part: TrainBatch) -> TrainBatch:
-        """Let blocks begin where simulated rounds of the drafter's first exit do."""
-        states = self.student.run(self.strategy.model, part, self.step).exits[0]
-        ids = self.student.draft_token_ids
-        blocks = round_blocks(states, part, ids, chunk=self.student.chunk)
-        return dataclasses.replace(part, blocks=blocks)
 
     def measure(self) -> dict[int, HeldOutMetrics]:
         found = measure_held_out(

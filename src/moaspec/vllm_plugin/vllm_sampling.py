@@ -22,9 +22,10 @@ from torch import Tensor
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.v1.outputs import SamplerOutput
 
+from moaspec.backends import fast_sampling  # noqa: F401 - sampling by kernels
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.accept_sampled import accept
+from moaspec.engine.accept import accept
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.paged_drafter.cache_reader import CacheReader, require_kept
 from moaspec.vllm_plugin.paged_drafter.caches import CacheGroup

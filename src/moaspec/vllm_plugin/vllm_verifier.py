@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
@@ -44,7 +44,7 @@ class _RequestRow:
     request_id: str | None = None  # the waiting request with this text; None if there is none
 
 
-class VLLMVerifier:
+class VLLMVerifier(Verifier):
     """Verifies chains inside vLLM, in this process or with ranks in processes of their own.
 
     Features are encoded from the keys and values after a request's `num_verified` tokens.

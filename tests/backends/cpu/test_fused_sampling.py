@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bits import needs_kernels, threads
 from moaspec import SamplingParams
+from moaspec.backends import fast_sampling  # noqa: F401 - registers the kernels
 from moaspec.backends.cpu.fused_sampling import can_choose, choose
 from moaspec.sampling.choose import COLDEST, next_tokens, perturbed, sampler_params
 from moaspec.sampling.processors import Prefix

@@ -20,11 +20,11 @@ import moaspec
 import moaspec.generation.local_engine
 import tiny
 from golden import TOLERANCE, needs_golden
+from moaspec.backends.fast_baselines import baseline_drafting
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.other_proposers.baseline_proposers import (
     EagleProposer,
     IndependentProposer,
-    baseline_drafting,
 )
 from moaspec.drafting.policy.policies import COPIES, DraftPolicy
 from moaspec.drafting.protocols import RequestText
@@ -34,7 +34,7 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.model.baselines import Baseline, EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import positions
 from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
 from moaspec.train.students.losses import divergence, feature_loss
 

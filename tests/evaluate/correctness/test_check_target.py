@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import moaspec.engine.accept
-import moaspec.engine.accept_sampled
 import moaspec.engine.local_verifier
 import moaspec.sampling.choose
 import tiny
-from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, children
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import VerifyRequest
@@ -21,6 +19,7 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.request_state import RequestState
 from moaspec.evaluate.correctness.check_target import Check, CheckedText, StopTokenProposer
+from moaspec.sampling.kernels import SamplerParams
 from moaspec.sampling.processors import Prefix
 from moaspec.target.target import Target
 
@@ -112,7 +111,6 @@ def pad_accepted(patch: pytest.MonkeyPatch) -> None:
             node = child
 
     patch.setattr(moaspec.engine.accept, "walk", walk)
-    patch.setattr(moaspec.engine.accept_sampled, "walk", walk)
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

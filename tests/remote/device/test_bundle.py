@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from bundles import save_bundle, save_target
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Features, Proposer, RequestText, VerifyRequest
 from moaspec.engine.engine import run_now

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 import serving
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.serve.openai.extension import ExtensionWriter
 from moaspec.serve.openai.schema import Extension
 from moaspec.serve.openai.token_counts import TokenCounts

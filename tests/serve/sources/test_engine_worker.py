@@ -19,7 +19,7 @@ import serving
 from costs import rated, watch_reused
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.large_batches import CPU_CLIENT_ROWS
+from moaspec.engine.local_verifier import CPU_CLIENT_ROWS
 from moaspec.errors import BusyError, InputError
 from moaspec.generation.renewal import Renewal
 from moaspec.sampling.params import SamplingParams

@@ -17,12 +17,12 @@ from prometheus_client import generate_latest
 
 import ruled_target
 import tiny
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import accelerate
 from moaspec.cli.commands.serving.target_server import _check_engine
 from moaspec.cli.learning import announce, learning_from_texts, with_learning
 from moaspec.cli.options import LoadOptions
 from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import serving
-from moaspec.engine.result import StopReason
+from moaspec.engine.request_state import StopReason
 from moaspec.serve.sources.source import TokenSource, Update
 from moaspec.serve.sources.text_writer import TextWriter
 

@@ -18,7 +18,7 @@ import tiny
 from moaspec.data.conversations import Conversation
 from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.errors import DataError, InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target

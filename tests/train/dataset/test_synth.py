@@ -13,7 +13,7 @@ from chat_tokenizers import BREAK, END, START, SYSTEM, USER
 from moaspec.data.messages import words
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.errors import DataError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal

@@ -13,8 +13,7 @@ import tiny
 from moaspec.errors import InputError
 from moaspec.model.layers import Rope, masked_attention, rotate
 from moaspec.model.masks import text_mask
-from moaspec.model.moa import MoADrafter, TargetEncoder
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, TargetEncoder, positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.output_fit import fit_linear

@@ -14,7 +14,6 @@ from torch import Tensor
 from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, TextStack, angle_addresses
-from moaspec.backends.cpu.fused_sampling import SamplerParams
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.cpu.structures import (
     CouplingFacts,
@@ -24,6 +23,7 @@ from moaspec.backends.cpu.structures import (
     GrowthFacts,
     SamplerFacts,
 )
+from moaspec.sampling.kernels import SamplerParams
 
 
 class FusedEncoder:

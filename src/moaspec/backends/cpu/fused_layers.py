@@ -26,6 +26,7 @@ from moaspec.backends.cpu.cpu_attention import (
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
 from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
+from moaspec.target.decoder_layers import Slots
 
 NUM_MATRICES = 4
 
@@ -136,19 +137,6 @@ class FusedNorm:
         norm, eps = library().moaspec_norm, c_float(self.eps)
         call(norm, x, self.weight_E, eps, x.numel() // width, width, out)
         return out
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The slots of a `KVCache` that a pass writes and reads.
-
-    It is defined here, below `drafting`, because kernels use it directly.
-    """
-
-    cache: Tensor  # (L, 2, R, J, S, D) bf16, contiguous in D: keys and values of all layers
-    rows_B: Sequence[int]
-    starts_B: Sequence[int]  # first slot that each row writes
-    visible: int  # number of slots that are read, from slot 0 on
 
 
 class FusedStack:

@@ -5,25 +5,13 @@ Legend: N nodes, V vocabulary.
 
 from collections.abc import Sequence
 from ctypes import c_int64
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import call, library, why_not
 from moaspec.backends.cpu.structures import SamplerFacts
-
-
-class SamplerParams(NamedTuple):
-    """How one token is chosen, see `moaspec.sampling.choose`."""
-
-    temperature: float  # above 0
-    top_k: int  # 0 for all
-    top_p: float  # 1 for all
-    min_p: float  # 0 for all
-    seed: int  # of the noise; int64, as the next two
-    choice: int  # which of several continuations
-    position: int
+from moaspec.sampling.kernels import SamplerParams
 
 
 def can_choose(logits_NV: Tensor) -> bool:

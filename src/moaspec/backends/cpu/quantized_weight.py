@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import call, library
-from moaspec.model.head_moment import damped
+from moaspec.model.moa import damped
 
 LANES = 16  # outputs of a panel; widths of layers are multiples of it
 BLOCK = 32  # inputs that share a scale and a zero point

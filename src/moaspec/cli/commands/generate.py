@@ -17,7 +17,7 @@ from moaspec.cli.terminal.token_printer import TokenPrinter, show_events
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec.engine.result import GenerationResult
+    from moaspec.engine.request_state import GenerationResult
     from moaspec.target.target import Target
 
 

@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from moaspec.engine.result import Source
+    from moaspec.engine.request_state import Source
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
 STYLES: dict[Source, str] = {"draft": "bold green", "target": "", "copy": "bold cyan"}

@@ -18,7 +18,7 @@ from rich.text import Text
 from moaspec.cli.terminal.console import STYLES, is_live
 
 if TYPE_CHECKING:
-    from moaspec.engine.result import Source
+    from moaspec.engine.request_state import Source
     from moaspec.evaluate.race import DecodingStats, Race, TimedDecoding
 
 MIN_WIDTH, MAX_WIDTH = 70, 140  # columns that both panes need, and may take

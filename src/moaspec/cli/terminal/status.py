@@ -128,7 +128,6 @@ def quiet_libraries(*, torch: bool = True) -> None:
         logging.lastResort.setFormatter(_SafeFormatter())
     if not torch:
         return
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # has a handler of its own, on stdout
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

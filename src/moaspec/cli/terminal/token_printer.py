@@ -12,7 +12,7 @@ from moaspec.cli.terminal import console
 
 if TYPE_CHECKING:
     from moaspec.cli.terminal.interrupts import Interrupts
-    from moaspec.engine.result import Event
+    from moaspec.engine.request_state import Event
     from moaspec.target.target import Target
 
 

@@ -8,22 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import fast_attention
-from moaspec.backends.fast_drafter import packed_copy
-from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import Features, Need, Proposer, RequestText
+from moaspec.drafting.protocols import Features, Need, RequestText
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.baselines import Baseline, EagleDrafter, IndependentDrafter
 from moaspec.target.target import Target
-
-
-def baseline_drafting(module: Baseline, target: Target) -> Proposer:
-    """The `Proposer` of a trained baseline."""
-    if isinstance(module, EagleDrafter):
-        return EagleProposer(module, target)
-    return IndependentProposer(module, target)
 
 
 class EagleProposer(TreeProposer):
@@ -34,7 +24,7 @@ class EagleProposer(TreeProposer):
 
     def __init__(self, module: EagleDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module, self.packed = module, packed_copy(module)
+        self.module = module
         self.hidden: dict[int, Tensor] = {}
 
     def encode(
@@ -69,7 +59,7 @@ class _EagleRound(DraftRound):
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
         """True states with the text, predictions with drafts."""
-        (attend,), module = self._attentions(batch), self.proposer.packed
+        (attend,), module = self._attentions(batch), self.proposer.module
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
         return module.read(embeddings, self._hidden(batch), batch.position_ids_BT, attend)
 
@@ -100,7 +90,7 @@ class IndependentProposer(TreeProposer):
 
     def __init__(self, module: IndependentDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module, self.packed = module, packed_copy(module)
+        self.module = module
 
     def draft_round(self, rows: Sequence[RequestText], shape: Tree) -> DraftRound:
         return _IndependentRound(self, rows, shape)
@@ -110,7 +100,7 @@ class _IndependentRound(DraftRound):
     proposer: IndependentProposer
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
-        module = self.proposer.packed
+        module = self.proposer.module
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
         return module.read(embeddings, batch.position_ids_BT, self._attentions(batch))
 
@@ -118,6 +108,4 @@ class _IndependentRound(DraftRound):
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    text = KVCache(target, config.layer, config.num_layers)
-    text.attend = fast_attention
-    return ids, text, fast_draft_head(target, ids)
+    return ids, KVCache(target, config.layer, config.num_layers), target.draft_head(ids)

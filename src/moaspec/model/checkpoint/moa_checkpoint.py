@@ -39,8 +39,7 @@ from moaspec.model.checkpoint.tensor_names import (
 )
 from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
 from moaspec.model.drafter_config import DrafterConfig, TargetIdentity
-from moaspec.model.head_moment import is_moment
-from moaspec.model.moa import MoADrafter
+from moaspec.model.moa import MoADrafter, is_moment
 
 ON_DEVICE = ("decoder.", "exits.")
 """Beginnings of the names of weights that run on a device; the encoder runs on the server."""

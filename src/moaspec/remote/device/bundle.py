@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
+from moaspec.backends.fast_baselines import accelerated
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
 from moaspec.drafting.other_proposers.baseline_proposers import IndependentProposer
@@ -129,7 +130,7 @@ class DeviceBundle(Device):
                 f"{self.info.num_target_layers} of the target's layers. Export it with more."
             )
         if isinstance(self.module, IndependentDrafter):
-            return IndependentProposer(self.module, self.target)
+            return accelerated(IndependentProposer(self.module, self.target))
         return DeviceMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from moaspec.drafting.draft_tree import MAX_SIZES, DraftTree, Tree
 from moaspec.drafting.protocols import Proposer, RequestText
 from moaspec.drafting.tree_shapes import Chain
+from moaspec.engine.engine import torch_settings
 from moaspec.engine.position_rules import PositionRules
-from moaspec.engine.request_table import torch_settings
 from moaspec.remote.protocol.activation_layout import Activations
 from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-from moaspec.engine.result import Event, Source, StopReason
+from moaspec.engine.request_state import Event, Source, StopReason
 
 LinkState = Literal["connecting", "up", "down", "closed"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Proposer
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint

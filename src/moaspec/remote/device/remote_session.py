@@ -12,7 +12,7 @@ from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.engine.engine import Engine
 from moaspec.engine.position_rules import PositionRules
-from moaspec.engine.result import Event, GenerationResult, Source
+from moaspec.engine.request_state import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.generate_options import (
     GenerateOptions,

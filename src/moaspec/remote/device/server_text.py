@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Unpack
 
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.generation.generate_options import (
     GenerateOptions,
     check_options,

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from moaspec.errors import InputError
 from moaspec.model.drafter_config import LayerConfig
+from moaspec.model.layers import LongRope
 from moaspec.model.moa import MoADrafter
-from moaspec.model.rope import LongRope
 from moaspec.remote.device_onnx.manifest import text_caches
 from moaspec.remote.device_onnx.onnx_ops import (
     ACTIVATIONS,
@@ -221,7 +221,7 @@ class DraftGraph(GraphBuilder):
         return self.finish(x_WE, layer, attention)
 
     def run_reused_layers(self, x_WE: str, reused: ReusedLayers) -> str:
-        """The target's last layers and final norm, (W, E); see `drafting.reused_layers`.
+        """The target's last layers and final norm, (W, E); see `MoADraftRound`.
 
         Keys and values of tokens with activations stay as the server has sent them. Positions
         before these without any are hidden.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.engine.result import Source
+from moaspec.engine.request_state import Source
 from moaspec.errors import InputError, WireError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CodecName

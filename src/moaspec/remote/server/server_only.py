@@ -6,11 +6,11 @@ It is the baseline of client-server decoding, and serves devices that have no bu
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire

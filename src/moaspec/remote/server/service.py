@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moaspec.drafting.policy.pass_budget import PassBudget
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Verifier
-from moaspec.engine.large_batches import client_rows, client_tokens
+from moaspec.engine.local_verifier import client_rows, client_tokens
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.recurrent_verifier import local_verifier
 from moaspec.errors import InputError, LinkError

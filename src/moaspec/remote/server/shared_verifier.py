@@ -189,8 +189,7 @@ class SharedVerifier:
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle, self.budget = on_idle, budget
-        whole = getattr(verifier, "prompt_tokens", 0) == sys.maxsize
-        self.prompt_piece = sys.maxsize if whole else self.options.prefill_tokens
+        self.prompt_piece = sys.maxsize if verifier.reads_whole else self.options.prefill_tokens
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moaspec.engine.result import Event
+from moaspec.engine.request_state import Event
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.openai.schema import Extension
 from moaspec.serve.openai.token_counts import TokenCounts

@@ -17,7 +17,7 @@ from typing import Any
 
 from moaspec.data.messages import Message
 from moaspec.data.templates.call_reader import Call
-from moaspec.engine.request_table import context_message
+from moaspec.engine.engine import context_message
 from moaspec.errors import ContextError
 from moaspec.privacy.vault import PLACEHOLDER, Vault, beginning
 from moaspec.serve.http_errors import RequestError

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_table import context_message
-from moaspec.engine.result import Event, GenerationResult
+from moaspec.engine.engine import Engine, context_message
+from moaspec.engine.request_state import Event, GenerationResult
 from moaspec.errors import BusyError, ContextError, InputError
 from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
 from moaspec.process_memory import end_idle_threads, return_freed_memory

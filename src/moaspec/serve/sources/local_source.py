@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import Proposer
+from moaspec.drafting.protocols import CachingProposer, Proposer
 from moaspec.engine.engine import Engine
-from moaspec.engine.large_batches import client_rows
+from moaspec.engine.local_verifier import client_rows
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
@@ -67,7 +67,7 @@ class LocalSource(TextSource):
 
         def release() -> None:
             verifier.release()
-            if drafting is not None and hasattr(drafting, "release"):
+            if isinstance(drafting, CachingProposer):
                 drafting.release()
 
         self._worker = EngineWorker(

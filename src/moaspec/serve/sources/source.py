@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from moaspec.engine.request_table import check_bias, check_prompt
-from moaspec.engine.result import Event, Source, StopReason
+from moaspec.engine.engine import check_bias, check_prompt
+from moaspec.engine.request_state import Event, Source, StopReason
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.grammar import Grammar, GrammarProcessor, Grammars
 from moaspec.sampling.incremental_text import TokenBytes

@@ -26,8 +26,8 @@ from moaspec.target.partial import (
     grouped,
     linear_of,
 )
+from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.target.target_base import TargetBase
 from moaspec.target.weights.int8_rows import Int8Embedding
 
 FACTOR = "factor"  # name of the number that a model's embedding multiplies its rows with
@@ -106,7 +106,7 @@ class GenericPartialTarget(PartialTarget):
         generation_config: GenerationConfig | None = None,
     ) -> None:
         embedding, head = _embedding_and_head(grouped(tensors), dtype)
-        TargetBase.__init__(
+        TargetSpec.__init__(
             self, config, tokenizer, name=name, dtype=None, generation_config=generation_config
         )
         self.model = cast(Any, _Parts(config, embedding, head).eval())

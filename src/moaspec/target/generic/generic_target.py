@@ -18,8 +18,8 @@ from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.pass_cache import KVShape, ShortTextCache
 from moaspec.target.generic.pass_masks import attend_by_pass
 from moaspec.target.generic.self_test import require_equal
+from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.target.target_base import TargetBase
 
 
 def target_of(
@@ -82,7 +82,7 @@ class GenericTarget(Target):
                 "that `moaspec models` lists only",
             )
         self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
-        TargetBase.__init__(
+        TargetSpec.__init__(
             self,
             rules.text_config(model.config),
             tokenizer,

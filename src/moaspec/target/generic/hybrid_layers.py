@@ -19,7 +19,7 @@ from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import WriteKV
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.generic.pass_cache import KVShape, PassCache
-from moaspec.target.generic.recurrent_states import MixerCache, StepPass
+from moaspec.target.generic.recurrent_states import MixerCache, StepPass, SteppedWrite
 
 UNLIMITED = (0.0, math.inf)
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
@@ -34,7 +34,7 @@ class HybridCache(PassCache):
 
     def __init__(self, write: WriteKV, shape: KVShape | None, num_visible: int) -> None:
         super().__init__(write, shape, num_visible)
-        self.steps: StepPass | None = getattr(write, "steps", None)
+        self.steps: StepPass | None = write.steps if isinstance(write, SteppedWrite) else None
 
 
 class SteppedMixer(nn.Module):
@@ -160,7 +160,7 @@ class HybridLayers(GenericLayers):
         These have the position of the text's first token. Passes with steps skip all pads. None
         on the meta device too, where transformers cannot look for pads.
         """
-        if position_ids_BT.is_meta or hasattr(write, "steps"):
+        if position_ids_BT.is_meta or isinstance(write, SteppedWrite):
             return None
         return F.pad(position_ids_BT[:, 1:] != 0, (0, 1), value=True)
 

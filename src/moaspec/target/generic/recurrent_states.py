@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +102,15 @@ class StepRow:
     # pass.
     parents: Sequence[int]
     before: TextState  # states after that text; empty if there is none: `num_read` is above 0 then
+
+
+@runtime_checkable
+class SteppedWrite(Protocol):
+    """A `WriteKV` that also hands layers with states the steps of the pass."""
+
+    steps: StepPass
+
+    def __call__(self, layer: int, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class StepPass:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.engine.result import GenerationResult, StopReason
+from moaspec.engine.request_state import GenerationResult, StopReason
 from moaspec.errors import InputError
 from moaspec.sampling.incremental_text import UNKNOWN
 from moaspec.target.spec import TargetSpec

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self, get_args
 
-from moaspec.engine.result import GenerationResult
+from moaspec.engine.request_state import GenerationResult
 from moaspec.errors import InputError, ServerError
 from moaspec.generation.generate_options import sampling_params
 from moaspec.target.spec import TargetSpec

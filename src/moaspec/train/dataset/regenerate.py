@@ -12,7 +12,7 @@ from moaspec.data.loss_mask import prompt_ids
 from moaspec.data.messages import Message, normal_messages
 from moaspec.data.templates.call_reader import CallReader
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.engine.result import GenerationResult
+from moaspec.engine.request_state import GenerationResult
 from moaspec.errors import DataError
 from moaspec.target.spec import TargetSpec
 from moaspec.train.dataset.journal import Journal

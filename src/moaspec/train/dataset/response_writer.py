@@ -15,7 +15,7 @@ from moaspec.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from moaspec.drafting.protocols import Proposer
     from moaspec.engine.engine import Engine
-    from moaspec.engine.result import GenerationResult
+    from moaspec.engine.request_state import GenerationResult
     from moaspec.generation.generate_options import GenerateOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.spec import TargetSpec

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
 from moaspec.generation.destinations import destinations
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import positions
+from moaspec.model.moa import MoADrafter, positions
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
@@ -269,8 +268,6 @@ def _memory(
     state = {"weights": 4 * total, "optimiser": 12 * total}
     if config.sharding == "fsdp":
         state = {name: size // processes for name, size in state.items()}
-    if config.sharding == "deepspeed":
-        state["optimiser"] //= processes
     bf16 = 2 * total if config.mixed_precision == "bf16" else 0
     identity, size = target.identity, target.dtype.itemsize
     chunk = logit_chunk_size(vocabulary, torch.device(config.device))

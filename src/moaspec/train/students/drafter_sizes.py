@@ -20,7 +20,7 @@ from moaspec.model.drafter_config import (
     text_rope,
 )
 from moaspec.model.moa import MoADrafter
-from moaspec.target.target_base import TargetBase
+from moaspec.target.target import Target
 
 WIDTH_UNIT = 64  # MLP widths chosen by `sizes.parameters` are multiples of it, for fast products
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
@@ -102,7 +102,7 @@ def _widest(sizes: DrafterSizes, make: Callable[[DrafterSizes], torch.nn.Module]
     return at(width - width % WIDTH_UNIT if width > WIDTH_UNIT else width)
 
 
-def stack_config(target: TargetBase, sizes: DrafterSizes, kind: str) -> StackConfig:
+def stack_config(target: Target, sizes: DrafterSizes, kind: str) -> StackConfig:
     """Config of a new baseline drafter: the target's layers with the widths of `sizes.sa_*`."""
     sizes = _widest(sizes, lambda one: KINDS[kind](stack_config(target, one, kind)))
     shape = drafter_config(target, sizes)
@@ -118,7 +118,7 @@ def stack_config(target: TargetBase, sizes: DrafterSizes, kind: str) -> StackCon
 
 
 def drafter_config(
-    target: TargetBase, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
+    target: Target, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
 ) -> DrafterConfig:
     """Config of a new drafter; InputError for sizes or reused layers that do not fit the target."""
     sizes = _widest(sizes, lambda one: MoADrafter(drafter_config(target, one, num_target_layers)))

@@ -9,16 +9,16 @@ from moaspec.errors import InputError
 from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.drafter_config import DrafterConfig
-from moaspec.model.folded_positions import FoldedPositions
+from moaspec.model.layers import FoldedPositions
 from moaspec.model.moa import MoADrafter
-from moaspec.target.target_base import TargetBase
+from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig
 from moaspec.train.students.warm_start import random_weights, skip_further_layers
 
 
 def load_initial_drafter(
-    target: TargetBase, config: TrainConfig, examples: Sequence[Example]
+    target: Target, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
     """Load the drafter `config.initial` in float32, and adapt its vocabulary, SA's layers and N.
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.model.layers import AttentionBlock
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import TargetPass
+from moaspec.model.moa import MoADrafter, TargetPass
 from moaspec.target.target import Target
 from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Batch

@@ -20,11 +20,9 @@ from moaspec.model.baselines import KINDS, Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
-from moaspec.model.moa import MoADrafter
-from moaspec.model.training_pass import TargetPass, positions
+from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
 from moaspec.target.target import Target
-from moaspec.target.target_base import TargetBase
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
 from moaspec.train.progress import reported
@@ -182,7 +180,7 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
 
 
 def unfilled_drafter(
-    target: TargetBase, config: TrainConfig, vocabulary: Tensor | None
+    target: Target, config: TrainConfig, vocabulary: Tensor | None
 ) -> MoADrafter | Baseline:
     """Build a drafter of the kind `config.drafter`, with weights as PyTorch leaves them."""
     if config.drafter == "moa":

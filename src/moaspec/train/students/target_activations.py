@@ -24,8 +24,7 @@ from torch import Tensor
 from moaspec.backends.fast_drafter import packed_copy
 from moaspec.errors import TrainingError
 from moaspec.model.drafter_config import TargetIdentity
-from moaspec.model.moa import TargetEncoder
-from moaspec.model.training_pass import TargetPass
+from moaspec.model.moa import TargetEncoder, TargetPass
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example, collate
 from moaspec.train.progress import reported

@@ -30,10 +30,8 @@ from torch import Tensor, nn
 from moaspec.errors import InputError
 from moaspec.model.layers import masked_attention
 from moaspec.model.masks import text_mask
-from moaspec.model.moa import MoADrafter, TargetEncoder
-from moaspec.model.training_pass import TargetPass, positions
+from moaspec.model.moa import MoADrafter, TargetEncoder, TargetPass, positions
 from moaspec.target.target import Target
-from moaspec.target.target_base import TargetBase
 from moaspec.train.dataset.examples import Batch
 from moaspec.train.students.folded_layer import folded_layer_state
 from moaspec.train.students.output_fit import RIDGE, fit_exit, fit_linear, layer_inputs, ridge
@@ -148,7 +146,7 @@ def largest_dimension(states: Sequence[Tensor]) -> float:
     return float(size_E.max() / size_E.median().clamp(min=1e-12))
 
 
-def first_layer_weights(target: TargetBase, drafter: MoADrafter) -> dict[str, Tensor] | None:
+def first_layer_weights(target: Target, drafter: MoADrafter) -> dict[str, Tensor] | None:
     """The target's first layer under SA's names; None if not plain, InputError if SA differs."""
     state = target.plain_layer_state(0)
     if state is None:

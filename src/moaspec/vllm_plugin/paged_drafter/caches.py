@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from moaspec.backends.fast_drafter import JoinedAttend
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.vllm_plugin.paged_drafter.encoded_tokens import Integers
 
@@ -67,7 +68,7 @@ class PagedLayer:
 
 
 @dataclass(frozen=True)
-class PagedAttend:
+class PagedAttend(JoinedAttend):
     """Attention of one layer, a `SelfAttend` or a `CrossAttend`.
 
     Each query reads a text of its own length, as that of each request in a draft step.
@@ -83,9 +84,9 @@ class PagedAttend:
         read_NHD = self._attend(*(_by_token(part_1XND) for part_1XND in heads_1XND))
         return read_NHD.transpose(0, 1)[None]
 
-    def joined(self, heads_1NXD: Tensor) -> Tensor:
+    def joined(self, heads_BTXD: Tensor) -> Tensor:
         """Attend with all heads concatenated in one tensor: (1, N, H * D)."""
-        heads_NXD = heads_1NXD[0]
+        heads_NXD = heads_BTXD[0]
         parts = (heads_NXD,) if self.slots_N is None else heads_NXD.split(self.layer.heads, dim=1)
         return self._attend(*parts).view(1, len(heads_NXD), -1)
 

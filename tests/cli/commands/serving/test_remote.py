@@ -23,7 +23,7 @@ from moaspec.backends.load import load_target
 from moaspec.cli import device_options
 from moaspec.cli.commands.serving.remote import _Show
 from moaspec.cli.device_options import DeviceOptions
-from moaspec.engine.result import Source
+from moaspec.engine.request_state import Source
 from moaspec.errors import RefusedError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json

@@ -67,8 +67,8 @@ class FastMoAProposer(MoAProposer):
         self.module, self.draft_head = self.modules(drafter, self.target)
         self.num_read.clear()
 
-    def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> None:
-        """`encode`, then `append_features`; kernels read and write the caches in place."""
+    def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> bool:
+        """Kernels read and write the caches in place; without them as `MoAProposer`."""
         self.memory.reserve(row + 1, tokens.stop)
         encoder, in_place = self._encoder, False
         if isinstance(encoder, FastTargetEncoder):
@@ -79,6 +79,7 @@ class FastMoAProposer(MoAProposer):
             ((key_1CTD, value_1CTD, *_),) = self.encode(kv_1TLK, positions_1T, [len(tokens)])
             self.memory.append(row, tokens.start, key_1CTD, value_1CTD)
         self.mark_encoded(row, tokens)
+        return True
 
     def grow(self, rows: Sequence[RequestText], shape: Tree) -> list[CandidateNodes]:
         """Grow each tree by kernels, one request after another; without them as `MoAProposer`."""

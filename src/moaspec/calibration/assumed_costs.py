@@ -64,7 +64,7 @@ def machine_costs(target: Target) -> MachineCosts:
 
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
-    text = files("moaspec.drafting.policy").joinpath(FILE).read_text(encoding="utf-8")
+    text = files("moaspec.calibration").joinpath(FILE).read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
