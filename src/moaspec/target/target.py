@@ -94,7 +94,7 @@ class Target(TargetSpec):
                 f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
-        self.observed_times = WeakKeyDictionary()
+        self.observed_times: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
         super().__init__(
             model.config,
