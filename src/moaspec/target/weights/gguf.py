@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from moaspec.target.weights.gguf_tokens import UnreadableError
 log = logging.getLogger(__name__)
 CONVERSION = 3
 """Part of the names of converted files; another number where they must be made anew."""
+_REFUSED = "tokenizer_refused.txt"  # why the file's tokenizer cannot be read, in its place
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -106,15 +107,12 @@ def is_dequantised(key: str) -> bool:
     return is_whole(trusted(key))
 
 
-def dequantised(
-    name: str, gguf: Path, key: str, *, remedy: str = "", with_tokenizer: bool = True
-) -> Path:
+def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds.
 
     Args:
         gguf: the file, or its first part.
         remedy: what to do where the file is damaged.
-        with_tokenizer: whether the file's tokenizer must be one that can be read.
 
     Raises:
         OSError: the cache cannot be written.
@@ -123,8 +121,6 @@ def dequantised(
     """
     final = trusted(key)
     if is_whole(final):
-        if with_tokenizer and not (final / "tokenizer.json").exists():
-            _require_tokenizer(name, gguf, remedy)
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
@@ -135,7 +131,6 @@ def dequantised(
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
         generation = _generation_config(config, file)
-    tokenizer = _tokenizer(file, name, required=with_tokenizer)
     weights = sum(tensor.num_weights for tensor in file.tensors.values())
     require_room(final.parent, FLOAT_BYTES * weights)
 
@@ -144,8 +139,8 @@ def dequantised(
         _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
         generation.save_pretrained(directory)
         config.save_pretrained(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+        if _has_vocabulary(file):
+            _write_tokenizer(directory, file, name)
 
     try:
         return cached_directory(final, write)
@@ -181,24 +176,23 @@ def _named(
         yield one
 
 
-def _require_tokenizer(name: str, gguf: Path, remedy: str) -> None:
-    """Refuse a file whose tokenizer could not be read when it was converted for another one."""
-    with _named_errors(name, gguf, remedy):
-        file = read_gguf(gguf)
-    _tokenizer(file, name, required=True)
+def _write_tokenizer(directory: Path, file: GGUFFile, name: str) -> None:
+    """Write the tokenizer, or why it cannot be read; the weights serve with another one, too."""
+    try:
+        read_tokenizer(file.fields, name=name).save_pretrained(directory)
+    except UnknownModelError as error:
+        (directory / _REFUSED).write_text(str(error), encoding="utf-8")
 
 
-def _tokenizer(file: GGUFFile, name: str, *, required: bool) -> Any:
-    """The tokenizer, or None where the file has none (token ids still work).
+def require_readable_tokenizer(directory: Path) -> None:
+    """Refuse a converted file whose tokenizer could not be read.
 
-    Args:
-        required: whether one that cannot be read is refused; else None stands for it, too.
+    Raises:
+        UnknownModelError: says why, and names --tokenizer.
     """
-    if not _has_vocabulary(file):
-        return None
-    with nullcontext() if required else suppress(UnknownModelError):
-        return read_tokenizer(file.fields, name=name)
-    return None
+    refused = directory / _REFUSED
+    if is_file(refused):
+        raise UnknownModelError(refused.read_text(encoding="utf-8"))
 
 
 def _has_vocabulary(file: GGUFFile) -> bool:
