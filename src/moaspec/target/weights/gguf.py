@@ -49,13 +49,13 @@ _SAMPLING = {
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file at a path, or in a directory without other weights.
+    """Find the GGUF file at a path, or in a directory that has no other weights.
 
     Returns:
-        The first part, where the file is split.
+        The file, or its first part if it is split; None if there is none.
 
     Raises:
-        UnknownModelError: several files, or a split file that lacks parts.
+        UnknownModelError: the directory has several files, or a split file lacks parts.
     """
     found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
     firsts = sorted({parts_of(one)[0] for one in found})
@@ -81,7 +81,7 @@ def is_gguf_name(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; no for a name too long for a path."""
+    """Whether the path is a file. False too if the name is too long for a path."""
     try:
         return path.is_file()
     except OSError:
@@ -95,7 +95,7 @@ def _inside(path: Path) -> list[Path]:
 
 
 def key_of(gguf: Path) -> str:
-    """Cache key of the converted file: its name with a hash of path, size and time."""
+    """The name of a converted file in the cache, with a hash of its path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
     text = f"{CONVERSION} {gguf.resolve()} {text}"
@@ -108,7 +108,7 @@ def is_dequantised(key: str) -> bool:
 
 
 def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
-    """Convert a GGUF once and keep float32 weights; later loads take seconds.
+    """Convert a GGUF file, once, to a directory with weights in float32.
 
     Args:
         gguf: the file, or its first part.
@@ -116,8 +116,8 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
     Raises:
         OSError: the cache cannot be written.
-        UnknownModelError: the file is damaged, or lacks tensors or has others.
-        UnsupportedTargetError: an architecture or a field that is not read.
+        UnknownModelError: the file is damaged, lacks tensors, or has surplus ones.
+        UnsupportedTargetError: its architecture, a field or a type of tensor is not read.
     """
     final = trusted(key)
     if is_whole(final):
@@ -167,7 +167,7 @@ def _named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
 def _named(
     tensors: Iterator[tuple[str, Tensor]], name: str, gguf: Path, remedy: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors; errors in reading them name the file."""
+    """Pass tensors on; an error in reading one names the file."""
     while True:
         with _named_errors(name, gguf, remedy):
             one = next(tensors, None)
