@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +40,7 @@ from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.engine.engine import Engine
 from moaspec.engine.request_state import Event
 from moaspec.errors import InputError, ShapeError, TrainingError
-from moaspec.evaluate.correctness.check_target import Check, CheckedText
+from moaspec.evaluate.correctness.check_target import Check, CheckedText, Told
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
@@ -900,8 +900,8 @@ def test_an_interrupted_check_shows_what_was_found(
 ) -> None:
     run = Check.run
 
-    def interrupted(self: Check, advance: Callable[[], None]) -> Iterator[CheckedText]:
-        yield from islice(run(self, advance), found)
+    def interrupted(self: Check, told: Told) -> Iterator[CheckedText]:
+        yield from islice(run(self, told), found)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Check, "run", interrupted)

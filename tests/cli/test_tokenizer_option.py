@@ -34,6 +34,7 @@ def test_a_file_with_an_unknown_tokenizer_generates(
     assert said in refused.error
     assert "--tokenizer DIR" in refused.error
     assert cli(*asked, "--tokenizer", str(tmp_path / "words")).code == 0
+    assert cli(*asked).error == refused.error  # the converted file is kept
     wrong = cli(*asked, "--tokenizer", str(tmp_path))
     assert wrong.code == 2
     assert "holds no tokenizer.json" in wrong.error

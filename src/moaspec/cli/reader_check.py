@@ -34,11 +34,14 @@ def check_reader(
     if reason is not None:
         found = ReaderCheck("unknown", reason)
     else:
-        with status("Comparing with llama.cpp how the GGUF is read"):
+        said = "Comparing with llama.cpp how the GGUF is read"
+        with status(said) as shown:
             target = load_target(
                 asked.model, dtype="float32", packed=False, tokenizer=asked.tokenizer
             )
-            found = compare_readers(target.model, gguf, token_ids)
+            found = compare_readers(
+                target.model, gguf, token_ids, told=lambda doing: shown.update(f"{said}: {doing}")
+            )
     if not quiet:
         style = {"same": "green", "different": "bold red", "unknown": ""}[found.verdict]
         console.print_wrapped(str(found), style)

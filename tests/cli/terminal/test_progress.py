@@ -70,6 +70,23 @@ def test_the_rest_does_not_grow_while_a_long_unit_is_under_way(clock: Clock) -> 
     ]
 
 
+def test_what_is_known_of_the_rest_takes_the_place_of_the_pace(clock: Clock) -> None:
+    file = io.StringIO()
+    screen = Screen(file=file, force_terminal=False, soft_wrap=True)
+    shown = ProgressBar("checking", 90, screen=screen, clock=clock)
+    for now_s, left_s in ((40.0, None), (80.0, 50.0)):
+        clock.now_s = now_s
+        shown.tell("trees", left_s)
+        shown.update(10)
+    clock.now_s = 120.0
+    shown.update(20)
+    assert file.getvalue().splitlines() == [
+        "checking 0/90 trees time unknown",
+        "checking 10/90 trees 50 s left",
+        "checking 20/90 trees 10 s left",
+    ]
+
+
 def test_units_are_counted() -> None:
     def state(bar: ProgressBar) -> tuple[float, float | None, str]:
         return bar.task.completed, bar.task.total, bar.task.description

@@ -36,7 +36,10 @@ def checked(family: str = "llama", **changes: Any) -> list[CheckedText]:
         "max_new_tokens": NEW,
     }
     check = Check(**settings | changes)
-    findings = list(check.run())
+    left_s: list[float | None] = []
+    findings = list(check.run(lambda _, left: left_s.append(left)))
+    assert left_s[0] is None
+    assert left_s[-1] is not None
     assert len(findings) == check.num_texts
     return findings
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import gguf_models
 import moaspec
+from moaspec.evaluate.correctness import llama_cpp
 from moaspec.evaluate.correctness.llama_cpp import LENGTH, compare_readers
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(LENGTH)]
@@ -39,15 +40,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def _read(file: Path) -> Any:
-    return moaspec.load_target(file, dtype="float32").model
+    return moaspec.load_target(file, dtype="float32", packed=False).model  # faults change weights
 
 
 def test_a_right_reading(file: Path) -> None:
     pytest.importorskip("xllamacpp")
     model = _read(file)
-    found = compare_readers(model, file, IDS)
+    steps: list[str] = []
+    found = compare_readers(model, file, IDS, told=steps.append)
     assert found.verdict == "same"
     assert found.count == 50
+    assert steps == [
+        "copying the first layers",
+        "llama.cpp reads 2 layers",
+        *(f"{done} of 50 tokens by llama.cpp" for done in range(1, 51)),
+        "the same tokens by transformers",
+    ]
     assert model.config.num_hidden_layers == 4
     assert "is read as llama.cpp reads it" in str(found)
 
@@ -99,6 +107,15 @@ def test_a_forgotten_scaling_of_llama_3(tmp_path: Path) -> None:
     forgotten = {"rope_theta": 5e5, "rope_type": "default"}
     model = _changed_config(model, rope_parameters=forgotten)
     assert compare_readers(model, path, IDS).verdict == "different"
+
+
+def test_llama_cpp_that_does_not_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    model = _read(file)
+    monkeypatch.setattr(llama_cpp, "TIMEOUT_S", 0.01)
+    found = compare_readers(model, file, IDS)
+    assert found.verdict == "unknown"
+    assert "did not answer within 0.01 s" in str(found)
 
 
 def test_a_file_that_llama_cpp_does_not_run(file: Path) -> None:

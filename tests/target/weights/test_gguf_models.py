@@ -386,6 +386,10 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
     return lambda tensors: tensors.update({name: np.zeros(shape, "f4")})
 
 
+def _infinite(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda tensors: tensors[name].fill(np.inf)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -405,6 +409,7 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
         ("qwen2", _with("rope_freqs.weight", 8), "has the tensor rope_freqs.weight"),
         ("qwen2", _with("rope_factors_long.weight", 8), "has the tensor rope_factors_long"),
         ("phi3", _with("rope_factors_long.weight", 8), "rope_factors_short.weight is missing"),
+        ("llama", _infinite("blk.1.ffn_up.weight"), r"blk\.1\.ffn_up\.weight has NaN or infinite"),
     ],
 )
 def test_other_tensors_are_refused_by_name(

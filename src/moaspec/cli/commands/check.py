@@ -147,8 +147,8 @@ def _right(checked: Mapping[str, Sequence[CheckedText]]) -> bool:
 def _run(plan: Check) -> list[CheckedText]:
     """All findings, or those before a Ctrl-C."""
     findings: list[CheckedText] = []
-    with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_units) as bar:
-        for finding in plan.run(bar.advance):
+    with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_texts) as bar:
+        for finding in plan.run(bar.tell):
             findings.append(finding)
             bar.advance()
     return findings

@@ -25,7 +25,8 @@ class TimeLeft(ProgressColumn):
     """The remaining time of one task by the pace of this run's units, from the first one on.
 
     rich's own column needs two units within half a minute. A task that continues an earlier run
-    has a field `before`, the units of that run.
+    has a field `before`, the units of that run. One whose units take unlike times has a field
+    `known`: what is known of the remaining seconds, and the time at which it was.
     """
 
     def __init__(self) -> None:
@@ -39,8 +40,11 @@ class TimeLeft(ProgressColumn):
         return Text("time unknown" if left_s is None else f"{duration(left_s)} left")
 
     def left_s(self, task: Task) -> float | None:
-        """Seconds; None before the first unit is done."""
+        """Seconds; None before the first unit is done, or while `known` has none."""
         done, elapsed = task.completed - task.fields.get("before", 0), task.elapsed
+        if "known" in task.fields and elapsed is not None:
+            left_s, then = task.fields["known"]
+            return None if left_s is None else max(0.0, left_s - (elapsed - then))
         if done <= 0 or elapsed is None or task.total is None:
             return None
         if self._last[0] != done:
@@ -120,6 +124,12 @@ class ProgressBar:
         """Set the number of finished units, and the text behind it."""
         text = self.task.fields["text"] if text is None else text
         self._progress.update(self._id, completed=done, text=text)
+        self._print_line()
+
+    def tell(self, doing: str, left_s: float | None) -> None:
+        """Show what is being done, and the remaining seconds in place of those by pace."""
+        known = (left_s, self.task.elapsed or 0.0)
+        self._progress.update(self._id, text=doing, known=known)
         self._print_line()
 
     def _print_line(self) -> None:

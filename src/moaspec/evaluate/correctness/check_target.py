@@ -6,8 +6,8 @@ of plain decoding, to show where rounding makes them differ.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, Literal
+from functools import cache, cached_property, partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Proposer, TextProposer
 from moaspec.drafting.tree_shapes import Chain, merged
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
+from moaspec.evaluate.correctness.step_times import StepTimes
 from moaspec.evaluate.methods import Method, TransformersMethod
 from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.generation.local_engine import local_engine
@@ -37,6 +38,8 @@ ROWS_TOGETHER = 64
 that runs the target."""
 
 Batch = Literal["alone", "ragged"]
+Told = Callable[[str, float | None], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,32 +108,50 @@ class Check:
         }
 
     @property
-    def num_units(self) -> int:
-        """Steps of `run` that take about as long: decoding a row's tokens, or auditing a text."""
-        return len(self._rows()) + self.num_texts
-
-    @property
     def num_texts(self) -> int:
         together, alone = len(self._rows()), len(self._rows(self.alone))
         return len(self.prompts) + len(self._methods([])) * (together + alone)
 
-    def run(self, advance: Callable[[], None] = lambda: None) -> Iterator[CheckedText]:
-        """Check text after text; `advance` is called before the first ones, for each audit."""
+    def run(self, told: Told = lambda _doing, _left_s: None) -> Iterator[CheckedText]:
+        """Check text after text.
+
+        Args:
+            told: is told of each step: what it does, and the remaining seconds if they are known.
+        """
         rows, plain = self._rows(), _CheckedMethod("plain", self.target)
-        texts = self._decode_all(plain, rows)
-        base = {}
-        for row, text in zip(rows, texts, strict=True):
-            base[row] = self._audit(row, tuple(text))
-            advance()
+        alone, methods = self._rows(self.alone), len(self._methods([]))
+        times = StepTimes(
+            {
+                "together": methods,
+                "alone": methods * len(alone),
+                "audit": len(rows),
+                "transformers": len(self.prompts),
+            }
+        )
+
+        def timed(kind: str, doing: str, step: Callable[[], T]) -> T:
+            told(doing, times.left_s)
+            with times.step(kind):
+                return step()
+
+        texts = timed("together", plain.name, partial(self._decode_all, plain, rows))
+        base = {
+            row: timed("audit", "trusted passes", partial(self._audit, row, tuple(text)))
+            for row, text in zip(rows, texts, strict=True)
+        }
         greedy = [row for row in rows if row.setting == "greedy"]
-        yield from self._judged("hf", "alone", greedy, self._transformers(), base)
+        hf = [
+            timed("transformers", "transformers", partial(self._transformers, prompt))
+            for prompt in self.prompts
+        ]
+        yield from self._judged("hf", "alone", greedy, hf, base)
         known = [[*self.prompts[row.prompt], *base[row].token_ids] for row in rows]
         for method in self._methods(known):
-            for row in self._rows(self.alone):
-                alone = self._decode(method, [row])
-                yield from self._judged(method.name, "alone", [row], alone, base)
+            for row in alone:
+                one = timed("alone", method.name, partial(self._decode, method, [row]))
+                yield from self._judged(method.name, "alone", [row], one, base)
             if method.name != plain.name:
-                texts = self._decode_all(method, rows)
+                texts = timed("together", method.name, partial(self._decode_all, method, rows))
             yield from self._judged(method.name, "ragged", rows, texts, base)
 
     def _rows(self, num_prompts: int | None = None) -> list[_CheckRow]:
@@ -138,9 +159,9 @@ class Check:
         numbers = range(len(self.prompts))[:num_prompts]
         return [_CheckRow(setting, prompt) for prompt in numbers for setting in self.settings]
 
-    def _transformers(self) -> list[list[int]]:
+    def _transformers(self, prompt: Sequence[int]) -> list[int]:
         hf = TransformersMethod("hf", self.stock or self.target)
-        return [hf.run(prompt, self._max_length(prompt)).token_ids for prompt in self.prompts]
+        return hf.run(prompt, self._max_length(prompt)).token_ids
 
     def _max_length(self, prompt: Sequence[int]) -> int:
         """Largest length of a text in the context, which transformers does not limit itself."""

@@ -9,11 +9,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Literal
 
 import torch
@@ -79,24 +80,39 @@ def why_not() -> str | None:
     return f"it is not installed ({INSTALL})." if found is None else None
 
 
-def compare_readers(model: Any, gguf: Path, token_ids: Sequence[int]) -> ReaderCheck:
+def compare_readers(
+    model: Any,
+    gguf: Path,
+    token_ids: Sequence[int],
+    *,
+    told: Callable[[str], None] = lambda _: None,
+) -> ReaderCheck:
     """Compare the last positions of a text.
 
     Args:
         model: transformers' model in float32, of the weights that were read.
         gguf: the file, or its first part.
         token_ids: any text; at most LENGTH of its tokens are used.
+        told: is told of each step.
     """
     ids = list(token_ids[:LENGTH])
     count = min(NUM_POSITIONS, len(ids))
-    with tempfile.TemporaryDirectory(prefix="moaspec-") as directory:
+    with TemporaryDirectory(prefix="moaspec-") as directory:
         copy = Path(directory) / "first-layers.gguf"
         try:
+            told("copying the first layers")
             layers = write_first_layers(gguf, copy)
-            read = gguf if layers is None else copy
-            theirs = log_probabilities(read, ids, num_positions=count, num_best=NUM_BEST)
+            told(f"llama.cpp reads {'all' if layers is None else layers} layers")
+            theirs = log_probabilities(
+                gguf if layers is None else copy,
+                ids,
+                num_positions=count,
+                num_best=NUM_BEST,
+                advance=lambda done: told(f"{done} of {count} tokens by llama.cpp"),
+            )
         except (MoaSpecError, OSError) as error:
             return ReaderCheck("unknown", first_line(error))
+    told("the same tokens by transformers")
     limit = WHOLE_LIMIT if layers is None else LIMIT
     with _first_layers(model.config, layers), torch.inference_mode():
         ids_1T = torch.tensor([ids], device=model.device)
@@ -132,11 +148,19 @@ def _difference(ours_V: Tensor, theirs: dict[int, float]) -> tuple[float, float]
 
 
 def log_probabilities(
-    gguf: Path, token_ids: Sequence[int], *, num_positions: int, num_best: int
+    gguf: Path,
+    token_ids: Sequence[int],
+    *,
+    num_positions: int,
+    num_best: int,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[dict[int, float]]:
     """llama.cpp's likeliest next tokens after each of the last positions of a text.
 
     It runs in a process of its own, with the file mapped into memory.
+
+    Args:
+        advance: is told the number of positions so far.
 
     Raises:
         MoaSpecError: it cannot run the file, or is not installed.
@@ -148,20 +172,47 @@ def log_probabilities(
         "num_best": num_best,
         "threads": torch.get_num_threads(),
     }
+    found: list[dict[int, float]] = []
+    with TemporaryFile("w+") as question, TemporaryFile("w+", errors="replace") as log:
+        json.dump(asked, question)
+        question.seek(0)
+        command = [sys.executable, "-m", PROCESS]
+        with _process(command, stdin=question, stderr=log) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("[["):  # others are llama.cpp's own
+                    found.append(dict(map(tuple, json.loads(line))))
+                    advance(len(found))
+        if process.returncode or len(found) < num_positions:
+            log.seek(0)
+            raise MoaSpecError(f"it does not run this file: {_cause(log.read())}")
+    return found
+
+
+@contextmanager
+def _process(command: Sequence[str], **files: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A process that writes text, and is stopped after TIMEOUT_S or with the block.
+
+    Raises:
+        MoaSpecError: it was too slow, or cannot be started.
+    """
     try:
-        process = subprocess.run(  # noqa: S603 (our own module)
-            [sys.executable, "-m", PROCESS],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MoaSpecError(f"it did not answer: {first_line(error)}") from error
-    if process.returncode:
-        raise MoaSpecError(f"it does not run this file: {_cause(process.stderr)}")
-    return [dict(map(tuple, best)) for best in json.loads(process.stdout.splitlines()[-1])]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **files)  # noqa: S603
+    except OSError as error:
+        raise MoaSpecError(f"it did not start: {first_line(error)}") from error
+    stopping = threading.Timer(TIMEOUT_S, started.kill)
+    stopping.start()
+    try:
+        with started:
+            try:
+                yield started
+                started.wait()
+            finally:
+                started.kill()
+        if not stopping.is_alive():
+            raise MoaSpecError(f"it did not answer within {TIMEOUT_S:g} s.")
+    finally:
+        stopping.cancel()
 
 
 def _cause(log: str) -> str:

@@ -1,7 +1,7 @@
 """Computes log-probabilities with llama.cpp, in a process of its own, which it may abort.
 
 Reads a JSON object from standard input (`model`, `token_ids`, `start`, `num_best`, `threads`) and
-writes one line of JSON: for each position from `start` on, the log-probabilities of the `num_best`
+writes a line of JSON for each position from `start` on: the log-probabilities of the `num_best`
 likeliest tokens after the tokens before it, as `[token, log-probability]`.
 """
 
@@ -17,7 +17,6 @@ def main() -> None:
     asked = json.load(sys.stdin)
     ids = asked["token_ids"]
     server = xllamacpp.Server(_parameters(asked["model"], len(ids), asked["threads"]))
-    found = []
     for position in range(asked["start"], len(ids) + 1):
         answer = server.handle_completions(
             {
@@ -31,8 +30,9 @@ def main() -> None:
         if "choices" not in answer:
             raise SystemExit(str(answer)[:500])
         (one,) = answer["choices"][0]["logprobs"]["content"]
-        found.append([[best["id"], best["logprob"]] for best in one["top_logprobs"]])
-    sys.stdout.write(json.dumps(found) + "\n")
+        found = [[best["id"], best["logprob"]] for best in one["top_logprobs"]]
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
 
 
 def _parameters(model: str, length: int, threads: int) -> Any:

@@ -70,7 +70,7 @@ def export_onnx(
         CheckpointError: the drafter is damaged or belongs to another target.
     """
     require_free(Path(directory))
-    dtype = _dtype(target, with_tokenizer=tokenizer is None)
+    dtype = _dtype(target)
     skeleton, module = read_models(target, drafter, dtype=dtype, tokenizer=tokenizer)
     if not isinstance(module, MoADrafter):
         raise InputError(
@@ -92,12 +92,12 @@ def export_onnx(
         _write(made, whole, module, graph, weights=weights, num_target_layers=number)
 
 
-def _dtype(target: str | Path, *, with_tokenizer: bool) -> str:
+def _dtype(target: str | Path) -> str:
     """float32 for a target with float32 weights, such as a GGUF file's, else bfloat16.
 
     Weights of eight bits and a scale would change if they were rounded to bf16 first.
     """
-    directory = Path(find_weights(str(target), with_tokenizer=with_tokenizer))
+    directory = Path(find_weights(str(target)))
     config = read_config(directory) if (directory / CONFIG_FILE).is_file() else {}
     return "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
 

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from moaspec.target.weights.gguf_tokens import UnreadableError
 log = logging.getLogger(__name__)
 CONVERSION = 3
 """Part of the names of converted files; another number where they must be made anew."""
+_REFUSED = "tokenizer_refused.txt"  # why the file's tokenizer cannot be read, in its place
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -48,13 +49,13 @@ _SAMPLING = {
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file at a path, or in a directory without other weights.
+    """Find the GGUF file at a path, or in a directory that has no other weights.
 
     Returns:
-        The first part, where the file is split.
+        The file, or its first part if it is split; None if there is none.
 
     Raises:
-        UnknownModelError: several files, or a split file that lacks parts.
+        UnknownModelError: the directory has several files, or a split file lacks parts.
     """
     found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
     firsts = sorted({parts_of(one)[0] for one in found})
@@ -80,7 +81,7 @@ def is_gguf_name(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; no for a name too long for a path."""
+    """Whether the path is a file. False too if the name is too long for a path."""
     try:
         return path.is_file()
     except OSError:
@@ -94,7 +95,7 @@ def _inside(path: Path) -> list[Path]:
 
 
 def key_of(gguf: Path) -> str:
-    """Cache key of the converted file: its name with a hash of path, size and time."""
+    """The name of a converted file in the cache, with a hash of its path, size and time."""
     facts = [one.stat() for one in parts_of(gguf)]
     text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
     text = f"{CONVERSION} {gguf.resolve()} {text}"
@@ -106,25 +107,20 @@ def is_dequantised(key: str) -> bool:
     return is_whole(trusted(key))
 
 
-def dequantised(
-    name: str, gguf: Path, key: str, *, remedy: str = "", with_tokenizer: bool = True
-) -> Path:
-    """Convert a GGUF once and keep float32 weights; later loads take seconds.
+def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+    """Convert a GGUF file, once, to a directory with weights in float32.
 
     Args:
         gguf: the file, or its first part.
         remedy: what to do where the file is damaged.
-        with_tokenizer: whether the file's tokenizer must be one that can be read.
 
     Raises:
         OSError: the cache cannot be written.
-        UnknownModelError: the file is damaged, or lacks tensors or has others.
-        UnsupportedTargetError: an architecture or a field that is not read.
+        UnknownModelError: the file is damaged, lacks tensors, or has surplus ones.
+        UnsupportedTargetError: its architecture, a field or a type of tensor is not read.
     """
     final = trusted(key)
     if is_whole(final):
-        if with_tokenizer and not (final / "tokenizer.json").exists():
-            _require_tokenizer(name, gguf, remedy)
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
@@ -135,7 +131,6 @@ def dequantised(
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
         generation = _generation_config(config, file)
-    tokenizer = _tokenizer(file, name, required=with_tokenizer)
     weights = sum(tensor.num_weights for tensor in file.tensors.values())
     require_room(final.parent, FLOAT_BYTES * weights)
 
@@ -144,8 +139,8 @@ def dequantised(
         _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
         generation.save_pretrained(directory)
         config.save_pretrained(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+        if _has_vocabulary(file):
+            _write_tokenizer(directory, file, name)
 
     try:
         return cached_directory(final, write)
@@ -172,7 +167,7 @@ def _named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
 def _named(
     tensors: Iterator[tuple[str, Tensor]], name: str, gguf: Path, remedy: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors; errors in reading them name the file."""
+    """Pass tensors on; an error in reading one names the file."""
     while True:
         with _named_errors(name, gguf, remedy):
             one = next(tensors, None)
@@ -181,24 +176,23 @@ def _named(
         yield one
 
 
-def _require_tokenizer(name: str, gguf: Path, remedy: str) -> None:
-    """Refuse a file whose tokenizer could not be read when it was converted for another one."""
-    with _named_errors(name, gguf, remedy):
-        file = read_gguf(gguf)
-    _tokenizer(file, name, required=True)
+def _write_tokenizer(directory: Path, file: GGUFFile, name: str) -> None:
+    """Write the tokenizer, or why it cannot be read; the weights serve with another one, too."""
+    try:
+        read_tokenizer(file.fields, name=name).save_pretrained(directory)
+    except UnknownModelError as error:
+        (directory / _REFUSED).write_text(str(error), encoding="utf-8")
 
 
-def _tokenizer(file: GGUFFile, name: str, *, required: bool) -> Any:
-    """The tokenizer, or None where the file has none (token ids still work).
+def require_readable_tokenizer(directory: Path) -> None:
+    """Refuse a converted file whose tokenizer could not be read.
 
-    Args:
-        required: whether one that cannot be read is refused; else None stands for it, too.
+    Raises:
+        UnknownModelError: says why, and names --tokenizer.
     """
-    if not _has_vocabulary(file):
-        return None
-    with nullcontext() if required else suppress(UnknownModelError):
-        return read_tokenizer(file.fields, name=name)
-    return None
+    refused = directory / _REFUSED
+    if is_file(refused):
+        raise UnknownModelError(refused.read_text(encoding="utf-8"))
 
 
 def _has_vocabulary(file: GGUFFile) -> bool:

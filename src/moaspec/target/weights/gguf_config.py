@@ -287,7 +287,7 @@ def _scaled_by(values: Values, *, layers_of_27b: int) -> int:
 
 
 def _layer_types(fields: Fields, values: Values, *, period: int) -> list[str]:
-    """Layers with a sliding window: all but each last of a period, or those that a list names."""
+    """The type of each layer: a list says which slide, else all do but the last of each period."""
     given, layers = (
         fields.raw("attention.sliding_window_pattern", period),
         range(values["num_hidden_layers"]),

@@ -37,7 +37,7 @@ class GGUFTensor:
 
     @property
     def num_weights(self) -> int:
-        """Number of values."""
+        """How many values the tensor has."""
         return math.prod(self.shape)
 
     def dequantised(self) -> Tensor:

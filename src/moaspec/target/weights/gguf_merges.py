@@ -1,8 +1,8 @@
-"""Merges with which BPE tokenises as llama.cpp does with the scores of SentencePiece.
+"""Turn the scores of a SentencePiece vocabulary into merges of BPE, with llama.cpp's results.
 
-llama.cpp merges the neighbouring symbols whose token has the highest score, of equal ones the
-leftmost. BPE of `tokenizers` takes the merge of the lowest rank, and no two merges share a rank. So
-merges of equal scores are ranked such that the leftmost is taken.
+llama.cpp merges the two neighbouring symbols whose token has the highest score, and of equal scores
+the leftmost. BPE of `tokenizers` applies the merge with the lowest rank first, and ranks are all
+different. So merges of equal scores get ranks with which the leftmost is applied first.
 
 Source: `llm_tokenizer_spm` of llama.cpp.
 """
@@ -19,14 +19,14 @@ Merge = tuple[str, str]
 def merges_by_score(scores: Mapping[str, float]) -> list[Merge]:
     """The merges of a vocabulary, by rank.
 
-    A token has at most one: the last of those that llama.cpp makes of the token's letters.
+    A token has at most one merge: the last step in which llama.cpp merges the token's letters.
 
     Args:
-        scores: of the tokens that a text can be merged to, and of single letters.
+        scores: of letters, and of the tokens to which a text can be merged.
 
     Raises:
-        UnreadableError: a token has a letter that is none, or ids depend on the position of tokens
-            with equal scores in a text.
+        UnreadableError: a letter of a token is no token, or no ranks apply the leftmost of equal
+            scores first in all texts.
     """
     groups: dict[float, list[Merge]] = defaultdict(list)
     for token, score in scores.items():
@@ -45,7 +45,7 @@ def merges_by_score(scores: Mapping[str, float]) -> list[Merge]:
 
 
 def _merged(text: str, scores: Mapping[str, float], number: int) -> tuple[str, ...]:
-    """Merge a text's letters until this number of symbols is left, or none can be merged."""
+    """Merge a text's letters until `number` symbols are left, or no two can be merged."""
     symbols, size = list(text), len(text)
     before, behind = list(range(-1, size - 1)), list(range(1, size + 1))
     queue: list[tuple[float, int, int, str]] = []
@@ -78,7 +78,7 @@ class _Ties:
 
     def __init__(self, scores: Mapping[str, float]) -> None:
         self._scores = scores
-        # Merges of the scores so far: by what they make, and by their symbols.
+        # Merges of this score and of higher ones, by their result and by their symbols.
         self._of_token: dict[str, Merge] = {}
         self._of_left: dict[str, list[Merge]] = defaultdict(list)
         self._of_right: dict[str, list[Merge]] = defaultdict(list)
@@ -100,14 +100,14 @@ class _Ties:
         return _sorted(group, lambda merge: self._later(merge, ours))
 
     def _later(self, merge: Merge, ours: Mapping[str, list[Merge]]) -> Iterator[Merge]:
-        """Merges of the group that must follow this one, which can be on their left in a text."""
+        """Merges of the group that need a later rank, as this one may be on their left."""
         left, right = merge
         for other in ours.get(right, ()):
             symbols = (left, right, other[1])
             if other != merge and _merged("".join(symbols), self._scores, 3) == symbols:
                 yield other
-        # They do not touch, but what this one makes is merged at once with a symbol that the other
-        # one needs or makes.
+        # They share no symbol, but the result of this one is merged further at once, with a symbol
+        # that the other one merges or makes.
         made, reached = self._at_once("".join(merge))
         for symbol in {right, *made, *reached}:
             found = [*ours.get(symbol, ())] if symbol in reached else []
@@ -116,7 +116,7 @@ class _Ties:
             yield from (other for other in found if other != merge)
 
     def _at_once(self, token: str) -> tuple[set[str], set[str]]:
-        """What a token is merged to at once, and the symbols on its right of which it is made."""
+        """Results of merges that follow at once, and the symbols that they take on the right."""
         made, reached, new = {token}, set[str](), [token]
         while new:
             token = new.pop()
@@ -139,7 +139,7 @@ class _Ties:
 
 
 def _sorted(merges: Iterable[Merge], later: Callable[[Merge], Iterator[Merge]]) -> list[Merge]:
-    """Each merge before its `later` ones; UnreadableError where they form a circle."""
+    """Put each merge before its `later` ones. UnreadableError: they form a circle."""
     done: dict[Merge, bool] = {}
     found: list[Merge] = []
     for first in merges:

@@ -104,7 +104,7 @@ def _values(file: GGUFFile, name: str, size: int) -> Tensor:
 
 
 def _by_length(fields: Fields, file: GGUFFile, size: int, context: int) -> dict[str, Any]:
-    """LongRoPE."""
+    """LongRoPE: one set of factors within the trained length, another beyond it."""
     fields.raw("rope.scaling.type")
     if _factor(fields) != 1.0:
         raise fields.refuse("rope.scaling.factor", f"beside {LONG}")

@@ -1,9 +1,9 @@
 """Special tokens of a GGUF file, cut out of texts as llama.cpp does.
 
-llama.cpp takes one special token after another, the longest first, and cuts it out wherever it is.
-`tokenizers` goes through a text once and takes the longest of those that begin first. Where tokens
-overlap (`ab` and `bcd` in `abcd`), the two differ. Then normalizers find the tokens, the longest
-first, and set borders around each, so that no other token is found across them.
+llama.cpp searches the text for each special token, the longest first, and cuts out all places.
+`tokenizers` searches once, from the left, and at each position prefers the longest token. Results
+differ where tokens overlap (`ab` and `bcd` in `abcd`). For such vocabularies, normalizers search
+for the tokens, the longest first, and set borders around them, which no other token crosses.
 
 Source: `tokenizer_st_partition` of llama.cpp.
 """
@@ -53,7 +53,7 @@ def _is_phi3(tokens: Tokens) -> bool:
 
 
 def _overlap(ordered: Sequence[str]) -> bool:
-    """Whether a text exists in which the first of two tokens is not the one that goes first."""
+    """Whether some text holds two overlapping tokens, and the later one goes before the earlier."""
     ranks = {text: rank for rank, text in enumerate(ordered)}
     begun: dict[str, list[str]] = defaultdict(list)
     for text in ordered:

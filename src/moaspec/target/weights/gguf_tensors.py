@@ -52,9 +52,15 @@ class Source:
         return (*first[:-2], rows, first[-1]) if len(first) > 1 else (rows,)
 
     def read(self, file: GGUFFile) -> Tensor:
-        """The parameter in float32."""
+        """The parameter in float32.
+
+        Raises:
+            UnknownModelError: it has NaN or infinite values.
+        """
         parts = [file.tensors[name].dequantised() for name in self.tensors]
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=max(parts[0].dim() - 2, 0))
+        if not bool(value.isfinite().all()):
+            raise UnknownModelError(f"{', '.join(self.tensors)} has NaN or infinite values.")
         if self.rows is not None:
             value = value[slice(*self.rows)]
         if self.heads:

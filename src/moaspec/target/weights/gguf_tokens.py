@@ -173,7 +173,7 @@ class Tokens:
         if given is not None:
             return given
         default = _DEFAULTS.get(self.field("model"), {}).get(kind)
-        # Where llama.cpp takes whatever token has the usual id, an ordinary one would end texts.
+        # llama.cpp takes any token with the usual id; here an ordinary token must not end texts.
         if default is None or default >= len(self.texts):
             return None
         return default if self.types[default] in (CONTROL, UNKNOWN) else None

@@ -301,7 +301,7 @@ def _vllm_service(
     HeadShare(total=facts.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
     engine = VLLMVerifier(
         VLLMVerifierSettings(
-            model=find_weights(asked.model, with_tokenizer=asked.tokenizer is None),
+            model=find_weights(asked.model),
             dtype=dtype,
             max_rows=limits.fitting(facts).max_sessions,
             max_tokens=limits.longest(facts),
