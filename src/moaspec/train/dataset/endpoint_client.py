@@ -253,8 +253,8 @@ class EndpointClient:
             return await self._server.ask(method, path, fields, most=most, s=s)
         except SlowAnswerError as error:
             raise ServerError(
-                f"{str(error).rstrip('.')}, and the request is not sent again. Ask for fewer answers "
-                f"at once (--batch) or shorter ones (--max-new-tokens). {CONTINUE}"
+                f"{str(error).rstrip('.')}, and the request is not sent again. Ask for fewer "
+                f"answers at once (--batch) or shorter ones (--max-new-tokens). {CONTINUE}"
             ) from error
         except BadAnswerError as error:
             raise UnusableAnswerError(str(error)) from error
