@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from commands import Cli
 from moaspec.cli.main import app
-from moaspec.cli.renamed import RENAMED
+from moaspec.cli.renamed import REMOVED, RENAMED
 
 
 def _options() -> Iterator[tuple[str, Any]]:
@@ -40,6 +40,19 @@ def test_an_earlier_name_is_refused_with_the_present_one(
         done = cli(*command.split(), *arguments)
         assert (done.code, done.out) == (2, "")
         assert f"{old} of `moaspec {command}` was renamed to {new}" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "old"), [(command, old) for command, gone in REMOVED.items() for old in gone]
+)
+def test_a_removed_option_is_refused_with_what_takes_its_place(
+    command: str, old: str, cli: Cli
+) -> None:
+    assert old not in {name for found, one in _options() if found == command for name in one.opts}
+    done = cli(*command.split(), old, "1")
+    assert (done.code, done.out) == (2, "")
+    said = f"{old} of `moaspec {command}` was removed: {REMOVED[command][old]}."
+    assert said in " ".join(done.err.split())
 
 
 def test_one_thing_has_one_name() -> None:

@@ -202,7 +202,6 @@ def settings(**changes: Any) -> EdgeSettings:
         {"links": ("6g",)},
         {"modes": ("fast",)},
         {"drafters": ("oracle",)},
-        {"drafters": ("independent",)},
         {"server_speeds": (0.5,)},
         {"server_speeds": (float("nan"),)},
         {"num_target_layers": ()},

@@ -170,7 +170,7 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str
     done = run(
         *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--tree", "chain:2"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
-        *("--cut-after", "5", "--cut-s", "10"),
+        *("--cut-after", "5"),
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)

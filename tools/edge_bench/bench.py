@@ -27,7 +27,7 @@ LOCAL = "none"
 CONTEXT = 128
 """Tokens before the plain pass that is timed by itself; about the middle of a text here."""
 
-DRAFTERS = ("moa", "independent", "replay")
+DRAFTERS = ("moa", "replay")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class Case:
 
     Attributes:
         mode: see `formula`.
-        drafter: "moa", "independent" or "replay"; what the device drafts with.
+        drafter: "moa" or "replay"; what the device drafts with.
         num_target_layers: N, of "moa".
         step_s: a draft step takes at least so long, to hold the device's speed.
         drafted: tokens per round; 0 lets the session choose.

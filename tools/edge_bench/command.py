@@ -44,16 +44,13 @@ T = TypeVar("T")
 def edge_bench(
     model: Model = MODEL,
     drafter: DrafterName = None,
-    independent: Annotated[
-        Path | None, typer.Option(help="Device bundle of an independent drafter, to compare with.")
-    ] = None,
     link: Annotated[
         str, typer.Option(help="none, lan, 4g, 5g, commas between; a jitter model after a colon.")
     ] = "lan,5g,4g",
     modes: Annotated[str, typer.Option(help="plain, server, sync, ahead.")] = (
         "plain,server,sync,ahead"
     ),
-    drafters: Annotated[str, typer.Option(help="moa, independent, replay.")] = "moa,replay",
+    drafters: Annotated[str, typer.Option(help="moa, replay.")] = "moa,replay",
     num_target_layers: Annotated[
         str | None,
         typer.Option(help="The N of moa, commas between; default: the drafter's first."),
@@ -106,8 +103,6 @@ def edge_bench(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
         bundles = {"moa": str(Path(scratch) / "bundle")}
-        if independent is not None:
-            bundles["independent"] = str(independent)
         settings = EdgeSettings(
             model=model,
             drafter=name,

@@ -1,4 +1,4 @@
-"""Options that had another name: they are refused with the name of today."""
+"""Options of earlier versions: they are refused with what takes their place today."""
 
 from typing import Any
 
@@ -16,9 +16,22 @@ RENAMED = {
 }
 """Earlier and present names, by command."""
 
+REMOVED = {
+    "check": {
+        "--alone": "the first prompt is decoded alone, too",
+        "--seeds": "take more prompts, by --limit",
+    },
+    "data synth": {"--max-samples": "it gives up after 20 samples for each prompt of --num"},
+    "edge-bench": {
+        "--independent": "name the independent drafter by --drafter, in a run of its own"
+    },
+    "remote": {"--cut-s": "a cut lasts 3 s"},
+}
+"""Options that are gone, and what takes their place, by command."""
+
 
 class RenamedOptions(TyperGroup):
-    """Commands whose renamed options are told, where "no such option" would not help."""
+    """Commands whose earlier options are told of, where "no such option" would not help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for words in (args[:1], args[:2]):
@@ -27,10 +40,12 @@ class RenamedOptions(TyperGroup):
 
 
 def _refuse(command: str, arguments: list[str]) -> None:
-    renamed = RENAMED.get(command, {})
+    renamed, removed = RENAMED.get(command, {}), REMOVED.get(command, {})
     for argument in arguments:
         if argument == "--":
             return
         old = argument.partition("=")[0]
         if old in renamed:
             raise InputError(f"{old} of `moaspec {command}` was renamed to {renamed[old]}.")
+        if old in removed:
+            raise InputError(f"{old} of `moaspec {command}` was removed: {removed[old]}.")

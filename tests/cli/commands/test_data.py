@@ -169,14 +169,17 @@ def test_sigterm_says_what_is_saved(
     assert "run the same command again" in err
 
 
-def test_synth_gives_up_and_shows_what_it_discards(cli: Cli, model: str, tmp_path: Path) -> None:
+def test_synth_gives_up_and_shows_what_it_discards(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec.cli.commands.data.SAMPLES_PER_PROMPT", 1)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, *SMALL)
-    code, _, err = cli("data", "synth", "--num", "50", *out, "--max-samples", "8")
+    code, _, err = cli("data", "synth", "--num", "8", *out)
     assert code == 1
     assert "of 8 samples discarded" in err
-    assert "of 50 prompts" in err
-    assert "--max-samples" in err
-    assert cli("data", "synth", *out, "--max-samples", "0")[0] == 2
+    assert "of 8 prompts" in err
+    assert "raise the temperature" in err
+    assert cli("data", "synth", *out, "--num", "0")[0] == 2
 
 
 def test_synth_counts_prompts_before_their_group_ends(
@@ -190,9 +193,10 @@ def test_synth_counts_prompts_before_their_group_ends(
         shown.append(self.task.completed)
 
     monkeypatch.setattr(WritingProgress, "add", watched)
+    monkeypatch.setattr("moaspec.cli.commands.data.SAMPLES_PER_PROMPT", 1)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, "--max-new-tokens", "16")
-    assert cli("data", "synth", "--num", "50", *out, "--max-samples", "64")[0] == 1
-    assert 0 < max(shown) < 50
+    assert cli("data", "synth", "--num", "64", *out)[0] == 1
+    assert 0 < max(shown) < 64
     assert shown == sorted(shown)
 
 

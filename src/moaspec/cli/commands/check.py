@@ -39,8 +39,6 @@ def check(
     max_new_tokens: Annotated[
         int | None, "Maximum number of new tokens; default: 16, with --thorough 32."
     ] = None,
-    seeds: Annotated[int, "Sampled texts per prompt."] = 1,
-    alone: Annotated[int, "Prompts that are also decoded alone, outside the batch."] = 1,
     generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -50,21 +48,20 @@ def check(
     defaults. Methods: plain decoding, drafts as --tree auto makes them, trees with copies, replayed
     texts, and a drafter that proposes pads and stop tokens. --thorough adds chains and trees of
     each, of an untrained drafter and of prompt lookup, and float32. All prompts and settings are
-    decoded in one batch, and some prompts alone.
+    decoded in one batch, and the first prompt alone, too.
 
     Each token of each text is compared with one pass of the model as transformers loads it. Exit
     code 1 if a token is further off than rounding explains. A GGUF file is also compared with
     llama.cpp's reading of it, if xllamacpp is installed.
 
-    Example: moaspec check --thorough --limit 12 --max-new-tokens 64 --seeds 3
+    Example: moaspec check --thorough --limit 12 --max-new-tokens 64
     """
     limit = (2 if thorough else 1) if limit is None else limit
     if max_new_tokens is None:
         max_new_tokens = 32 if thorough else 16
-    if min(limit, max_new_tokens, seeds) < 1 or alone < 0:
+    if min(limit, max_new_tokens) < 1:
         raise InputError(
-            "--limit, --max-new-tokens and --seeds must be at least 1, and --alone at least 0; got "
-            f"{limit}, {max_new_tokens}, {seeds} and {alone}."
+            f"--limit and --max-new-tokens must be at least 1, got {limit} and {max_new_tokens}."
         )
     prompts, model = read_prompts(suite, limit=limit), asked.model
     with loading(model, asked.threads, asked.quantize):
@@ -87,8 +84,6 @@ def check(
     )
     settings = {
         "max_new_tokens": max_new_tokens,
-        "seeds": range(seeds),
-        "alone": alone,
         "methods": None if thorough else SHORT,
     }
     checked: dict[str, list[CheckedText]] = {}

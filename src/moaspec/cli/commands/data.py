@@ -42,19 +42,16 @@ def synth_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
     seed: Annotated[int, "Another seed gives other prompts."] = 0,
-    max_samples: Annotated[
-        int | None, "Give up after this many samples; default: 20 for each prompt."
-    ] = None,
 ) -> None:
     """Let the target write prompts.
 
-    No data set is needed. Samples that do not end, or repeat a prompt, are discarded. Run the
-    command again to continue after a stop.
+    No data set is needed. Samples that do not end, or repeat a prompt, are discarded; the command
+    gives up after 20 samples for each prompt. Run it again to continue after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
-    if num < 1 or (max_samples is not None and max_samples < 1):
-        raise InputError(f"--num and --max-samples must be at least 1, got {num}, {max_samples}.")
+    if num < 1:
+        raise InputError(f"--num must be at least 1, got {num}.")
     writing, seconds = options.checked(
         context, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -91,7 +88,7 @@ def synth_command(
             bar.stoppable(journal, lambda: writer.finished),
         ):
             bar.resume(journal.rows)
-            limit = SAMPLES_PER_PROMPT * num if max_samples is None else max_samples
+            limit = SAMPLES_PER_PROMPT * num
             synth(writer, generator, journal, num, max_samples=limit, report=report)
     console.out.print(f"{journal.rows} rows in {journal.path}")
 

@@ -123,7 +123,7 @@ def synth(
             raise TrainingError(
                 f"{first} samples brought {journal.rows} of {num} prompts, which are in "
                 f"{journal.path}: the limit of {max_samples} samples is reached. Allow more "
-                "tokens, raise the temperature, or raise --max-samples and run it again."
+                "tokens, raise the temperature or ask for fewer, in another file."
             )
         rows = writer.write({n: generator.task(n) for n in range(first, first + size)})
         fresh = _new_prompts(rows, seen)[: num - journal.rows]

@@ -82,11 +82,11 @@ def test_the_text_is_the_targets_and_private_words_stay(
 @pytest.mark.slow
 def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str) -> None:
     arguments = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
-    cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "10")
+    cut = ("--max-new-tokens", "16", "--cut-after", "5")
     output = cli(*arguments, *cut)
     assert output.code == 0, output.err
     notes = " ".join(output.err.split())
-    for note in ("[link cut for 10 s]", "[no link: text waits", "[link back", "16 tokens in"):
+    for note in ("[link cut for 3 s]", "[no link: text waits", "[link back", "16 tokens in"):
         assert note in notes
     facts = json.loads(cli(*arguments, *cut, "--json").out)
     assert facts["token_ids"] == expected(bundle, "w1 w2", 16)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moaspec.remote.emulation import Faults
 
 PROVISIONAL, NOTE = "yellow", "dim"
+CUT_S = 3.0  # how long the cut of `--cut-after` lasts
 PATIENCE_S = 2.0  # the user is told of a missing link after this time
 
 
@@ -34,9 +35,8 @@ def remote(
     *,
     device: device_options.DeviceOptions,
     cut_after: Annotated[
-        int | None, typer.Option(help="Cut the link after this many tokens.", min=0)
+        int | None, typer.Option(help="Cut the link for 3 s after this many tokens.", min=0)
     ] = None,
-    cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.", min=0)] = 3.0,
     link: Annotated[options.Link, "Emulate a link."] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
@@ -75,7 +75,7 @@ def remote(
     session = RemoteSession(loaded, transport, chosen)
     live = console.is_live(console.out)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json, live=live)
-    cut = _Cut(faults, cut_after, cut_s)
+    cut = _Cut(faults, cut_after)
     settings: GenerateOptions = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -122,10 +122,10 @@ async def _tell_of_no_link(session: RemoteSession, cut: _Cut, show: _Show, no_li
 
 
 class _Cut:
-    """Cuts the link once, for some seconds."""
+    """Cuts the link once, for `CUT_S`."""
 
-    def __init__(self, faults: Faults, after: int | None, seconds: float) -> None:
-        self._faults, self._after, self._seconds = faults, after, seconds
+    def __init__(self, faults: Faults, after: int | None) -> None:
+        self._faults, self._after = faults, after
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, num_tokens: int, show: _Show) -> None:
@@ -134,8 +134,8 @@ class _Cut:
             return
         self._after = None
         self._faults.cut = True
-        show.note(f"[link cut for {self._seconds:g} s]")
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
+        show.note(f"[link cut for {CUT_S:g} s]")
+        self._timer = asyncio.get_running_loop().call_later(CUT_S, self.end)
 
     @property
     def lasts(self) -> bool:
