@@ -214,9 +214,7 @@ class Eagle3Student(BaselineStudent):
         embeddings_BTE = self.target.embed(batch.input_ids_BT).float()
         states_BTE = model(embeddings_BTE, torch.cat(states, -1), batch, blocks)
         at = blocks.loss_BT
-        exits = ExitStates(
-            states_BTE[at].float(), found["hidden"][at], self._head, step_M=blocks.step_BT[at]
-        )
+        exits = ExitStates(states_BTE[at].float(), found["hidden"][at], self._head)
         return StudentOutput([exits])
 
 

@@ -85,6 +85,9 @@ def test_the_key_nearest_to_an_unknown_one_is_named(
     [
         ("sharding=deepspeed", "use sharding=fsdp"),
         ("anchors=rounds", "random places"),
+        ("loss.survival=0.5", "hybrid"),
+        ("loss.divergence=reverse_kl", "use hybrid"),
+        ("loss.divergence=total_variation", "use hybrid"),
     ],
 )
 def test_settings_of_earlier_versions_are_refused_by_name(
@@ -95,7 +98,8 @@ def test_settings_of_earlier_versions_are_refused_by_name(
 
 
 def test_a_setting_of_earlier_versions_that_did_nothing_is_skipped(tmp_path: Path) -> None:
-    assert read(tmp_path, BASE, "anchors=random") == read(tmp_path, BASE)
+    old = read(tmp_path, BASE, "anchors=random", "loss.survival=0.0")
+    assert old == read(tmp_path, BASE)
 
 
 def test_where_none_is_near_all_are_named(tmp_path: Path) -> None:
@@ -346,8 +350,13 @@ def test_settings_that_do_not_go_together(change: dict[str, Any]) -> None:
         TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
 
 
+def test_an_unknown_divergence_is_refused() -> None:
+    with pytest.raises(InputError, match=r"one of forward_kl, .*, got reverse_kl"):
+        LossWeights(**dict[str, Any](divergence="reverse_kl"))
+
+
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["kl", "survival"])
+@pytest.mark.parametrize("name", ["kl", "summary"])
 def test_weights_of_losses(name: str, weight: float) -> None:
     with pytest.raises(InputError, match=rf"loss\.{name}"):
         LossWeights(**dict[str, Any]({name: weight}))

@@ -346,9 +346,15 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
 
 _GONE_VALUES = {
     ("sharding", "deepspeed"): "use sharding=fsdp, which shards the optimiser, too, also on CPUs",
+    **dict.fromkeys(
+        (("loss.divergence", "reverse_kl"), ("loss.divergence", "total_variation")),
+        "use hybrid or negative_log_acceptance, which train the acceptance probability, or "
+        "forward_kl",
+    ),
 }
 """Values of earlier versions, and what to use instead."""
 _GONE_KEYS: dict[str, tuple[Any, str]] = {
+    "loss.survival": (0, "leave it out, and give tokens that are accepted more weight by hybrid"),
     "anchors": ("random", "blocks that begin at random places train as good a drafter"),
 }
 """Settings of earlier versions: the value that did nothing, and what to use instead of others."""

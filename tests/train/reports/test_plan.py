@@ -36,7 +36,6 @@ from moaspec.train.reports.plan import (
     Plan,
     active_parameters,
     cpu_operations_per_s,
-    expected_tau,
     make_plan,
 )
 from moaspec.train.run_config import TrainConfig, read_train_config
@@ -183,13 +182,6 @@ def test_a_budget_in_yaml(tmp_path: Path) -> None:
 def test_what_cannot_be_trained(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         plan(settings(tmp_path, **changes))
-
-
-def test_tau_grows_with_tokens() -> None:
-    words = [expected_tau(int(10**exponent)) for exponent in (5, 6.5, 7, 8)]
-    assert words[0] == "below 2.4"
-    assert 2.4 < float(words[1]) < float(words[2]) < 3.3
-    assert words[3] == "above 3.4"
 
 
 def test_names_of_gpus() -> None:

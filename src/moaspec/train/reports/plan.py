@@ -1,4 +1,4 @@
-"""Resources and expected result of a training run, computed before anything is loaded.
+"""Resources of a training run, computed before anything is loaded.
 
 Formulas, per token unless stated otherwise:
 
@@ -6,8 +6,8 @@ Formulas, per token unless stated otherwise:
   a saved state (weights and AdamW's two moments in float32), two for each of the checkpoint.
 - memory of a process: the target's weights; 16 bytes for each parameter of the drafter (weights,
   gradients, moments), 18 with bf16, sharded as `sharding` says; the head's rows of a trimmed draft
-  vocabulary; and a pass: the drafter's tensors that autograd keeps, counted on the meta device, the
-  target's keys and values, and the logits of one chunk.
+  vocabulary; and a pass: four bytes for each parameter of the drafter, its states of each layer,
+  the target's keys and values, and the logits of one chunk.
 - operations: two for each active parameter of the target's layers if they run, six for each
   parameter of the drafter (LSA's times the number of layers) and of the draft head. Products of
   attention are left out.
@@ -24,15 +24,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
 from moaspec.generation.destinations import destinations
-from moaspec.model.moa import MoADrafter, positions
+from moaspec.model.drafter_config import LayerConfig
+from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig, num_passes
@@ -59,22 +59,9 @@ GPUS = {
 UTILISATION = 0.35
 """Share of these operations that a run reaches: assumed. With a target of 135M, whose products are
 small, one run reached 0.08 on an H200 (lab/log/drafter-experiments.md)."""
-MEASURED_TAU = {
-    1_863_948: 2.40,
-    5_045_416: 2.63,
-    12_894_870: 2.93,
-    16_266_666: 3.17,
-    21_705_209: 3.3,
-    28_936_629: 3.4,
-}
-"""tau by tokens with loss, of SmolLM2-135M's drafter of 8.1M parameters, N = 0.
-Source: docs/drafters.md and lab/log/drafter-runs.md."""
-PAPER_TAU = "4.22 (Llama-3-8B, N=0) after 186,000 steps of 32 sequences, arXiv 2410.03804"
 LOGIT_COPIES = 6  # tensors as large as a chunk's logits that are in memory at once
 PRODUCT_SIZE, PRODUCTS = 1024, 4
 """Rows and columns of matrices whose products are timed on a CPU, and how many products."""
-PROBE_TOKENS = 8
-"""Few tokens, so that attention's matrices, which fused kernels do not keep, count little."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def cpu_operations_per_s(config: TrainConfig) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Resources and expected result of a training run. Sizes are bytes."""
+    """Resources of a training run. Sizes are bytes."""
 
     parameters: Mapping[str, int]  # trainable ones, by part of the drafter
     target_parameters: int
@@ -198,16 +185,6 @@ def make_plan(
     )
 
 
-def expected_tau(loss_tokens: int) -> str:
-    """Estimate tau by interpolation of `MEASURED_TAU` over log tokens, in words."""
-    tokens, taus = list(MEASURED_TAU), list(MEASURED_TAU.values())
-    if loss_tokens < tokens[0]:
-        return f"below {taus[0]}"
-    if loss_tokens > tokens[-1]:
-        return f"above {taus[-1]}"
-    return f"{np.interp(math.log(loss_tokens), np.log(tokens), taus):.1f}"
-
-
 def _drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
     """The drafter on the meta device, with the draft vocabulary that the config asks for."""
     if config.initial:
@@ -272,8 +249,8 @@ def _memory(
     identity, size = target.identity, target.dtype.itemsize
     chunk = logit_chunk_size(vocabulary, torch.device(config.device))
     kv = identity.num_layers * identity.kv_size * size if config.drafter == "moa" else 0
-    once, per_token = _kept_by_pass(target, module, frozen_lsa=config.frozen_lsa == 1.0)
-    kept = once + pass_tokens * (kv + per_token + _kept_by_reused_layers(module, config))
+    # A layer's projections of one input are joined in a pass, which copies weights.
+    kept = 4 * total + pass_tokens * (kv + _kept_per_token(target, module, config))
     return {
         "target": _weight_bytes(target),
         "drafter and AdamW": sum(state.values()) + bf16,
@@ -282,49 +259,22 @@ def _memory(
     }
 
 
-def _kept_by_pass(target: Target, module: Any, *, frozen_lsa: bool) -> tuple[int, int]:
-    """Bytes that autograd keeps of a training pass in float32: once, and for each token."""
-    few, more = (
-        _kept_of(target, module, num, frozen_lsa=frozen_lsa)
-        for num in (PROBE_TOKENS, 2 * PROBE_TOKENS)
-    )
-    per_token = (more - few) // PROBE_TOKENS
-    return few - PROBE_TOKENS * per_token, per_token
+def _kept_per_token(target: Target, module: Any, config: TrainConfig) -> int:
+    """Bytes a token that autograd keeps of a training pass, by the layers that it runs."""
+    shape = module.config
+    if not isinstance(module, MoADrafter):
+        return int(shape.num_layers) * _kept_by_layer(shape.layer)
+    sa, ca = _kept_by_layer(shape.self_attention), _kept_by_layer(shape.cross_attention)
+    # A reused layer of the target counts as one of SA's.
+    num_sa = shape.self_attention_layers + sum(config.num_target_layers)
+    lsa = 0 if config.frozen_lsa == 1.0 else target.identity.num_layers
+    return lsa * _kept_by_layer(shape.layer_self_attention) + num_sa * sa + ca
 
 
-def _kept_of(target: Target, module: Any, num_tokens: int, *, frozen_lsa: bool) -> int:
-    """Bytes that autograd keeps of a training pass over one text, counted on the meta device."""
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    identity = target.identity
-    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        states_BTE = torch.zeros(1, num_tokens, identity.hidden_size)
-        mask_BT = torch.ones(1, num_tokens, dtype=torch.int64)
-        if isinstance(module, MoADrafter):
-            layers = [] if frozen_lsa else [identity.num_layers]
-            kv_or_means = torch.zeros(1, num_tokens, *layers, identity.kv_size)
-            _, *ends = module(states_BTE, kv_or_means, mask_BT, mask_BT)
-        else:
-            inputs = [states_BTE] * (2 if module.kind == "eagle" else 1)
-            ends = [module(*inputs, positions(mask_BT), mask_BT)]
-    return sum(kept.values()) + sum(end.nbytes for end in ends)
-
-
-def _kept_by_reused_layers(module: Any, config: TrainConfig) -> int:
-    """Bytes a token; a reused layer counts as one with SA's attention and MLP."""
-    layers = sum(config.num_target_layers)
-    if not layers:
-        return 0
-    shape = module.config.self_attention
+def _kept_by_layer(shape: LayerConfig) -> int:
+    """Bytes a token in float32: states and norms, queries to outputs of heads, and the MLP."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return 4 * layers * (4 * shape.hidden_size + 2 * heads + 4 * shape.intermediate_size)
+    return 4 * (4 * shape.hidden_size + 2 * heads + 4 * shape.intermediate_size)
 
 
 def _operations(

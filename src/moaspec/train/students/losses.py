@@ -16,9 +16,7 @@ from moaspec.errors import InputError
 
 LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
-Divergence = Literal[
-    "forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance", "hybrid"
-]
+Divergence = Literal["forward_kl", "negative_log_acceptance", "hybrid"]
 MAX_CHUNK = 512  # largest number of queries whose logits are in memory at once
 MIN_LOG_PROBABILITY = -80.0  # lower bound of log-probabilities: e^-80 adds nothing to a float32 sum
 MIN_ACCEPTANCE = 1e-6
@@ -45,23 +43,22 @@ class LossWeights:
         kl: divergence between their distributions (the paper: 0.1).
         summary: smooth-L1 between a token's aggregate and the target's final state (not in the
             paper). It trains LSA directly, before CA has learned to read its output.
-        divergence: "forward_kl" (the paper), "reverse_kl", "total_variation",
-            "negative_log_acceptance" or "hybrid"; see `divergence`.
-        survival: exponent of the weight of a query's divergence, which is the probability that
-            sampled drafts survive up to its step of the block, as the drafter is now. 0 gives every
-            step weight 1. Weights are not normalised: raise `kl` to keep its share of the loss.
+        divergence: "forward_kl" (the paper), "negative_log_acceptance" or "hybrid"; see
+            `divergence`.
     """
 
     feature: float = 1.0
     kl: float = 0.1
     summary: float = 0.0
     divergence: Divergence = "forward_kl"
-    survival: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("feature", "kl", "summary", "survival"):
+        for name in ("feature", "kl", "summary"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"loss.{name} must be 0 or more, got {getattr(self, name)}.")
+        if self.divergence not in _GRADIENTS:
+            known = ", ".join(_GRADIENTS)
+            raise InputError(f"loss.divergence must be one of {known}, got {self.divergence}.")
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,7 @@ class LossSums:
 
     Attributes:
         feature: smooth-L1 between states, mean over E.
-        kl: divergence between the target's distribution and the drafter's, times the weights of
-            `LossWeights.survival`.
+        kl: divergence between the target's distribution and the drafter's.
         hits: number of queries whose most likely draft is the target's most likely token.
         count: number of queries.
     """
@@ -98,7 +94,6 @@ class ExitStates:
         logits: the LM head, for both.
         inner: for N > 0, drafted and target states before the last N layers, (M, E) each.
         relative: divide states by the target state's root mean square; set for exits with adapters.
-        step_M: step of each query in its block; needed for `LossWeights.survival`.
     """
 
     drafted_ME: Tensor
@@ -106,7 +101,6 @@ class ExitStates:
     logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
-    step_M: Tensor | None = None
 
 
 def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = False) -> Tensor:
@@ -137,8 +131,6 @@ def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forwar
     A sampled draft is accepted with probability a = sum min(p, q).
 
         forward_kl                KL(p || q)
-        reverse_kl                KL(q || p)
-        total_variation           1 - a, which is half of sum |p - q|
         negative_log_acceptance   -log a; a small a does not make its gradient vanish
         hybrid                    w KL(p || q) + (1 - w) (1 - a), w = exp(-3 a) without gradient
 
@@ -177,13 +169,8 @@ def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return value_M, log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_().sub_(p)
 
 
-def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q, ratio = _probabilities(log_q), log_q.sub_(log_p)
-    kl_M1 = (q * ratio).sum(-1, keepdim=True)
-    return kl_M1[:, 0], ratio.sub_(kl_M1).mul_(q)
-
-
 def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - a, which is half of sum |p - q|."""
     q = log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_()
     difference = q - log_p.clamp_(min=MIN_LOG_PROBABILITY).exp_()
     value_M, sign = 0.5 * difference.abs().sum(-1), difference.sign_().mul_(0.5)
@@ -205,43 +192,9 @@ def _hybrid(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 _GRADIENTS = {
     "forward_kl": _forward_kl,
-    "reverse_kl": _reverse_kl,
-    "total_variation": _total_variation,
     "negative_log_acceptance": _negative_log_acceptance,
     "hybrid": _hybrid,
 }
-
-
-@torch.no_grad()
-def acceptance(drafted_MV: Tensor, target_MV: Tensor) -> Tensor:
-    """Probability that a sampled draft is accepted, sum min(p, q), without gradient: (M,)."""
-    p, q = (_probabilities(logits.log_softmax(-1)) for logits in (target_MV, drafted_MV))
-    return torch.minimum(p, q, out=p).sum(-1)
-
-
-class BlockSurvival:
-    """Probability that drafts survive up to each query of its block, over chunks of queries.
-
-    Source: the expected length of an accepted draft is a sum of such products, arXiv 2211.17192.
-    """
-
-    def __init__(self) -> None:
-        self._log_carried = 0.0
-
-    def before(self, acceptance_M: Tensor, step_M: Tensor) -> Tensor:
-        """Product of the acceptance of the earlier queries of each query's block: (M,).
-
-        Args:
-            acceptance_M: of the next queries in order.
-            step_M: their steps; blocks begin at step 0 and have all their steps in a row.
-        """
-        log_M = acceptance_M.clamp(min=MIN_ACCEPTANCE).log()
-        before_M = log_M.cumsum(0) - log_M
-        begin_M = torch.arange(len(step_M), device=step_M.device) - step_M
-        before_M = before_M - before_M[begin_M.clamp(min=0)]
-        before_M = torch.where(begin_M < 0, before_M + self._log_carried, before_M)
-        self._log_carried = float(before_M[-1] + log_M[-1]) if len(log_M) else 0.0
-        return before_M.exp()
 
 
 def exit_loss(
@@ -261,15 +214,10 @@ def exit_loss(
     leaf_ME = states.drafted_ME.detach().requires_grad_()
     share = 0.5 if states.inner is not None else 1.0
     sums = torch.zeros(5, device=leaf_ME.device)
-    survival = BlockSurvival()
     for start in range(0, max(1, len(leaf_ME)), chunk):
         part = slice(start, start + chunk)
         drafted, target = leaf_ME[part], states.target_ME[part]
-        feature, kl_M, hits, accepted_M = _terms(drafted, target, states, weights)
-        if accepted_M is not None:
-            assert states.step_M is not None
-            kl_M = kl_M * survival.before(accepted_M, states.step_M[part]) ** weights.survival
-        kl = kl_M.sum()
+        feature, kl, hits = _terms(drafted, target, states, weights)
         total = weights.feature * share * feature + weights.kl * kl
         (scale * total).backward()
         sums += torch.stack(
@@ -287,16 +235,15 @@ def exit_loss(
 
 def _terms(
     drafted_ME: Tensor, target_ME: Tensor, states: ExitStates, weights: LossWeights
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Feature loss, divergences (M,), hits and, if drafts must survive, acceptance (M,)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Feature loss, divergence and hits, each summed over queries."""
     with torch.no_grad():
         target_MV = states.logits(target_ME)
     drafted_MV = states.logits(drafted_ME)
     feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
     # argmax is three times slower on a CPU.
     hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()
-    accepted_M = acceptance(drafted_MV, target_MV) if weights.survival else None
-    return feature, divergence(drafted_MV, target_MV, weights.divergence), hits, accepted_M
+    return feature, divergence(drafted_MV, target_MV, weights.divergence).sum(), hits
 
 
 def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:

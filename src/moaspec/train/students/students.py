@@ -302,7 +302,6 @@ class MoAStudent(Student):
             self._head,
             inner=inner,
             relative=bool(self.module.exits),
-            step_M=part.blocks.step_BT[loss_BT],
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
@@ -342,6 +341,5 @@ class BaselineStudent(Student):
             states_BTE[loss_BT].float(),
             hidden_BTE[loss_BT],
             self._head,
-            step_M=part.blocks.step_BT[loss_BT],
         )
         return StudentOutput([found])

@@ -65,7 +65,7 @@ def _disk(plan: Plan, config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _time(plan: Plan, gpus: GPUs | None, cpu_operations_per_s: float) -> Iterator[tuple[str, str]]:
-    from moaspec.train.reports.plan import MEASURED_TAU, PAPER_TAU, UTILISATION, expected_tau
+    from moaspec.train.reports.plan import UTILISATION
 
     most = " at most"
     if plan.data_tokens is not None:
@@ -89,12 +89,6 @@ def _time(plan: Plan, gpus: GPUs | None, cpu_operations_per_s: float) -> Iterato
             f"{plan.operations:.1e} operations, and linear layers do "
             f"{cpu_operations_per_s:.1e} a second at most",
         )
-    curve = [f"{tau} after {_count(tokens)}" for tokens, tau in MEASURED_TAU.items()]
-    yield (
-        "tau to expect",
-        f"{expected_tau(plan.loss_tokens)}, if as SmolLM2's drafter (docs/drafters.md): {curve[0]} "
-        f"with loss, {curve[-1]}. The paper: {PAPER_TAU}",
-    )
 
 
 def _places(plan: Plan) -> Iterator[tuple[str, str]]:
