@@ -42,7 +42,7 @@ FINITE: dict[str, dict[str, Any]] = {
     "a scalar beside": node(type=["object", "null"], required=["y"], properties={"y": ITSELF}),
     "any text": {"type": "object", "required": ["x"]},
     "no such place": {"$ref": "#/$defs/nothing/0"},
-    "odd types": {"anyOf": 3, "properties": [], "required": "x", "type": "object", "items": None},
+    "odd types": {"anyOf": 3, "type": "object", "items": None, "$ref": 5, "minItems": "x"},
     "a long chain": chained(5000),
 }
 
@@ -51,6 +51,25 @@ FINITE: dict[str, dict[str, Any]] = {
 def test_endless_schemas_are_refused_by_name(name: str) -> None:
     with pytest.raises(InputError, match=r"requires itself without end.*reference '#"):
         check_ends(ENDLESS[name])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"required": "x"},
+        {"required": [["x"]]},
+        {"properties": []},
+        {"properties": {"x": 1}},
+        {"type": 5},
+        {"type": [None]},
+        {"enum": "x"},
+    ],
+)
+def test_keywords_of_another_type_are_refused_by_name(odd: dict[str, Any]) -> None:
+    (name,) = odd
+    for schema in (odd, {"anyOf": [{"type": "null"}, odd]}):
+        with pytest.raises(InputError, match="property 'x'|" + name):
+            check_ends(schema)
 
 
 @pytest.mark.parametrize("name", FINITE)

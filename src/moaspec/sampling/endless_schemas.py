@@ -19,8 +19,13 @@ Need = list[dict[str, Any]]
 
 
 def check_ends(schema: dict[str, Any]) -> None:
-    """InputError where the schema, or a part that it uses, requires itself without end."""
+    """InputError where the schema, or a part that it uses, requires itself without end.
+
+    Also for keywords of another type, which those who read the schema later need not expect.
+    """
     parts = list(_used(schema))
+    for part in parts:
+        _check_types(part)
     missing = {id(part): 0 for part in parts}
     users: defaultdict[int, list[tuple[int, list[int]]]] = defaultdict(list)
     for part in parts:
@@ -45,6 +50,30 @@ def check_ends(schema: dict[str, Any]) -> None:
             f"(by the reference {references[0]!r}), so no text is complete. Let the recursion end, "
             "by a field that is not required, by null, or by an empty list."
         )
+
+
+def _check_types(part: dict[str, Any]) -> None:
+    for name, wanted, fits in (
+        ("properties", "an object", lambda value: isinstance(value, dict)),
+        ("required", "a list of names", _are_names),
+        ("type", "a name or a list of names", lambda value: _are_names([value])),
+        ("enum", "a list", lambda value: isinstance(value, list)),
+    ):
+        value = part.get(name)
+        if name in part and not (fits(value) or (name == "type" and _are_names(value))):
+            raise InputError(
+                f"The JSON schema cannot be used: {name!r} must be {wanted}, got {value!r:.50}."
+            )
+    for key, value in part.get("properties", {}).items():
+        if not isinstance(value, dict | bool):
+            raise InputError(
+                f"The JSON schema cannot be used: the property {key!r:.50} must have a schema, got "
+                f"{value!r:.50}."
+            )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _used(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 from moaspec.data.templates.argument_types import as_text, properties_of, types_of
 from moaspec.data.templates.call_forms import CALL_ID_LENGTH, CallForm
 from moaspec.errors import InputError
-from moaspec.sampling.endless_schemas import check_ends
 from moaspec.sampling.grammar import COMPACT
 
 ANY_TEXT = r"TEXT: /(.|\n)*/"
@@ -38,14 +37,8 @@ def call_grammar(
         special: ids of the marks that are special tokens.
 
     Raises:
-        InputError: the syntax is not JSON and a schema does not name all arguments, or a schema
-            requires itself without end.
+        InputError: the syntax is not JSON and a schema does not name all arguments.
     """
-    for tool in tools:
-        try:
-            check_ends(tool["parameters"])
-        except InputError as error:
-            raise InputError(f"Tool {tool['name']!r}: {error}") from error
     if forced:
         tools = [{**tool, "parameters": closed(tool["parameters"])} for tool in tools]
     trigger = _mark(form.trigger, special)

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from moaspec.data.messages import Message, normal_tool
 from moaspec.data.templates.call_reader import CallReader
+from moaspec.errors import InputError
+from moaspec.sampling.endless_schemas import check_ends
 from moaspec.sampling.grammar import json_grammar, lark_grammar
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.call_grammar import Function, call_grammar, lists_arguments
@@ -72,6 +74,11 @@ class ChatInput:
             InputError: an unsupported schema, or a tool choice without tools.
         """
         tools, forced = self.callable_functions, self.forced
+        for tool in tools:
+            try:
+                check_ends(tool["parameters"])
+            except InputError as error:
+                raise RequestError(f"Tool {tool['name']!r}: {error}", param="tools") from error
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         form = context.template.form
