@@ -170,7 +170,7 @@ def child(directory: str) -> dict[str, float]:
     process = psutil.Process()
     device = load(directory)
     import moaspec.remote.device.remote_session
-    import moaspec.remote.protocol.grpc_transport  # noqa: F401 - a device has it in memory
+    import moaspec.remote.protocol.websocket_transport  # noqa: F401 - a device has it in memory
 
     drafter: Any = device.drafting(None)
     read(drafter)

@@ -65,7 +65,7 @@ def _serving(bundle: Path, model: str, drafter: str) -> Iterator[str]:
     """The page's server; its address."""
     command = [sys.executable, "-m", "moaspec", "target-server", "--model", model]
     command += ["--drafter", drafter, "--port", "0", "--page", str(bundle)]
-    command += ["--websocket", "127.0.0.1:0", "--threads", "1"]
+    command += ["--threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:  # noqa: S603 - our own
         assert running.stdout is not None
         try:

@@ -29,8 +29,8 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassCounts, PassOptions
@@ -121,10 +121,9 @@ async def measure(
     options = ServiceOptions(passes=passes, sessions=limits, max_tokens=most)
     service = TargetService(target, None, options)
     clients = [Client(known) for _ in range(args.clients)]
-    async with GrpcServer(service, ServerOptions(port=0)) as server:
+    async with TargetServer(service, ServerOptions(port=0)) as server:
         sessions = [
-            session(target, known, args, number, f"127.0.0.1:{server.port}")
-            for number in range(args.clients)
+            session(target, known, args, number, server.url) for number in range(args.clients)
         ]
         memory = await decode(clients, sessions, seconds)
         for one in sessions:
@@ -150,7 +149,7 @@ def session(
     link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
     options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
     replay = OracleProposer([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
-    return RemoteSession(LocalDevice(target, replay), GrpcTransport(address), options)
+    return RemoteSession(LocalDevice(target, replay), WebSocketTransport(address), options)
 
 
 async def decode(

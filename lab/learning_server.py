@@ -32,7 +32,7 @@ from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device_onnx.onnx_bundle import export_onnx
 from moaspec.remote.device_onnx.onnx_device import OnnxDevice
 from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.train.continual import LearnConfig, is_held_out
 
 ALIAS = "smollm2-135m"
@@ -55,7 +55,7 @@ class PythonDevice:
 
     def __init__(self, name: str, device: Any, address: str) -> None:
         self.name, self.device = name, device
-        self.transport = Fleet.of(GrpcTransport(address))
+        self.transport = Fleet.of(WebSocketTransport(address))
         patient = LinkOptions(dead_after_s=3600, connect_s=60)
         options = RemoteOptions(draft=Chain(DRAFTED), link=patient)
         self.session = RemoteSession(device, self.transport, options)
@@ -113,7 +113,7 @@ class NodeDevice:
 @contextlib.contextmanager
 def served(learned: Path) -> Iterator[dict[str, Any]]:
     """The facts that a server prints when it listens."""
-    options = ["--learn", str(learned), "--port", "0", "--websocket", "127.0.0.1:0"]
+    options = ["--learn", str(learned), "--port", "0"]
     command = [sys.executable, "-m", "moaspec", "target-server", "--model", ALIAS, *options]
     command += ["--threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own
@@ -173,7 +173,7 @@ async def run(scratch: Path, num_cycles: int, facts: dict[str, Any]) -> None:
         PythonDevice("onnxruntime, int8", OnnxDevice(scratch / "onnx"), facts["address"]),
     ]
     if (NODE_DEVICE.parents[1] / "packages/device-js/dist/index.js").exists():
-        devices.append(await NodeDevice.start(scratch / "web", facts["websocket"]))
+        devices.append(await NodeDevice.start(scratch / "web", facts["address"]))
     names = [a + b for a in FIRST.split() for b in (SECOND + " " + THIRD).split()]
     prompts = [chat_ids(bundle.target, DOMAIN.format(name)) for name in sorted(names, key=hash_of)]
     before = await measured(devices, prompts[:DECODED], "")

@@ -1,7 +1,8 @@
-"""Attacks on real servers, over HTTP and gRPC: `attacks.py http|grpc HOST:PORT SECONDS [CA]`.
+"""Attacks on real servers, over HTTP and WebSockets: `attacks.py KIND HOST:PORT SECONDS [CA]`.
 
-A program of its own, so that it takes none of the honest clients' time. Every attack is repeated
-until the time is over. Prints one line of JSON: what came of the attempts, counted for each attack.
+KIND is http or websocket. A program of its own, so that it takes none of the honest clients' time.
+Every attack is repeated until the time is over. Prints one line of JSON: what came of the attempts,
+counted for each attack.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ async def repeat(name: str, one: Repeated, attack: Attack) -> None:
 
 
 async def run(kind: str, where: str, seconds: float, ca: str | None = None) -> Counter[str]:
-    """All attacks of a kind, together; with a CA over TLS, where they are over gRPC."""
-    attacks = HTTP if kind == "http" else importlib.import_module("grpc_attacks").GRPC
+    """All attacks of a kind, together; with a CA over TLS, where they are over WebSockets."""
+    attacks = HTTP if kind == "http" else importlib.import_module("websocket_attacks").WEBSOCKET
     host, _, port = where.rpartition(":")
     attack = Attack(host, int(port), time.monotonic() + seconds, ca)
     await asyncio.gather(*(repeat(name, one, attack) for name, one in attacks.items()))

@@ -23,8 +23,7 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.websocket_transport import WebSocketConnection
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
@@ -120,12 +119,12 @@ class PageServer:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self.stop = lambda: loop.call_soon_threadsafe(stop.set)
         page = DevicePage(self.directory / "bundle", self.scripts, model="tiny", learns=True)
-        sockets = WebSocketOptions(port=self.port, tls=self.tls, http=page_protocols(page))
+        where = ServerOptions(port=self.port, tls=self.tls, http=page_protocols(page))
         service = TargetService(self.target, memorised_target.drafter())
         self.adopt = lambda drafter: loop.call_soon_threadsafe(
             service.adopt, drafter, fingerprint(drafter)
         )
-        async with GrpcServer(service, ServerOptions(port=0, websocket=sockets)):
+        async with TargetServer(service, where):
             ready.set()
             await stop.wait()
 

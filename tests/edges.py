@@ -20,7 +20,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
 from moaspec.target.target import Target
@@ -162,24 +162,24 @@ class Edge:
 
 
 @contextmanager
-def over_grpc() -> Iterator[EdgeSource]:
+def over_websockets() -> Iterator[EdgeSource]:
     """What `moaspec edge` makes of a `moaspec target-server`."""
     target = serving.target()
     drafter = tiny.random_drafter(target)
-    found: list[int] = []
+    found: list[str] = []
     ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
         where = ServerOptions(host="127.0.0.1", port=0)
-        async with GrpcServer(TargetService(target, drafter), where) as server:
-            found.append(server.port)
+        async with TargetServer(TargetService(target, drafter), where) as server:
+            found.append(server.url)
             ready.set()
             await stop.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     ready.wait()
-    fleet = Fleet.at([f"127.0.0.1:{found[0]}"])
+    fleet = Fleet.at(found)
     try:
         yield EdgeSource(
             LocalDevice(target, drafter),

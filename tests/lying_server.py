@@ -16,7 +16,7 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 
 RANDOM = random.Random(0)
@@ -80,8 +80,8 @@ async def main(model: str, drafter: str) -> None:
     """Serve until terminated."""
     target = load_target(model, dtype="float32")
     service = LyingService(target, load_drafter(drafter, target=target))
-    async with GrpcServer(service, ServerOptions(port=0)) as server:
-        sys.stdout.write(f"{server.address}\n")
+    async with TargetServer(service, ServerOptions(port=0)) as server:
+        sys.stdout.write(f"{server.url}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 

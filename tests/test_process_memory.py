@@ -79,7 +79,7 @@ def test_a_server_may_have_as_many_files_as_connections() -> None:
     )
     soft, hard = map(int, told.stdout.split())
     assert soft == (OPEN_FILES if hard < 0 else min(OPEN_FILES, hard))
-    assert OPEN_FILES > limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS
+    assert OPEN_FILES > limits.MAX_HTTP_CONNECTIONS
 
 
 _GROWTH = """

@@ -39,7 +39,7 @@ PAGES = (
     ),
 )
 NOT_RUN = {
-    "from moaspec.remote import Credentials, GrpcTransport": "its server is elsewhere",
+    "from moaspec.remote import Credentials": "its server is elsewhere",
     "service = TargetService": "options are left out",
     "from openai import OpenAI": "its server is elsewhere",
     "from langchain_openai import": "its server is elsewhere",

@@ -20,7 +20,7 @@ from moaspec.backends import load
 from moaspec.cli.main import app
 
 LIBRARIES = ("torch", "transformers")
-SLOW = (*LIBRARIES, "numpy", "accelerate", "datasets", "fastapi", "grpc", "huggingface_hub")
+SLOW = (*LIBRARIES, "numpy", "accelerate", "datasets", "fastapi", "huggingface_hub", "websockets")
 
 RUN = """
 import json, sys

@@ -48,8 +48,7 @@ def test_pods_have_time_to_drain_and_metrics_and_options_exist() -> None:
     waits = container["lifecycle"]["preStop"]["sleep"]["seconds"] + int(options["--drain-s"])
     assert waits < pod["terminationGracePeriodSeconds"]
     ports = {one["name"]: str(one["containerPort"]) for one in container["ports"]}
-    named = [options["--port"], options["--websocket"].rpartition(":")[2]]
-    assert [*named, options["--metrics-port"]] == list(ports.values())
+    assert [options["--port"], options["--metrics-port"]] == list(ports.values())
     assert template["metadata"]["annotations"]["prometheus.io/port"] == ports["metrics"]
     assert {one["targetPort"] for one in service["spec"]["ports"]} <= ports.keys()
     for selector in (

@@ -27,8 +27,8 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import PRESETS, Faults, ShapedTransport
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 from moaspec.target.target import Target
 
@@ -47,8 +47,8 @@ def served(bundle: Path, work: Callable[[str, Target], Awaitable[Any]]) -> Any:
         target = load_target(bundle.parent / "target")
         drafter = load_drafter(bundle.parent / "drafter", target=target)
         options = ServerOptions(host="127.0.0.1", port=0)
-        async with GrpcServer(TargetService(target, drafter), options) as server:
-            return await asyncio.wait_for(work(f"127.0.0.1:{server.port}", target), 300)
+        async with TargetServer(TargetService(target, drafter), options) as server:
+            return await asyncio.wait_for(work(server.url, target), 300)
 
     return asyncio.run(run())
 
@@ -65,7 +65,7 @@ CASES = [
 @pytest.mark.slow
 def test_all_cases_write_the_same_text(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
-        device, transport = load_device(bundle, dtype="float32"), GrpcTransport(address)
+        device, transport = load_device(bundle, dtype="float32"), WebSocketTransport(address)
         assert await round_trip_s(address) > 0
         expected = [one.token_ids for one in moaspec.generate(target, PROMPTS, max_new_tokens=20)]
         texts: list[list[int]] = []
@@ -145,7 +145,7 @@ def test_the_workers_answer(bundle: Path) -> None:
 def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
     async def work(address: str, target: Target) -> dict[str, Any]:
         faults = Faults()
-        transport = ShapedTransport(GrpcTransport(address), PRESETS["none"], faults)
+        transport = ShapedTransport(WebSocketTransport(address), PRESETS["none"], faults)
 
         async def ask(what: str) -> float:
             faults.cut = what == "cut"

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 import tiny
@@ -24,14 +23,13 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.grpc_transport import SERVICE, GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport, pipe
+from moaspec.remote.protocol.websocket_transport import WebSocketConnection, WebSocketTransport
 from moaspec.remote.server.auth import CallAuth, Credentials
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 from moaspec.support import limits
-from transports import KINDS, listening, reach
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -223,8 +221,8 @@ def test_clocks_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: real() + year_s * (next(jumps) % 3 - 1))
 
     async def run() -> None:
-        async with GrpcServer(service(), ServerOptions(port=0)) as server:
-            remote = session(GrpcTransport(f"127.0.0.1:{server.port}"))
+        async with TargetServer(service(), ServerOptions(port=0)) as server:
+            remote = session(WebSocketTransport(server.url))
             result = await remote.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
             assert remote.stats.cuts == 0
@@ -254,8 +252,7 @@ def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_that_expires_ends_with_its_connection(kind: str) -> None:
+def test_a_token_that_expires_ends_with_its_connection() -> None:
     async def turns_without_end(remote: RemoteSession) -> None:
         while True:
             await remote.generate(PROMPT, max_new_tokens=NEW)
@@ -263,9 +260,9 @@ def test_a_token_that_expires_ends_with_its_connection(kind: str) -> None:
     async def run() -> None:
         until: dict[str, float] = {}
         guard = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
-        options = listening(kind, guard=guard, connection_s=1.0)
-        async with GrpcServer(service(), options) as server:
-            transport = reach(server, kind, Credentials(token="secret"))
+        options = ServerOptions(port=0, guard=guard, connection_s=1.0)
+        async with TargetServer(service(), options) as server:
+            transport = WebSocketTransport(server.url, Credentials(token="secret"))
             remote = session(transport, on_cut="wait")
             await remote.generate(PROMPT, max_new_tokens=3)
             until["alice"] = 0.0
@@ -317,21 +314,43 @@ def test_a_file_of_tokens_that_is_too_deep(tmp_path: Path) -> None:
         CallAuth.read(tmp_path / "tokens.json")
 
 
-def test_an_oversized_message_ends_its_connection() -> None:
-    """It is never read whole; a session beside it goes on."""
+class Padded(WebSocketTransport):
+    """Lengthens the messages that it sends."""
+
+    def __init__(self, url: str, num_bytes: int) -> None:
+        super().__init__(url)
+        self.num_bytes = num_bytes
+
+    async def connect(self) -> WebSocketConnection:
+        connection = await super().connect()
+        send = connection.send
+        connection.send = lambda frame: send(frame.ljust(self.num_bytes))  # type: ignore[method-assign]
+        return connection
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "why"),
+    [
+        (limits.MAX_FRAME_BYTES + 1, "A message of 4194305 bytes is larger than the largest"),
+        (limits.MAX_FRAME_BYTES, "The server refuses: .*4194304"),
+    ],
+)
+def test_an_oversized_message_ends_its_session_and_no_other(num_bytes: int, why: str) -> None:
+    """Its device does not send it, or the server does not read it; none tries again."""
 
     async def run() -> None:
-        at = service()
-        async with GrpcServer(at, ServerOptions(port=0)) as server:
-            address = f"127.0.0.1:{server.port}"
-            honest = session(GrpcTransport(address))
+        async with TargetServer(service(), ServerOptions(port=0)) as server:
+            assert server.service.capabilities.limits.max_bytes < limits.MAX_FRAME_BYTES
+            honest = session(WebSocketTransport(server.url))
             await honest.generate(PROMPT, max_new_tokens=3)
-            async with grpc.aio.insecure_channel(address) as channel:
-                call: Any = channel.stream_stream(f"/{SERVICE}/Converse")()
-                await call.write(bytes(limits.MAX_FRAME_BYTES + 1))
-                assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            large = session(Padded(server.url, num_bytes))
+            with pytest.raises(RefusedError, match=why):
+                await large.generate(PROMPT, max_new_tokens=3)
+            assert large.stats.reconnects == 0
+            await large.close()
             result = await honest.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
+            assert honest.stats.cuts == 0
             await honest.close()
 
     asyncio.run(run())

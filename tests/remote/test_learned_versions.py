@@ -18,11 +18,11 @@ from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.server.listeners.grpc_server import GrpcServer
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 from moaspec.train.continual import fingerprints
 from moaspec.train.learning_process import MAX_WAITING_TEXTS, LearningProcess
-from transports import KINDS, listening, reach
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -34,8 +34,7 @@ PATIENT = RemoteOptions(draft=Chain(4), link=LinkOptions(dead_after_s=60))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_connected_devices_take_what_their_server_learned(kind: str, tmp_path: Path) -> None:
+def test_connected_devices_take_what_their_server_learned(tmp_path: Path) -> None:
     of, settings = ruled_target.target(), ruled_target.saved_settings(tmp_path)
     models = settings.target, settings.initial
     export_bundle(*models, tmp_path / "torch")
@@ -51,10 +50,10 @@ def test_connected_devices_take_what_their_server_learned(kind: str, tmp_path: P
     async def run() -> None:
         announce(service, learning)
         async with (
-            GrpcServer(service, listening(kind)) as server,
+            TargetServer(service, ServerOptions(port=0)) as server,
             learning_from_texts(service, learning),
         ):
-            transport = Fleet.of(reach(server, kind))
+            transport = Fleet.of(WebSocketTransport(server.url))
             sessions = [RemoteSession(device, transport, PATIENT) for device in devices]
             stream = itertools.cycle(ruled_target.stream())
 

@@ -1,7 +1,7 @@
 """Every byte that leaves the device is captured, and no private text is in it in any form.
 
-A proxy on the way writes down what TCP carries, gRPC's own frames and headers included. As these
-divide messages, the messages themselves are searched too.
+A proxy on the way writes down what TCP carries, headers included. As WebSockets mask
+messages, the messages themselves are searched too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.emulation import LinkProfile, ShapedTransport
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, Transport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 
 SECRETS = ("ada.lovelace@example.org", "+49 30 901820", "4111 1111 1111 1111", "Schroedinger")
@@ -107,10 +107,10 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
 
     async def run() -> str:
         service = TargetService(target, drafter)
-        async with GrpcServer(service, ServerOptions(port=0)) as server, proxy.to(server.port):
-            return await converse(GrpcTransport(f"127.0.0.1:{proxy.port}"))
+        async with TargetServer(service, ServerOptions(port=0)) as server, proxy.to(server):
+            return await converse(WebSocketTransport(f"ws://127.0.0.1:{proxy.port}"))
 
-    async def converse(inner: GrpcTransport) -> str:
+    async def converse(inner: WebSocketTransport) -> str:
         transport = ShapedTransport(inner, LinkProfile(name="x", delay_s=0.001))
         quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.5, backoff_s=0.02, connect_s=10.0)
         options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
@@ -149,7 +149,7 @@ async def mend(session: RemoteSession, transport: ShapedTransport) -> None:
 
 
 class Proxy:
-    """Carries TCP connections to a port of this machine.
+    """Carries TCP connections to a server.
 
     Attributes:
         up: every byte of the clients.
@@ -161,7 +161,9 @@ class Proxy:
         self._carrying: set[asyncio.Task[Any] | None] = set()
 
     @contextlib.asynccontextmanager
-    async def to(self, port: int) -> AsyncIterator[None]:
+    async def to(self, behind: TargetServer) -> AsyncIterator[None]:
+        port = urllib.parse.urlsplit(behind.url).port
+
         async def accept(reader: Any, writer: Any) -> None:
             self._carrying.add(asyncio.current_task())
             back, there = await asyncio.open_connection("127.0.0.1", port)

@@ -26,15 +26,15 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.protocol.transport import InProcessTransport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server import device_weights as device_weights_module
-from moaspec.remote.server.listeners.grpc_server import GrpcServer
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.remote.server.service import TargetService
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.serve.sources import edge_source
 from moaspec.serve.sources.edge_source import EdgeSource
 from moaspec.target.target import Target
-from transports import KINDS, listening, reach
 
 PROMPT = tiny.PROMPTS[1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "temperature": 0.0}
@@ -62,16 +62,15 @@ def decoder_weight(module: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_running_session_takes_a_version(kind: str, bundle: Path) -> None:
+def test_a_running_session_takes_a_version(bundle: Path) -> None:
     """The turn in which it arrives goes on, the next one drafts with it."""
     target, first, version = served(bundle)
     plain = moaspec.generate(target, PROMPT, **OPTIONS).token_ids
 
     async def run() -> None:
         service = TargetService(target, first)
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = Fleet.of(reach(server, kind))
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = Fleet.of(WebSocketTransport(server.url))
             device = load_device(bundle, dtype="float32")
             session = RemoteSession(device, transport, RemoteOptions(draft=Chain(3)))
             assert not await device.update(transport)  # there is none yet

@@ -22,7 +22,7 @@ import moaspec
 from bundles import save_drafter_and_target
 from free_port import free_port
 from moaspec.backends.load import load_target
-from transports import KINDS, server_in_thread
+from server_in_thread import server_in_thread
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -125,8 +125,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def addresses(directory: Path) -> Iterator[dict[str, str]]:
-    """A server in a thread of its own: what `--server` is for each transport."""
+def url(directory: Path) -> Iterator[str]:
+    """Of a server in a thread of its own."""
     with server_in_thread(directory) as found:
         yield found
 
@@ -138,16 +138,13 @@ def expected(directory: Path, words: str, **settings: Any) -> list[int]:
     return moaspec.generate(target, ids, max_new_tokens=16, **settings).token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
 )
-def test_the_text_is_the_targets(
-    directory: Path, addresses: dict[str, str], kind: str, settings: dict[str, Any]
-) -> None:
+def test_the_text_is_the_targets(directory: Path, url: str, settings: dict[str, Any]) -> None:
     options = [f"--{name}={value}" for name, value in settings.items()]
     done = run(
-        *("remote", "w1 w2 <private>w3</private> w4", "--server", addresses[kind], "--json"),
+        *("remote", "w1 w2 <private>w3</private> w4", "--server", url, "--json"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16", *options),
     )
     assert done.returncode == 0, done.stderr
@@ -156,9 +153,9 @@ def test_the_text_is_the_targets(
     assert facts["private_spans"] == 1
 
 
-def test_nothing_is_used_that_windows_lacks(directory: Path, addresses: dict[str, str]) -> None:
+def test_nothing_is_used_that_windows_lacks(directory: Path, url: str) -> None:
     done = run(
-        *("remote", "w1 w2", "--server", addresses["websocket"], "--json", "--no-recognise"),
+        *("remote", "w1 w2", "--server", url, "--json", "--no-recognise"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
         absent=(*not_installed(), *WINDOWS_LACKS),
     )
@@ -166,9 +163,9 @@ def test_nothing_is_used_that_windows_lacks(directory: Path, addresses: dict[str
     assert json.loads(done.stdout)["token_ids"] == expected(directory, "w1 w2")
 
 
-def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str, str]) -> None:
+def test_a_cut_is_shown_and_changes_nothing(directory: Path, url: str) -> None:
     done = run(
-        *("remote", "w1 w2", "--server", addresses["grpc"], "--json", "--tree", "chain:2"),
+        *("remote", "w1 w2", "--server", url, "--json", "--tree", "chain:2"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
         *("--cut-after", "5"),
     )
@@ -178,13 +175,13 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, addresses: dict[str
     assert facts["provisional"] > 0
 
 
-def test_an_edge_serves_the_targets_text(directory: Path, addresses: dict[str, str]) -> None:
+def test_an_edge_serves_the_targets_text(directory: Path, url: str) -> None:
     port = free_port()
     absent = (*not_installed("private", "serve"), *WINDOWS_LACKS)
     edge = subprocess.Popen(
         [
             *(sys.executable, "-c", WITHOUT, json.dumps(absent), "edge", "--port", str(port)),
-            *("--server", addresses["grpc"], "--bundle", str(directory / "bundle")),
+            *("--server", url, "--bundle", str(directory / "bundle")),
         ],
         stderr=subprocess.PIPE,
         text=True,

@@ -292,11 +292,9 @@ def test_damaged_scripts_are_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--page needs --websocket"):
-        _scripts(tmp_path, None, served=False)
     with pytest.raises(InputError, match="--page-scripts needs --page"):
-        _scripts(None, tmp_path, served=True)
-    assert _scripts(None, None, served=True) is None
+        _scripts(None, tmp_path)
+    assert _scripts(None, None) is None
 
 
 def test_no_bundle(scripts: Path, tmp_path: Path) -> None:

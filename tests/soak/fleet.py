@@ -69,7 +69,7 @@ class Server:
         """Wait until it has warmed up."""
         assert self.process.stdout is not None
         line = await asyncio.to_thread(self.process.stdout.readline)
-        assert json.loads(line)["address"] == self.address
+        assert json.loads(line)["address"] == f"ws://{self.address}"
         self._warm = await self._all_passes()
 
     async def passes(self) -> int:

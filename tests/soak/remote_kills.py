@@ -36,8 +36,8 @@ import torch
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 
@@ -73,7 +73,7 @@ def serve(port: int, state: Path) -> None:
         sessions = StoreOptions(idle_s=1.0)
         options = ServiceOptions(sessions=sessions, silent_s=2.0)
         service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
-        async with GrpcServer(service, ServerOptions(port=port, sweep_s=0.2)):
+        async with TargetServer(service, ServerOptions(port=port, sweep_s=0.2)):
             while True:
                 facts = {
                     "sessions": len(service.sessions),
@@ -95,7 +95,7 @@ def decode(port: int, directory: Path, texts: int, expected: list[int], tell: in
 
     async def run() -> None:
         device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-        transport = GrpcTransport(f"127.0.0.1:{port}")
+        transport = WebSocketTransport(f"ws://127.0.0.1:{port}")
         options = RemoteOptions(draft=Chain(2), prefix_dir=directory)
         for _ in range(texts):
             session = RemoteSession(device, transport, options)

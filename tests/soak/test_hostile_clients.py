@@ -1,10 +1,10 @@
 """Honest clients beside hostile ones, on `serve`, `target-server` and `edge` as real processes.
 
-Every kind of attack of `attacks.py` and `grpc_attacks.py` runs at once, for $MOASPEC_SOAK_MINUTES
-(else some seconds). `edge` is attacked over HTTP while its server is attacked over gRPC with TLS; a
-second `edge` has a server that lies. No text may be wrong, and no process may end. The figures are
-printed; speed and memory are judged only in a run of minutes, memory after honest long texts and a
-first, short attack:
+Every kind of attack of `attacks.py` and `websocket_attacks.py` runs at once, for
+$MOASPEC_SOAK_MINUTES (else some seconds). `edge` is attacked over HTTP while its server is attacked
+over WebSockets with TLS; a second `edge` has a server that lies. No text may be wrong, and no
+process may end. The figures are printed; speed and memory are judged only in a run of minutes,
+memory after honest long texts and a first, short attack:
 
     MOASPEC_SOAK_MINUTES=10 pytest -s tests/soak/test_hostile_clients.py
 """
@@ -40,7 +40,7 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server.auth import Credentials
 
 pytestmark = [
@@ -232,6 +232,11 @@ def lying_server(files: Files) -> Iterator[str]:
         liar.wait()
 
 
+def host_of(url: str) -> str:
+    """HOST:PORT."""
+    return url.partition("://")[2]
+
+
 class OverHttp:
     """Honest clients of an HTTP server."""
 
@@ -271,7 +276,7 @@ class OverHttp:
             (await http.get(f"http://{self._address}/health")).raise_for_status()
 
     async def close(self) -> None:
-        """See `OverGrpc`: HTTP keeps no session."""
+        """See `OverWebSockets`: HTTP keeps no session."""
 
 
 class LiedTo(OverHttp):
@@ -285,7 +290,7 @@ class LiedTo(OverHttp):
         return True
 
 
-class OverGrpc:
+class OverWebSockets:
     """Honest devices of a target server."""
 
     busy = OverHttp.busy
@@ -295,11 +300,9 @@ class OverGrpc:
         device = load_device(files.at("bundle"), dtype="float32")
         link = LinkOptions(dead_after_s=30.0, connect_s=30.0)
         options = RemoteOptions(link=link, draft="chain:2")
-        self._beating = GrpcTransport(address, Credentials(token=KEYS[0]))
-        self._sessions = [
-            RemoteSession(device, GrpcTransport(address, Credentials(token=KEYS[i % 2])), options)
-            for i in range(HONEST)
-        ]
+        transports = [WebSocketTransport(address, Credentials(token=one)) for one in KEYS[:2]]
+        self._beating = transports[0]
+        self._sessions = [RemoteSession(device, transports[i % 2], options) for i in range(HONEST)]
 
     async def once(self, client: int, number: int) -> bool:
         """A text of a session."""
@@ -352,7 +355,7 @@ async def beats(once: Callable[[], Awaitable[None]], until: asyncio.Task[Any]) -
 
 
 Attackers = tuple[tuple[str, ...], ...]
-"""Of each program that attacks: "http" or "grpc", the address, and a CA where there is TLS."""
+"""Of each program that attacks: "http" or "websocket", HOST:PORT, and a CA where there is TLS."""
 
 
 async def attacked(attackers: Attackers, seconds: float) -> dict[str, int]:
@@ -426,14 +429,14 @@ def test_nobody_is_brought_down_or_starved(kind: str, files: Files) -> None:
         elif kind == "target-server":
             process, address = start(target_server(files))
             processes = {kind: process}
-            clients, attackers = OverGrpc(files, address), (("grpc", address),)
+            clients, attackers = OverWebSockets(files, address), (("websocket", host_of(address)),)
         elif kind == "edge":
             server, behind = start(target_server(files, tls=True))
-            behind = f"localhost:{behind.rpartition(':')[2]}"  # as its certificate says
+            behind = behind.replace("127.0.0.1", "localhost")  # as its certificate says
             process, address = start(edge(files, behind, "--ca", files.at(CA)))
             processes = {kind: process, "its server": server}
             clients = OverHttp(files, address)
-            attackers = (("http", address), ("grpc", behind, files.at(CA)))
+            attackers = (("http", address), ("websocket", host_of(behind), files.at(CA)))
         else:
             process, address = start(edge(files, start(lying_server(files)), "--give-up-s", "5"))
             processes = {kind: process}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.support.ports import bind, held, reuse_address, split_address
+from moaspec.support.ports import bind, held, reuse_address, server_url, split_address
 
 
 @pytest.fixture
@@ -103,5 +103,33 @@ def test_addresses(address: str, parts: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("address", ["", "example.org", ":1", "a:65536", "http://a:1", "::1:1"])
 def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(InputError, match="--websocket must be HOST:PORT"):
-        split_address(address, option="--websocket")
+    with pytest.raises(InputError, match="--server must be HOST:PORT"):
+        split_address(address, option="--server")
+
+
+@pytest.mark.parametrize(
+    ("server", "tls", "url"),
+    [
+        ("localhost:50051", False, "ws://localhost:50051"),
+        ("[::1]:50051", True, "wss://[::1]:50051"),
+        ("ws://localhost:1", True, "ws://localhost:1"),  # refused with the CA, by its name
+        ("wss://example.org/prefix", False, "wss://example.org/prefix"),
+    ],
+)
+def test_urls_of_servers(server: str, tls: bool, url: str) -> None:
+    assert server_url(server, tls=tls) == url
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ("grpc://example.org:50051", "address of gRPC.* Use ws://HOST:PORT, or wss://"),
+        ("grpcs://example.org:50051", "address of gRPC"),
+        ("http://example.org:50051", "A server is ws://HOST:PORT"),
+        ("example.org", "--server must be HOST:PORT"),
+        ("example.org:0", "must name a port"),
+    ],
+)
+def test_servers_without_a_url(server: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        server_url(server)

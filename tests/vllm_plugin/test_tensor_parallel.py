@@ -25,8 +25,8 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import InProcessTransport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.sampling.grammar import Grammars
@@ -180,7 +180,7 @@ async def _read(models: serving.Models, address: str) -> None:
     link = LinkOptions(dead_after_s=60.0, connect_s=60.0)
     remote = RemoteSession(
         LocalDevice(models.target, moaspec.NgramProposer()),
-        GrpcTransport(address),
+        WebSocketTransport(address),
         RemoteOptions(link=link),
     )
     result = await remote.generate(tiny.PROMPTS[0], max_new_tokens=8, stop_token_ids=())

@@ -219,7 +219,7 @@ class Setup:
         self.server = stack.enter_context(Worker(self._command("server", facts)))
         facts = {
             "bundles": settings.bundles,
-            "address": f"{host}:{self.server.read()['port']}",
+            "address": self.server.read()["address"],
             "prompts": settings.prompts,
             "threads": settings.threads,
         }

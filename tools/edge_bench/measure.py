@@ -7,9 +7,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from edge_bench.case import Case, Measured
 from edge_bench.emulated_device import HeldDevice
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
@@ -19,8 +16,9 @@ from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.emulation import COHERENT_S
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 
 PINGS = 30
 
@@ -28,7 +26,7 @@ PINGS = 30
 async def measure_case(
     case: Case,
     device: Device,
-    transport: GrpcTransport,
+    transport: WebSocketTransport,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -119,18 +117,21 @@ def _add_text(found: Measured, text: list[int], started: float, arrived: list[fl
 
 
 async def round_trip_s(address: str) -> float:
-    """Mean seconds of a small question over an idle connection: gRPC's health check.
+    """Mean seconds of a heartbeat over an idle connection.
 
-    A mean, not a median: a round waits for the slow packets too. The questions are far enough apart
-    for coherent delays to have changed between them.
+    A mean, not a median: a round waits for the slow packets too. The heartbeats are far enough
+    apart for coherent delays to have changed between them.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
-        ask: Any = health_pb2_grpc.HealthStub(channel)
-        await ask.Check(health_pb2.HealthCheckRequest())
-        seconds = 0.0
+    beat = pb.ClientMessage(session=bytes(16), heartbeat=pb.Heartbeat()).SerializeToString()
+    connection = await WebSocketTransport(address).connect()
+    seconds = 0.0
+    try:
         for _ in range(PINGS):
             await asyncio.sleep(COHERENT_S)
             started = time.perf_counter()
-            await ask.Check(health_pb2.HealthCheckRequest())
+            await connection.send(beat)
+            await connection.receive()
             seconds += time.perf_counter() - started
-        return seconds / PINGS
+    finally:
+        await connection.close()
+    return seconds / PINGS

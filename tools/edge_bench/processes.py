@@ -30,8 +30,8 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.device_parts import Device
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.target.target import Target
@@ -65,13 +65,13 @@ class DeviceSide:
 
     Args:
         devices: by kind of drafter.
-        address: of the server.
+        address: URL of the server.
         prompts: texts.
     """
 
     def __init__(self, devices: dict[str, Device], address: str, prompts: list[str]) -> None:
         self._devices, self._address = devices, address
-        self._transport = GrpcTransport(address)
+        self._transport = WebSocketTransport(address)
         self._prompts = [prompt_ids(devices["moa"].target.tokenizer, one) for one in prompts]
         self._texts: list[list[int]] = []
 
@@ -140,8 +140,8 @@ async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
     options = ServiceOptions(passes=PassOptions(min_pass_s=settings["pass_s"]))
     side = ServerSide(target, settings["pass_s"])
     where = ServerOptions(host=settings["host"], port=0)
-    async with GrpcServer(TargetService(target, drafter, options), where) as server:
-        say({"port": server.port})
+    async with TargetServer(TargetService(target, drafter, options), where) as server:
+        say({"address": server.url})
         while (job := await hear()) is not None:
             say(await side.answer(job))
 

@@ -50,8 +50,7 @@ from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.protocol.wire import chain
 from moaspec.remote.server.capabilities import EngineCapabilities
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 
@@ -125,10 +124,8 @@ def serve(setting: dict[str, Any]) -> None:
     service = TargetService(target, None, limits, engine=held, shaping=shaping)
 
     async def run() -> None:
-        options = ServerOptions(port=0, websocket=WebSocketOptions(host="127.0.0.1"))
-        async with GrpcServer(service, options) as server:
-            assert server.websocket is not None
-            print(server.websocket.url, flush=True)
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            print(server.url, flush=True)
             await asyncio.to_thread(sys.stdin.read)
             spent_s, rows = time.process_time() - start_s - held.own_s, service.shared.counts.rows
             print(json.dumps({"passes": held.passes, "row_s": spent_s / max(1, rows)}))

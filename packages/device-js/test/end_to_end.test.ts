@@ -1,5 +1,5 @@
 /**
- * A device in Node against a real `moaspec target-server --websocket`, on a tiny model.
+ * A device in Node against a real `moaspec target-server`, on a tiny model.
  *
  * Needs Python with moaspec and onnx: $MOASPEC_PYTHON, or the repository's .venv. The models are made once, in
  * $MOASPEC_TEST_MODELS or a new directory.
@@ -86,7 +86,7 @@ async function freePort(): Promise<number> {
 /** Start a server; it always listens on the same port. */
 async function start(): Promise<void> {
   const at = (name: string) => join(directory, name);
-  const places = ["--port", "0", "--websocket", `127.0.0.1:${port}`];
+  const places = ["--port", `${port}`];
   const models = ["--model", at("target"), "--drafter", at("drafter"), "--dtype", "float32", "--threads", "1"];
   server = spawn(python, ["-m", "moaspec", "target-server", ...places, ...models], { env: environment });
   let errors = "";

@@ -18,7 +18,7 @@ from moaspec.generation.bundled import bundled_drafters
 from moaspec.remote.device_onnx.manifest import is_onnx_bundle
 from moaspec.support.extras import has_torch, install_command, require
 from moaspec.support.paths import require_writable, trusted
-from moaspec.support.ports import split_address
+from moaspec.support.ports import server_url
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
@@ -35,8 +35,8 @@ class DeviceOptions:
 
     server: Annotated[
         str,
-        "HOST:PORT of `moaspec target-server`; ws://HOST:PORT or wss://HOST:PORT where it "
-        "listens for WebSockets; several with commas between.",
+        "Address of `moaspec target-server`: ws://HOST:PORT, or wss://HOST:PORT with TLS; "
+        "HOST:PORT is the one or, with --ca, the other; several with commas between.",
     ] = SERVER
     bundle: Annotated[
         Path | None,
@@ -101,12 +101,7 @@ class DeviceOptions:
                 "`moaspec checkpoint export-device TARGET DRAFTER DIR --format onnx` makes one, on "
                 "a machine that has it."
             )
-        for server in self.servers:
-            if server.startswith(("ws://", "wss://")):
-                continue
-            _, port = split_address(server, option="--server")
-            if port == 0:
-                raise InputError(f"--server must name a port, got {server!r}.")
+        _ = self.servers  # refuses addresses that are none
         if self.tree != "auto":
             # Imported here: it imports NumPy.
             from moaspec.drafting.tree_shapes import parse_shape
@@ -132,12 +127,13 @@ class DeviceOptions:
 
     @property
     def servers(self) -> list[str]:
-        """The addresses that --server names."""
-        return [one.strip() for one in self.server.split(",")]
+        """The URLs of the servers that --server names; InputError for one that is none."""
+        tls = self.ca is not None
+        return [server_url(one.strip(), tls=tls) for one in self.server.split(",")]
 
     def remote_options(self) -> RemoteOptions:
         """How a session uses its link; InputError as of `RemoteOptions`."""
-        # Imported here, because gRPC is not needed by most commands; below for the same reason.
+        # Imported here, because most commands need no protobuf; below for the same reason.
         from moaspec.remote.device.remote_session import RemoteOptions
 
         if self.prefix_dir is not None:

@@ -12,7 +12,7 @@ RENAMED = {
     "edge": {"--draft": "--tree", "--emulate": "--link"},
     "edge-bench": {"--cut": "--cut-after", "--links": "--link"},
     "remote": {"--draft": "--tree"},
-    "target-server": {"--max-cache-gib": "--cache-gib"},
+    "target-server": {"--max-cache-gib": "--cache-gib", "--websocket": "--host and --port"},
 }
 """Earlier and present names, by command."""
 

@@ -6,12 +6,10 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
+from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
@@ -22,8 +20,6 @@ __all__ = [
     "Credentials",
     "Device",
     "Fleet",
-    "GrpcServer",
-    "GrpcTransport",
     "InProcessTransport",
     "LinkOptions",
     "LinkStats",
@@ -37,11 +33,10 @@ __all__ = [
     "ServerOptions",
     "ServiceOptions",
     "StoreOptions",
+    "TargetServer",
     "TargetService",
     "Transport",
-    "WebSocketOptions",
     "WebSocketTransport",
     "fingerprint",
-    "server_credentials",
     "server_tls",
 ]

@@ -206,7 +206,7 @@ def _type(path: str) -> str:
 
 
 def page_protocols(app: ASGIApp) -> Callable[[], asyncio.Protocol]:
-    """Make protocols of asyncio that serve an application, for `WebSocketOptions.http`."""
+    """Make protocols of asyncio that serve an application, for `ServerOptions.http`."""
     from uvicorn.server import ServerState
 
     from moaspec.serve.uvicorn_server import HeadDeadline, config

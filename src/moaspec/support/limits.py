@@ -20,7 +20,7 @@ MAX_JSON_DEPTH = 100
 MAX_BODY_BYTES = 8 << 20  # Of an HTTP request's body; `--max-body-bytes` sets another.
 # JSON values in an HTTP request's body; objects, lists and members of objects count four times.
 MAX_JSON_VALUES = 1 << 18
-MAX_FRAME_BYTES = 4 << 20  # Of a gRPC or WebSocket message, in both directions.
+MAX_FRAME_BYTES = 4 << 20  # Of a WebSocket message, in both directions.
 
 MAX_MESSAGES = 4096  # Messages of a chat, or input items of a response.
 MAX_PARTS = 1024  # Text parts of one message.
@@ -32,7 +32,7 @@ MAX_CHOICES = 128  # `n` and `best_of`.
 MAX_TOP_LOGPROBS = 20  # Alternatives per token, over HTTP.
 MAX_STOP_STRINGS = 64  # Stop strings of one request.
 MAX_STOP_CHARACTERS = 1024  # Characters of a stop string.
-# Stop token ids of one request, over gRPC; over HTTP the target's are taken.
+# Stop token ids of one request, over WebSockets; over HTTP the target's are taken.
 MAX_STOP_TOKENS = 1024
 
 MAX_LOGIT_BIAS = 4096  # Tokens in `logit_bias`.
@@ -54,10 +54,7 @@ MAX_PREPARING = 4
 # `--max-waiting` together, where these are more.
 MAX_PREPARING_WAITING = 64
 
-MAX_OPEN_CALLS = 16  # Calls at the same time that need no token (gRPC health and reflection).
-MAX_OPEN_CALLS_PER_ADDRESS = 8  # Of these, calls of one address.
-MAX_OPEN_CALL_S = 60  # Seconds that such a call may last.
-MAX_REQUEST_S = 10  # Seconds from the start of a gRPC or WebSocket call until its request.
+MAX_REQUEST_S = 10  # Seconds from the start of a WebSocket call until its request.
 
 # Wrong tokens or keys that are answered late at the same time; more are answered at once.
 MAX_WRONG_TOKENS = 64
@@ -66,15 +63,8 @@ WRONG_TOKEN_S = 0.2  # Seconds after which a wrong token or key is answered.
 MAX_HTTP_CONNECTIONS = 1024  # HTTP connections of all clients, and as many WebSocket connections.
 # HTTP connections of one address, and as many WebSocket connections.
 MAX_HTTP_CONNECTIONS_PER_ADDRESS = 512
-# gRPC connections of all clients; gRPC cannot count those of one address.
-MAX_GRPC_CONNECTIONS = 1024
-# gRPC calls at the same time on one connection; the client's library queues further ones.
-MAX_GRPC_CALLS_PER_CONNECTION = 100
 
-# Seconds for TLS and HTTP/2's preface of a new gRPC connection, and for each of TLS and the
-# handshake of a WebSocket.
-MAX_HANDSHAKE_S = 10
-MAX_GRPC_IDLE_S = 60  # Seconds after which a gRPC connection without a call is closed.
+MAX_HANDSHAKE_S = 10  # Seconds for each of TLS and the handshake of a WebSocket.
 # Frames a second of one WebSocket connection, control frames and fragments included, on average
 # over 5 s.
 MAX_WEBSOCKET_FRAMES_PER_S = 1000

@@ -23,6 +23,33 @@ def split_address(address: str, *, option: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
+def server_url(server: str, *, tls: bool = False) -> str:
+    """The URL of a target server.
+
+    Args:
+        server: ws://HOST:PORT, wss://HOST:PORT or HOST:PORT.
+        tls: whether HOST:PORT alone is a server with TLS.
+
+    Raises:
+        InputError: another form.
+    """
+    scheme, separator, _ = server.partition("://")
+    if separator and scheme.lower() in ("ws", "wss"):
+        return server
+    if scheme.lower().startswith("grpc"):
+        raise InputError(
+            f"{server!r} is an address of gRPC, which servers no longer speak. Use ws://HOST:PORT, "
+            "or wss://HOST:PORT with TLS."
+        )
+    if separator:
+        raise InputError(
+            f"A server is ws://HOST:PORT, wss://HOST:PORT or HOST:PORT, got {server!r}."
+        )
+    if split_address(server, option="--server")[1] == 0:
+        raise InputError(f"--server must name a port, got {server!r}.")
+    return f"{'wss' if tls else 'ws'}://{server}"
+
+
 def joined_address(host: str, port: int | str) -> str:
     """HOST:PORT, where IPv6 addresses get brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

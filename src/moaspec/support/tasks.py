@@ -10,15 +10,13 @@ from moaspec.support import limits
 
 
 @asynccontextmanager
-async def time_limit(
-    seconds: float, message: str, kind: type[LinkError] = LinkError
-) -> AsyncIterator[None]:
-    """Limit a wait; an error of this kind, with this message, where it takes longer."""
+async def time_limit(seconds: float, message: str) -> AsyncIterator[None]:
+    """Limit a wait; LinkError with this message where it takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise kind(message) from error
+        raise LinkError(message) from error
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> list[Any]:

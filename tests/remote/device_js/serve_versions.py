@@ -14,17 +14,15 @@ from urllib.parse import urlsplit
 from moaspec.backends.load import load_target
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-from moaspec.remote.server.listeners.grpc_server import GrpcServer
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
-from transports import listening
 
 
 async def serve(directory: Path) -> None:
     target = load_target(directory / "target", dtype="float32")
     service = TargetService(target, load_drafter(directory / "drafter", target=target))
-    async with GrpcServer(service, listening("websocket")) as server:
-        assert server.websocket is not None
-        sys.stdout.write(f"{urlsplit(server.websocket.url).port}\n")
+    async with TargetServer(service, ServerOptions(port=0)) as server:
+        sys.stdout.write(f"{urlsplit(server.url).port}\n")
         sys.stdout.flush()
         while line := await asyncio.to_thread(sys.stdin.readline):
             drafter = load_drafter(directory / line.strip(), target=target)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import protoc
 from remote.device_js.write_golden import GOLDEN, golden
 
 ROOT = Path(__file__).parents[3]
@@ -46,11 +47,10 @@ def test_golden_numbers_are_fresh() -> None:
 
 @installed
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
-    protoc = pytest.importorskip("grpc_tools.protoc")
     plugin = PACKAGE / "node_modules" / ".bin" / "protoc-gen-es"
     options = ["--es_opt=target=ts,import_extension=js", f"--es_out={tmp_path}"]
-    asked = ["protoc", f"-I{PROTO}", f"--plugin=protoc-gen-es={plugin}", *options]
-    assert protoc.main([*asked, str(PROTO / "target.proto")]) == 0
+    asked = [f"-I{PROTO}", f"--plugin=protoc-gen-es={plugin}", *options]
+    protoc.generate(*asked, str(PROTO / "target.proto"))
     stored = PACKAGE / "src" / "protocol" / "target_pb.ts"
     assert (tmp_path / "target_pb.ts").read_text() == stored.read_text(), "run `make proto`"
 

@@ -27,10 +27,10 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.server.listeners.grpc_server import GrpcServer
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 from moaspec.target.target import Target
-from transports import KINDS, listening, reach
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -151,8 +151,7 @@ def test_it_drafts_as_the_version_does_in_pytorch(models: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_running_session_takes_versions_and_a_roll_back(kind: str, models: Path) -> None:
+def test_a_running_session_takes_versions_and_a_roll_back(models: Path) -> None:
     """The turn in which one arrives goes on, the next one drafts with it."""
     target, first, version = served(models)
     plain = moaspec.generate(target, PROMPT, **OPTIONS).token_ids
@@ -160,8 +159,8 @@ def test_a_running_session_takes_versions_and_a_roll_back(kind: str, models: Pat
 
     async def run() -> None:
         service, device = TargetService(target, first), OnnxDevice(exported(models, "drafter"))
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = Fleet.of(reach(server, kind))
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = Fleet.of(WebSocketTransport(server.url))
             session = RemoteSession(device, transport, options)
             assert not await device.update(transport)  # there is none yet
             for number, drafter in enumerate((version, first)):

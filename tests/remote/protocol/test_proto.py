@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+import protoc
+
 PROTO = "moaspec/remote/protocol/target.proto"
 
 
 @pytest.mark.parametrize("name", ["target_pb2.py", "target_pb2.pyi"])
 def test_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
-    protoc = pytest.importorskip("grpc_tools.protoc")
     package = Path(str(files("moaspec"))) / "remote" / "protocol"
     (tmp_path / PROTO).parent.mkdir(parents=True)
     (tmp_path / PROTO).write_text((package / "target.proto").read_text())
-    outputs = [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
-    assert protoc.main(["protoc", f"-I{tmp_path}", *outputs, PROTO]) == 0
+    protoc.generate(f"-I{tmp_path}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", PROTO)
     made = (tmp_path / PROTO).with_name(name).read_text()
     assert made == (package / name).read_text(), "run `make proto`"

@@ -133,7 +133,7 @@ def test_nothing_is_kept_where_a_schema_must_hold() -> None:
 def test_plain_decoding_is_the_servers_own() -> None:
     plain: dict[str, Any] = {"extra_body": {"moaspec": {"speculation": False}}}
     sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}
-    with edges.over_grpc() as source, serving.serving(source) as served:
+    with edges.over_websockets() as source, serving.serving(source) as served:
         drafted = ask(served, **sampled)
         alone = ask(served, n=2, stop="never said", **sampled, **plain)
         measured = ask(served, logprobs=True, **sampled, **plain)

@@ -28,7 +28,7 @@ export type Call = "converse" | "describe" | "generate" | "update";
 /** The server has ended a call. */
 export class EndOfCall extends LinkError {}
 
-/** Connections to a `moaspec target-server --websocket`; each binary message is one frame. */
+/** Connections to a `moaspec target-server`; each binary message is one frame. */
 export class WebSocketTransport implements Transport {
   private readonly url: string;
   private readonly protocols = [SUBPROTOCOL];

@@ -77,7 +77,7 @@ class LinkStats:
     Attributes:
         state: current state.
         rtt_s: round trip of heartbeats, smoothed; None before the first.
-        bytes_up, bytes_down: of frames, gRPC's own not counted.
+        bytes_up, bytes_down: of frames, WebSockets' own not counted.
         activation_bytes: of bytes_down, activations.
         cuts: times the link was lost.
         reconnects: times it came back.

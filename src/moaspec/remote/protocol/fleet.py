@@ -17,18 +17,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection, ServerTransport, Transport
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.auth import Credentials
 from moaspec.sampling.token_ids import common_length
-from moaspec.support.ports import split_address
-
-if TYPE_CHECKING:
-    from moaspec.remote.server.auth import Credentials
-
-WEBSOCKETS = ("ws://", "wss://")
+from moaspec.support.ports import server_url, split_address
 
 KEY_TOKENS = 64
 """First tokens that choose the server. Chat templates and short system prompts take fewer, so one
@@ -91,24 +87,18 @@ class Fleet:
         """The fleet at some addresses.
 
         Args:
-            addresses: HOST:PORT for gRPC, ws://HOST:PORT or wss://HOST:PORT for WebSockets.
+            addresses: ws://HOST:PORT or wss://HOST:PORT; HOST:PORT alone is one of these, with TLS
+                where the credentials name a CA.
 
         Raises:
             InputError: an address or the credentials cannot be used.
         """
+        tls = credentials is not None and credentials.ca is not None
 
-        # A device imports the libraries of the transports that it uses.
         def make(server: Server, affinity: str) -> Transport:
-            where = server.address, credentials
-            if server.address.startswith(WEBSOCKETS):
-                from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+            return WebSocketTransport(server.address, credentials, ip=server.ip, affinity=affinity)
 
-                return WebSocketTransport(*where, ip=server.ip, affinity=affinity)
-            from moaspec.remote.protocol.grpc_transport import GrpcTransport
-
-            return GrpcTransport(*where, ip=server.ip, affinity=affinity)
-
-        return Fleet(addresses, make)
+        return Fleet([server_url(one, tls=tls) for one in addresses], make)
 
     @staticmethod
     def of(transport: Transport) -> Fleet:
@@ -124,10 +114,9 @@ class Fleet:
     @property
     def no_link(self) -> str:
         """The message to users while no server has answered yet."""
-        websocket = any(one.startswith(WEBSOCKETS) for one in self.addresses)
         return (
-            f"No link to {', '.join(self.addresses)}; trying again. Does `moaspec target-server"
-            f"{' --websocket' * websocket}` run there? Ctrl-C ends, --give-up-s limits the wait."
+            f"No link to {', '.join(self.addresses)}; trying again. Does `moaspec target-server` "
+            "run there? Ctrl-C ends, --give-up-s limits the wait."
         )
 
     def route(self) -> Route:

@@ -2,30 +2,13 @@
 
 import asyncio
 import contextlib
-from abc import abstractmethod
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import Message
-
 from moaspec.errors import LinkError, MoaSpecError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.server.auth import Credentials
 
 T = TypeVar("T")
-
-STREAM_S = 3600.0
-"""Deadline of one connection; a session continues on the next."""
-
-AFFINITY = "moaspec-affinity"
-"""The header with the hash of a text's first tokens, by which load balancers choose a server."""
-
-UPDATE_S = 600.0
-"""Deadline of an update of the drafter."""
-
-CALL_S = 10.0
-"""Deadline of a call that is answered at once."""
 
 MAX_QUEUED_FRAMES = 64
 """Frames that an in-process connection queues in each direction before senders wait."""
@@ -73,60 +56,6 @@ class ServerTransport(Transport, Protocol):
     def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
         """The newest drafter's weights for devices in a form, piece by piece; see `Update`."""
         ...
-
-
-class AddressedTransport(ServerTransport):
-    """Calls to one address.
-
-    Args:
-        ip: connects to this address instead of looking up the host.
-        affinity: sent with every call, for load balancers that hash it.
-
-    Raises:
-        InputError: the address or the credentials cannot be used.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        credentials: Credentials | None = None,
-        *,
-        ip: str = "",
-        affinity: str = "",
-    ) -> None:
-        self.address, self._ip = address, ip
-        self._credentials = credentials or Credentials()
-        self._prepare()
-        token = self._credentials.token
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        if affinity:
-            self._headers[AFFINITY] = affinity
-
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Check address and credentials; InputError if they cannot be used."""
-
-    @abstractmethod
-    def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:
-        """Make a call of target.proto that has one request; yields the frames of its answers."""
-
-    async def describe(self) -> pb.Description:
-        asked = self._call("Describe", pb.DescribeRequest(), CALL_S)
-        async with contextlib.aclosing(asked) as frames:
-            async for frame in frames:
-                return wire.parse(frame, pb.Description())
-        raise LinkError("The server ended the call without an answer.")
-
-    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Generated]:
-        async with contextlib.aclosing(self._call("Generate", request, STREAM_S)) as frames:
-            async for frame in frames:
-                yield wire.parse(frame, pb.Generated())
-
-    async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
-        asked = self._call("Update", pb.DescribeRequest(packing=packing), UPDATE_S)
-        async with contextlib.aclosing(asked) as frames:
-            async for frame in frames:
-                yield wire.parse(frame, pb.Weights())
 
 
 class ConnectionHandler(Protocol):

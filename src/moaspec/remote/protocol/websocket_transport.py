@@ -27,8 +27,9 @@ from websockets.exceptions import (
 from websockets.typing import Subprotocol
 
 from moaspec.errors import InputError, LinkError, RefusedError
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import AddressedTransport
+from moaspec.remote.protocol.transport import ServerTransport
 from moaspec.remote.server.auth import Credentials
 from moaspec.support.limits import MAX_FRAME_BYTES
 from moaspec.support.tasks import time_limit
@@ -48,23 +49,71 @@ MAX_REASON_BYTES = 123
 CLOSE_S = 0.2
 """Time that a device waits for the server to confirm that a connection ends."""
 
+AFFINITY = "moaspec-affinity"
+"""The header with the hash of a text's first tokens, by which load balancers choose a server."""
 
-class WebSocketTransport(AddressedTransport):
-    """Connections to a `moaspec target-server --websocket`.
+TEXT_S = 3600.0
+"""Deadline of a text that the server writes alone."""
 
-    Its address is ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls'
-    paths. With wss:// the default CAs are this system's.
+UPDATE_S = 600.0
+"""Deadline of an update of the drafter."""
+
+CALL_S = 10.0
+"""Deadline of a call that is answered at once."""
+
+
+class WebSocketTransport(ServerTransport):
+    """Calls to a `moaspec target-server`.
+
+    Args:
+        address: ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls' paths.
+        credentials: with wss:// their CAs are by default this system's.
+        ip: connects to this address instead of looking up the host.
+        affinity: sent with every call, for load balancers that hash it.
+
+    Raises:
+        InputError: the address or the credentials cannot be used.
     """
 
-    def _prepare(self) -> None:
-        self._credentials = _checked(self.address, self._credentials)
-        self.address = self.address.rstrip("/")
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None = None,
+        *,
+        ip: str = "",
+        affinity: str = "",
+    ) -> None:
+        self._credentials = _checked(address, credentials or Credentials())
+        self.address, self._ip = address.rstrip("/"), ip
         self._tls = self._credentials.tls()
+        token = self._credentials.token
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        if affinity:
+            self._headers[AFFINITY] = affinity
+
+    async def describe(self) -> pb.Description:
+        asked = self._call("Describe", pb.DescribeRequest(), CALL_S)
+        async with contextlib.aclosing(asked) as frames:
+            async for frame in frames:
+                return wire.parse(frame, pb.Description())
+        raise LinkError("The server ended the call without an answer.")
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Generated]:
+        async with contextlib.aclosing(self._call("Generate", request, TEXT_S)) as frames:
+            async for frame in frames:
+                yield wire.parse(frame, pb.Generated())
+
+    async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
+        asked = self._call("Update", pb.DescribeRequest(packing=packing), UPDATE_S)
+        async with contextlib.aclosing(asked) as frames:
+            async for frame in frames:
+                yield wire.parse(frame, pb.Weights())
 
     async def connect(self) -> WebSocketConnection:
         return await self._open("Converse")
 
     async def _call(self, name: str, request: Message, timeout_s: float) -> AsyncGenerator[bytes]:
+        """Make a call that has one request; yields the frames of its answers."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
 
@@ -124,6 +173,11 @@ class WebSocketConnection:
         self._inner = inner
 
     async def send(self, frame: bytes) -> None:
+        if len(frame) > MAX_FRAME_BYTES:
+            raise RefusedError(
+                f"A message of {len(frame)} bytes is larger than the largest, {MAX_FRAME_BYTES}. "
+                "Send a shorter text, or a smaller grammar."
+            )
         with translated_errors():
             await self._inner.send(frame)
 
@@ -177,7 +231,7 @@ def _checked(address: str, credentials: Credentials) -> Credentials:
     plain = parts.hostname and not (parts.query or parts.fragment or "@" in parts.netloc)
     if not plain or parts.scheme not in ("ws", "wss"):
         raise InputError(
-            f"A server of WebSockets is ws://HOST:PORT or wss://HOST:PORT, got {address!r}."
+            f"A server's address is ws://HOST:PORT or wss://HOST:PORT, got {address!r}."
         )
     if parts.scheme == "wss":
         return replace(credentials, ca=credentials.ca or "system")

@@ -10,14 +10,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moaspec.errors import InputError, RefusedError
 from moaspec.model.checkpoint.user_files import MAX_JSON_BYTES, read_limited
 from moaspec.support.causes import system_reason
-
-if TYPE_CHECKING:
-    import grpc
 
 ANONYMOUS = "anonymous"
 """The owner of all sessions if clients have neither tokens nor certificates."""
@@ -72,19 +68,8 @@ class Credentials:
                 "server's ca, or 'system'."
             )
 
-    def channel(self) -> grpc.ChannelCredentials | None:
-        """Credentials for gRPC, None without TLS; InputError for a file that cannot be read."""
-        if self.ca is None:
-            return None
-        import grpc  # other transports do without
-
-        roots = None if str(self.ca) == "system" else _read(self.ca)
-        key = None if self.key is None else _read(self.key)
-        certificate = None if self.certificate is None else _read(self.certificate)
-        return grpc.ssl_channel_credentials(roots, key, certificate)
-
     def tls(self) -> ssl.SSLContext | None:
-        """Settings of TLS, for connections that are not gRPC's; None without TLS.
+        """Settings of TLS; None without.
 
         Raises:
             InputError: a file cannot be read or is invalid.
@@ -189,32 +174,19 @@ def _first_cause(error: Exception) -> str:
     return f"{'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}"
 
 
-def _read(path: Path | str) -> bytes:
+def _read(path: Path) -> bytes:
     try:
-        return read_limited(Path(path), MAX_JSON_BYTES)
+        return read_limited(path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         raise InputError(f"Cannot read {path}: {system_reason(error)}.") from error
 
 
-def server_credentials(
-    certificate: Path, key: Path, client_ca: Path | None = None
-) -> grpc.ServerCredentials:
-    """TLS credentials of a server; with `client_ca`, devices need a certificate signed by it.
+def server_tls(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """TLS settings of a server; with `client_ca`, devices need a certificate signed by it.
 
     Raises:
         InputError: a file cannot be read or is invalid.
     """
-    import grpc
-
-    server_tls(certificate, key, client_ca)  # gRPC would only report that it cannot listen
-    roots = None if client_ca is None else _read(client_ca)
-    return grpc.ssl_server_credentials(
-        [(_read(key), _read(certificate))], roots, require_client_auth=client_ca is not None
-    )
-
-
-def server_tls(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """TLS settings of a server that is not gRPC's; see `server_credentials`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, password=lambda: b"")

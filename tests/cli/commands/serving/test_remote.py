@@ -34,7 +34,7 @@ from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation import ShapedTransport
 from moaspec.support.paths import cache_dir
 from moaspec.support.ports import bind
-from transports import KINDS, server_in_thread
+from server_in_thread import server_in_thread
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 
@@ -45,15 +45,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def addresses(bundle: Path) -> Iterator[dict[str, str]]:
-    """A server in a thread of its own: what `--server` is for each transport."""
+def address(bundle: Path) -> Iterator[str]:
+    """Of a server in a thread of its own."""
     with server_in_thread(bundle.parent) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def address(addresses: dict[str, str]) -> str:
-    return addresses["grpc"]
 
 
 def expected(bundle: Path, words: str, new_tokens: int) -> list[int]:
@@ -63,12 +58,11 @@ def expected(bundle: Path, words: str, new_tokens: int) -> list[int]:
     return moaspec.generate(target, ids, max_new_tokens=new_tokens).token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_targets_and_private_words_stay(
-    cli: Cli, bundle: Path, addresses: dict[str, str], kind: str
+    cli: Cli, bundle: Path, address: str
 ) -> None:
     output = cli(
-        *("remote", PROMPT, "--server", addresses[kind], "--bundle", str(bundle)),
+        *("remote", PROMPT, "--server", address, "--bundle", str(bundle)),
         *("--max-new-tokens", "12", "--json"),
     )
     assert output.code == 0, output.err
@@ -235,7 +229,7 @@ def test_a_server_that_is_not_there(
     output = cli("remote", "w1", *arguments)
     assert output.code == 1
     said = " ".join(output.err.split())
-    assert said.count("No link to 127.0.0.1:1; trying again.") == 1
+    assert said.count("No link to ws://127.0.0.1:1; trying again.") == 1
     assert "Does `moaspec target-server` run there? Ctrl-C ends, --give-up-s limits" in said
     assert "No link to the server for 1 s" in output.err
 
@@ -243,7 +237,7 @@ def test_a_server_that_is_not_there(
 @pytest.mark.slow
 def test_a_server_that_goes_away(cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        address = stack.enter_context(server_in_thread(bundle.parent))["grpc"]
+        address = stack.enter_context(server_in_thread(bundle.parent))
 
         def shown(self: _Show, event: RemoteEvent) -> None:
             show(self, event)

@@ -20,7 +20,6 @@ from moaspec.cli.commands.serving.target_server import _end_process
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 
@@ -32,11 +31,9 @@ from moaspec.remote.protocol.websocket_transport import WebSocketTransport
         (["--tls-key", "key.pem"], "come together"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
         (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file"),
-        (["--websocket", "8443"], "--websocket must be HOST:PORT"),
-        (["--websocket", "0.0.0.0:8443"], "Listening on 0.0.0.0 without TLS"),
+        (["--websocket", "0.0.0.0:8443"], "was renamed to --host and --port"),
         (["--allow-origin", "example.org"], "--allow-origin must be an origin"),
         (["--allow-origin", "*"], "--allow-origin must be an origin"),
-        (["--allow-origin", "https://example.org"], "--allow-origin needs --websocket"),
         (["--tensor-parallel-size", "2"], "is for --engine vllm"),
     ],
 )
@@ -74,7 +71,7 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
     arguments = ["target-server", "--model", str(tmp_path), "--port", "0", "--threads", "1"]
-    arguments += ["--websocket", "127.0.0.1:0", "--allow-origin", "https://example.org"]
+    arguments += ["--allow-origin", "https://example.org"]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
         [sys.executable, "-m", "moaspec", *arguments],
@@ -88,8 +85,7 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
             assert server.stderr is not None
             facts = json.loads(server.stdout.readline())
             read = moaspec.load_target(str(tmp_path))
-            asyncio.run(_read(read, GrpcTransport(facts["address"])))
-            asyncio.run(_read(read, WebSocketTransport(facts["websocket"])))
+            asyncio.run(_read(read, WebSocketTransport(facts["address"])))
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0
             assert server.stderr.read().count("Draining") == 1

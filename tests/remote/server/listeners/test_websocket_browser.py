@@ -18,8 +18,7 @@ from browsing import chromium
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.identity import PROTOCOL
 from moaspec.remote.server.auth import CallAuth
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import TargetService
 
 pytestmark = pytest.mark.browser
@@ -64,10 +63,9 @@ def served(origin: str) -> Iterator[str]:
 
     async def serve() -> None:
         guard = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"})
-        where = ServerOptions(port=0, guard=guard, websocket=WebSocketOptions(origins=(origin,)))
-        async with GrpcServer(TargetService(tiny.target()), where) as server:
-            assert server.websocket is not None
-            found.append(server.websocket.url)
+        where = ServerOptions(port=0, guard=guard, origins=(origin,))
+        async with TargetServer(TargetService(tiny.target()), where) as server:
+            found.append(server.url)
             ready.set()
             await stop.wait()
 

@@ -29,7 +29,6 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.protocol.websocket_transport import (
     SUBPROTOCOL,
@@ -37,8 +36,7 @@ from moaspec.remote.protocol.websocket_transport import (
     WebSocketTransport,
 )
 from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-from moaspec.remote.server.listeners.websocket_server import WebSocketListener, WebSocketOptions
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.support import limits
 
@@ -55,13 +53,9 @@ def service(**options: Any) -> TargetService:
 
 
 @contextlib.asynccontextmanager
-async def listening(
-    at: TargetService | None = None, guard: CallAuth | None = None, **options: Any
-) -> AsyncIterator[WebSocketListener]:
-    where = ServerOptions(port=0, guard=guard or CallAuth(), websocket=WebSocketOptions(**options))
-    async with GrpcServer(at or service(), where) as server:
-        assert server.websocket is not None
-        yield server.websocket
+async def listening(at: TargetService | None = None, **options: Any) -> AsyncIterator[TargetServer]:
+    async with TargetServer(at or service(), ServerOptions(port=0, **options)) as server:
+        yield server
 
 
 def session(transport: Transport, link: LinkOptions = PATIENT) -> RemoteSession:
@@ -226,12 +220,19 @@ def test_a_handshake_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_connections_of_one_address_are_limited(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encrypted: bool
+@pytest.mark.parametrize(
+    ("limit", "encrypted"),
+    [
+        ("MAX_HTTP_CONNECTIONS_PER_ADDRESS", False),
+        ("MAX_HTTP_CONNECTIONS_PER_ADDRESS", True),
+        ("MAX_HTTP_CONNECTIONS", False),
+    ],
+)
+def test_connections_are_limited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, encrypted: bool
 ) -> None:
     """They count from the start, so those that never finish a TLS handshake count too."""
-    monkeypatch.setattr(limits, "MAX_HTTP_CONNECTIONS_PER_ADDRESS", 3)
+    monkeypatch.setattr(limits, limit, 3)
     tls = server_tls(*Authority(tmp_path, "ours").certificate("localhost")) if encrypted else None
 
     async def run() -> None:
@@ -360,23 +361,6 @@ def test_wrong_tokens_are_answered_late(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(run())
 
 
-def test_calls_of_all_transports_share_one_limit() -> None:
-    async def run() -> None:
-        where = ServerOptions(port=0, max_connections=2, websocket=WebSocketOptions())
-        async with GrpcServer(service(), where) as server:
-            assert server.websocket is not None
-            held = await GrpcTransport(server.address).connect()
-            await held.send(
-                pb.ClientMessage(session=bytes(16), heartbeat=pb.Heartbeat()).SerializeToString()
-            )
-            await held.receive()
-            with pytest.raises(LinkError, match="1013"):
-                await WebSocketTransport(server.websocket.url).describe()
-            await held.close()
-
-    asyncio.run(run())
-
-
 def test_health() -> None:
     async def run() -> None:
         at = service()
@@ -401,7 +385,7 @@ def test_a_client_that_says_nothing_does_not_hold_up_the_end() -> None:
             _, idle = await asyncio.open_connection(at.hostname, at.port)
             async with raw(listener.url):
                 async with asyncio.timeout(60):
-                    await listener.stop()
+                    await listener.__aexit__()
             with pytest.raises(LinkError):
                 await WebSocketTransport(listener.url).describe()
             idle.transport.abort()
@@ -537,12 +521,5 @@ def test_addresses_that_cannot_be(address: str, why: str) -> None:
         WebSocketTransport(address, Credentials(token="secret"))
 
 
-def test_credentials_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no TLS"):
-        WebSocketTransport("ws://localhost:1", Credentials(ca="system"))
-    with pytest.raises(InputError, match=r"Cannot use \S+none for TLS"):
-        WebSocketTransport("wss://localhost:1", Credentials(ca=tmp_path / "none"))
-    for token in ("a\r\nHost: x", "Ausweis für Ada"):
-        with pytest.raises(InputError, match="printable ASCII"):
-            WebSocketTransport("ws://localhost:1", Credentials(token=token))
+def test_a_path_precedes_those_of_the_calls() -> None:
     assert WebSocketTransport("wss://example.org/prefix/").address == "wss://example.org/prefix"

@@ -27,9 +27,10 @@ from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.process_memory import freeze_loaded_objects, prepare_process
 from moaspec.support.extras import require
-from moaspec.support.ports import held, split_address
+from moaspec.support.ports import held
 
 if TYPE_CHECKING:
+    from moaspec.remote.server.listeners.websocket_server import TargetServer
     from moaspec.remote.server.service import ServiceOptions, TargetService
     from moaspec.train.learning_process import LearningProcess
 
@@ -45,18 +46,15 @@ def target_server(
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = 50051,
-    websocket: Annotated[
-        str | None, "HOST:PORT to listen on for WebSockets too; default: gRPC only."
-    ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        "Origin whose web pages may connect over WebSockets, as https://example.org; may "
-        "be given several times; default: none.",
+        "Origin whose web pages may connect, as https://example.org; may be given several "
+        "times; default: none.",
     ] = None,
     page: Annotated[
         Path | None,
-        "ONNX bundle of a page that drafts in the browser, which --websocket's address "
-        "then serves to everybody; default: no page.",
+        "ONNX bundle of a page that drafts in the browser, which the server then serves to "
+        "everybody; default: no page.",
     ] = None,
     page_scripts: Annotated[
         Path | None, "Directory of the page's scripts; default: where they are built."
@@ -125,43 +123,32 @@ def target_server(
     The first line on standard output is JSON with the address, and how many sessions fit.
     Listening beyond this machine without TLS is refused.
 
-    With --page, a browser is a device: it opens the address of --websocket. The drafter must be
-    that of the bundle.
+    With --page, a browser is a device: it opens the server's address. The drafter must be that of
+    the bundle.
 
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
     require("`moaspec target-server`", "remote")
     _check(host, tls_certificate, tls_key, client_ca)
-    beside = None
-    if websocket is not None:
-        beside = split_address(websocket, option="--websocket")
-        _check(beside[0], tls_certificate, tls_key, client_ca)
     origins = _origins(allow_origin or [])
-    if origins and beside is None:
-        raise InputError("--allow-origin needs --websocket.")
-    scripts = _scripts(page, page_scripts, served=beside is not None)
+    scripts = _scripts(page, page_scripts)
     _check_engine(engine, asked, learn, ranks=tensor_parallel_size)
-    from moaspec.remote.server.auth import CallAuth, server_credentials, server_tls
+    from moaspec.remote.server.auth import CallAuth, server_tls
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
-    secure = tls = None
+    tls = None
     if tls_certificate is not None and tls_key is not None:
-        secure = server_credentials(tls_certificate, tls_key, client_ca)
         tls = server_tls(tls_certificate, tls_key, client_ca)
     if traces:
         _print_traces()
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
     asked, learning = with_learning(asked, learn, context.with_resource)
-    addresses = {"--port": (host, port), "--metrics-port": (host, metrics_port)}
-    if beside is not None:
-        addresses["--websocket"] = beside
     with (
-        held(addresses),
+        held({"--port": (host, port), "--metrics-port": (host, metrics_port)}),
         loading(asked.model, asked.threads, asked.quantize),
     ):
-        from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
-        from moaspec.remote.server.listeners.websocket_server import WebSocketOptions
+        from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
 
@@ -183,25 +170,22 @@ def target_server(
     announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
-    sockets = None
-    if beside is not None:
-        sockets = WebSocketOptions(
-            host=beside[0],
-            port=beside[1],
-            tls=tls,
-            origins=origins,
-            http=_page(page, scripts, asked.model, service, learns=learn is not None),
-        )
-    where = ServerOptions(host=host, port=port, credentials=secure, guard=guard, websocket=sockets)
-    # Made inside the loop, to which gRPC ties a server when it is made.
+    where = ServerOptions(
+        host=host,
+        port=port,
+        tls=tls,
+        guard=guard,
+        origins=origins,
+        http=_page(page, scripts, asked.model, service, learns=learn is not None),
+    )
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
         facts["quantize"] = asked.quantize
-    make = functools.partial(GrpcServer, service, where)
-    asyncio.run(_serve(service, make, drain_s, facts, learning, stopping))
+    server = TargetServer(service, where)
+    asyncio.run(_serve(server, drain_s, facts, learning, stopping))
 
 
-def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path | None:
+def _scripts(page: Path | None, scripts: Path | None) -> Path | None:
     """The directory of the page's scripts; None without a page.
 
     Raises:
@@ -211,8 +195,6 @@ def _scripts(page: Path | None, scripts: Path | None, *, served: bool) -> Path |
         if scripts is not None:
             raise InputError("--page-scripts needs --page.")
         return None
-    if not served:
-        raise InputError("--page needs --websocket, whose address serves it.")
     require("--page", "serve")
     from moaspec.serve.device_page import find_scripts
 
@@ -391,8 +373,7 @@ def _print_traces() -> None:
 
 
 async def _serve(
-    service: TargetService,
-    make: Callable[[], Any],
+    server: TargetServer,
     drain_s: float,
     facts: dict[str, Any],
     learning: LearningProcess | None,
@@ -411,16 +392,14 @@ async def _serve(
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, begin_stop)
     # Nobody is told that it serves before it is warm.
-    await service.warm_up()
+    await server.service.warm_up()
     if stop.is_set():
         return
     freeze_loaded_objects()
-    async with make() as server:
-        if server.websocket is not None:
-            facts = {"websocket": server.websocket.url, **facts}
-            if server.websocket.has_page:
-                facts = {"page": server.websocket.url.replace("ws", "http", 1) + "/", **facts}
-        console.out.print(json.dumps({"address": server.address, **facts}))
-        async with learning_from_texts(service, learning):
+    async with server:
+        if server.has_page:
+            facts = {"page": server.url.replace("ws", "http", 1) + "/", **facts}
+        console.out.print(json.dumps({"address": server.url, **facts}))
+        async with learning_from_texts(server.service, learning):
             await stop.wait()
             await server.drain(drain_s)

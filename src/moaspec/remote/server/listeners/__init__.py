@@ -1,1 +1,1 @@
-"""How calls arrive: over gRPC and WebSockets, admitted before their requests are read."""
+"""How calls arrive: over WebSockets, admitted before their requests are read."""

@@ -1,18 +1,13 @@
-"""Admission of calls, for all transports of a server: who calls, how many at once, how long."""
+"""Admission of calls: who calls, how many at once, how long."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from moaspec.errors import LinkError
 from moaspec.remote.server.auth import ANONYMOUS, CallAuth, UnknownClientError
 from moaspec.remote.server.session_store import Quota
 from moaspec.remote.server.telemetry import Telemetry
 from moaspec.support import limits
 from moaspec.support.tasks import RefusalDelay, time_limit
-
-
-class LateRequestError(LinkError):
-    """The request of a call did not arrive in time."""
 
 
 class Admission:
@@ -31,9 +26,6 @@ class Admission:
         self._slow = RefusalDelay()
         self._all = Quota(lambda _: max_calls, "calls, all clients together")
         self._own = Quota(lambda _: max(1, max_calls // 2), "calls")
-        self._open = Quota(lambda _: limits.MAX_OPEN_CALLS, "calls without a token")
-        most = limits.MAX_OPEN_CALLS_PER_ADDRESS
-        self._open_here = Quota(lambda _: most, "calls without a token from this address")
 
     @asynccontextmanager
     async def call(self, bearer: str | None, peer: str | None, address: str) -> AsyncIterator[str]:
@@ -60,17 +52,8 @@ class Admission:
             async with time_limit(self._call_s, message):
                 yield owner
 
-    @asynccontextmanager
-    async def open_call(self, address: str) -> AsyncIterator[None]:
-        """Admit a call without credentials; NoRoomError for too many, LinkError for too long."""
-        with self._open_here.one(address), self._open.one(""):
-            message = f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
-            async with time_limit(limits.MAX_OPEN_CALL_S, message):
-                yield
-
 
 def request_deadline() -> AbstractAsyncContextManager[None]:
-    """Limit the time until a call's request is here; LateRequestError if it is not."""
+    """Limit the time until a call's request is here; LinkError if it is not."""
     seconds = limits.MAX_REQUEST_S
-    message = f"The request did not arrive within {seconds} s."
-    return time_limit(seconds, message, LateRequestError)
+    return time_limit(seconds, f"The request did not arrive within {seconds} s.")

@@ -1,4 +1,4 @@
-"""The calls of target.proto, frame by frame, for any transport."""
+"""The calls of target.proto, frame by frame."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -51,10 +51,10 @@ CALLS: dict[str, Call] = {
     "Generate": _generate,
     "Update": _update,
 }
-"""By their names in target.proto. They raise `MoaSpecError`, which a transport tells its client."""
+"""By their names in target.proto. They raise `MoaSpecError`, which the server tells its client."""
 
 
 async def _request(connection: Connection) -> bytes:
-    """The request of a call that has one; LateRequestError or LinkError without."""
+    """The request of a call that has one; LinkError without."""
     async with request_deadline():
         return await connection.receive()

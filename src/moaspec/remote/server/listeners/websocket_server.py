@@ -1,4 +1,6 @@
-"""WebSockets beside gRPC: the same calls, frames, credentials and limits."""
+"""The server around a `TargetService`: calls over WebSockets, and `GET /health`."""
+
+from __future__ import annotations
 
 import asyncio
 import base64
@@ -8,7 +10,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +19,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.process_memory import return_memory_forever
 from moaspec.remote.protocol.websocket_transport import (
     BUSY,
     FORBIDDEN,
@@ -26,13 +29,14 @@ from moaspec.remote.protocol.websocket_transport import (
     UNKNOWN_CLIENT,
     WebSocketConnection,
 )
-from moaspec.remote.server.auth import LOCAL_HOSTS, UnknownClientError
+from moaspec.remote.server.auth import LOCAL_HOSTS, CallAuth, UnknownClientError
 from moaspec.remote.server.listeners.admission import Admission
 from moaspec.remote.server.listeners.calls import CALLS
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError, RateLimit
 from moaspec.support import limits
 from moaspec.support.ports import bind, joined_address, reuse_address
+from moaspec.support.tasks import end_tasks
 
 PATHS = {f"/v1/{name.lower()}": call for name, call in CALLS.items()}
 
@@ -69,12 +73,17 @@ PIECE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebSocketOptions:
-    """Where to listen for WebSockets.
+class ServerOptions:
+    """Address, credentials and limits of a server.
 
     Attributes:
         port: 0 takes a free one.
         tls: settings of TLS, see `server_tls`; None listens without TLS.
+        guard: whose tokens are accepted.
+        max_connections: calls at the same time; one client may have half of them. Further calls are
+            refused for now. Clients without credentials are identified by address.
+        connection_s: longest duration of a connection, after which credentials are checked again.
+        sweep_s: seconds between two searches for idle sessions.
         origins: web pages of these origins may connect, and no others, such as
             "https://example.org". Programs that are no browsers send none.
         http: makes the protocol of a connection whose first request is for none of our paths. The
@@ -83,29 +92,39 @@ class WebSocketOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int = 50051
     tls: ssl.SSLContext | None = None
+    guard: CallAuth = field(default_factory=CallAuth)
+    max_connections: int = 256
+    connection_s: float = 3600.0
+    sweep_s: float = 5.0
     origins: tuple[str, ...] = ()
     http: Callable[[], asyncio.Protocol] | None = None
 
 
-class WebSocketListener:
-    """Serves calls over WebSockets, and `GET /health`.
-
-    Args:
-        admission: limits calls, together with those of other transports.
+class TargetServer:
+    """Serves calls, and `GET /health`, until `drain` or until the context ends.
 
     Attributes:
         url: ws://HOST:PORT or wss://HOST:PORT, while it listens.
+
+    Raises:
+        InputError: on entering, where the address cannot be listened on.
     """
 
-    def __init__(
-        self, service: TargetService, admission: Admission, options: WebSocketOptions
-    ) -> None:
-        self._service, self._admission, self._options = service, admission, options
+    def __init__(self, service: TargetService, options: ServerOptions | None = None) -> None:
+        self.service, self._options = service, options or ServerOptions()
+        self._admission = Admission(
+            self._options.guard,
+            service.observer,
+            max_calls=self._options.max_connections,
+            call_s=self._options.connection_s,
+        )
         self._server: Server | None = None
+        self._listener: _Listener | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._transports: WeakSet[asyncio.Transport] = WeakSet()
+        self._repeated: list[asyncio.Task[None]] = []
         self.url = ""
 
     @property
@@ -113,10 +132,9 @@ class WebSocketListener:
         """Whether the address serves a page too."""
         return self._options.http is not None
 
-    async def start(self) -> None:
-        """Listen; InputError for an address that cannot be listened on."""
+    async def __aenter__(self) -> TargetServer:
         options = self._options
-        listener = _Listener(bind(options.host, options.port, option="--websocket"))
+        self._listener = listener = _Listener(bind(options.host, options.port))
         reuse_address(listener)
         self._server = await serve(
             self._serve,
@@ -131,30 +149,56 @@ class WebSocketListener:
             open_timeout=limits.MAX_HANDSHAKE_S,
             ping_interval=10,
             close_timeout=CLOSE_S,
-            max_size=self._service.capabilities.limits.max_bytes,
+            max_size=self.service.capabilities.limits.max_bytes,
             max_queue=2,
         )
         scheme = "ws" if options.tls is None else "wss"
         self.url = f"{scheme}://{joined_address(options.host, listener.getsockname()[1])}"
+        self._repeated = [
+            asyncio.create_task(work) for work in (self._sweep(), return_memory_forever())
+        ]
+        return self
 
-    async def stop(self) -> None:
-        """Close all connections; returns after two seconds at most."""
-        if self._server is None:
+    async def __aexit__(self, *_: object) -> None:
+        """Stop at once; call `drain` first to let devices finish."""
+        await end_tasks(*self._repeated)
+        await self._close(0.0)
+        await self.service.stop()
+
+    async def drain(self, timeout_s: float = 10.0) -> None:
+        """Refuse new work, finish running work, and notify devices and load balancers."""
+        await self.service.drain(timeout_s)
+        await self._close(timeout_s / 10)
+
+    async def _close(self, grace_s: float) -> None:
+        """Stop listening, let calls end by themselves for a time, and close all connections.
+
+        A client that does not read prolongs this by two seconds at most.
+        """
+        if self._server is None or self._listener is None:
             return
-        self._server.close()
-        await self._closed()
-        for task in list(self._calls):
-            task.cancel()
+        server, self._server = self._server, None
+        # asyncio forgets, and leaves open, what it has accepted as a server closes and has no
+        # transport yet: so nothing is accepted from here, and earlier ones get theirs.
+        self._listener.refuses = True
+        await asyncio.sleep(0)
+        server.close(close_connections=False)
+        if self._calls and grace_s > 0:
+            await asyncio.wait(self._calls, timeout=grace_s)
+        farewells = [asyncio.create_task(one.close(1001)) for one in server.connections]
+        if farewells:
+            await asyncio.wait(farewells, timeout=CLOSE_S)
+        await end_tasks(*farewells, *self._calls)
         for transport in list(self._transports):
             transport.abort()
-        await self._closed()
-        self._server = None
-
-    async def _closed(self) -> None:
-        assert self._server is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self._server.wait_closed()
+                await server.wait_closed()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.sweep_s)
+            self.service.sessions.sweep()
 
     def _connection(self, *arguments: Any, **options: Any) -> asyncio.Protocol:
         ours = _LimitedConnection(self._transports, *arguments, **options)
@@ -174,7 +218,7 @@ class WebSocketListener:
 
     def _health(self, connection: ServerConnection) -> Response:
         """Answer whether calls are served, also to pages of other origins that may make calls."""
-        if self._service.draining:
+        if self.service.draining:
             response = connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "NOT_SERVING\n")
         else:
             response = connection.respond(HTTPStatus.OK, "SERVING\n")
@@ -191,7 +235,7 @@ class WebSocketListener:
         credentials = (_token(connection.request), _peer_name(connection))
         try:
             async with self._admission.call(*credentials, _address(connection)) as owner:
-                await PATHS[connection.request.path](self._service, owner, ours)
+                await PATHS[connection.request.path](self.service, owner, ours)
             await ours.close(timeout_s=CLOSE_S)
         except MoaSpecError as error:
             code = next(code for kind, code in CLOSE_CODES if isinstance(error, kind))
@@ -294,7 +338,12 @@ class _Listener(socket.socket):
     """A listening socket that refuses connections beyond the limits of all and of one address.
 
     They are counted when they are accepted, so that those without a TLS handshake count too.
+
+    Attributes:
+        refuses: whether it refuses all.
     """
+
+    refuses = False
 
     def __init__(self, bound: socket.socket) -> None:
         super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
@@ -304,11 +353,12 @@ class _Listener(socket.socket):
         accepted, address = super().accept()
         host = str(address[0])
         if (
-            self._counts.total() >= limits.MAX_HTTP_CONNECTIONS
+            self.refuses
+            or self._counts.total() >= limits.MAX_HTTP_CONNECTIONS
             or self._counts[host] >= limits.MAX_HTTP_CONNECTIONS_PER_ADDRESS
         ):
             accepted.close()
-            raise ConnectionAbortedError("too many connections")
+            raise ConnectionAbortedError("no further connection")
         self._counts[host] += 1
         return _Accepted(accepted, lambda: self._release(host)), address
 

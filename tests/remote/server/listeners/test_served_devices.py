@@ -1,4 +1,4 @@
-"""The service on a real network, over each transport: TLS, tokens, health, metrics, draining."""
+"""The service on a real network: TLS, tokens, metrics, sessions, draining."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
 import moaspec
@@ -28,14 +25,14 @@ from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials, server_tls
-from moaspec.remote.server.listeners.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
+from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
-from transports import KINDS, listening, reach
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -58,18 +55,13 @@ def session(transport: Transport, **options: Any) -> RemoteSession:
     return RemoteSession(device, transport, RemoteOptions(link=PATIENT, **options))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_description_and_health(service: TargetService, kind: str) -> None:
+def test_text_description_and_metrics(service: TargetService) -> None:
     async def run() -> None:
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = reach(server, kind)
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             described = await transport.describe()
             assert described.drafter == fingerprint(tiny.agreeing_drafter("llama"))
             assert described.max_tokens == tiny.target().max_positions
-            async with grpc.aio.insecure_channel(server.address) as channel:
-                check = health_pb2_grpc.HealthStub(channel).Check
-                asked = health_pb2.HealthCheckRequest(service="moaspec.remote.v1.Target")
-                assert (await check(asked)).status == health_pb2.HealthCheckResponse.SERVING
             remote = session(transport)
             result = await remote.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
@@ -87,11 +79,10 @@ def test_text_description_and_health(service: TargetService, kind: str) -> None:
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_server_alone(service: TargetService, speculate: bool, kind: str) -> None:
+def test_the_server_alone(service: TargetService, speculate: bool) -> None:
     async def run() -> None:
-        async with GrpcServer(service, listening(kind)) as server:
-            text = RemoteText(reach(server, kind))
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            text = RemoteText(WebSocketTransport(server.url))
             options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 2}
             events = [e async for e in text.stream(PROMPT, speculate=speculate, **options)]
             expected = moaspec.generate(tiny.target(), PROMPT, **options)
@@ -111,10 +102,10 @@ def test_the_server_alone_drafts_nothing_for_reused_layers() -> None:
     drafter = tiny.random_drafter(tiny.target(), exits=(1, 2))
 
     async def run() -> None:
-        async with GrpcServer(
+        async with TargetServer(
             TargetService(tiny.target(), drafter), ServerOptions(port=0)
         ) as server:
-            text = RemoteText(GrpcTransport(f"127.0.0.1:{server.port}"))
+            text = RemoteText(WebSocketTransport(server.url))
             events = [e async for e in text.stream(PROMPT, speculate=True, max_new_tokens=NEW)]
         expected = moaspec.generate(tiny.target(), PROMPT, max_new_tokens=NEW)
         assert [token for event in events for token in event.token_ids] == expected.token_ids
@@ -124,10 +115,7 @@ def test_the_server_alone_drafts_nothing_for_reused_layers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_tls_and_tokens(
-    service: TargetService, authority: Authority, tmp_path: Path, kind: str
-) -> None:
+def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     names = {"alice": "secret-a", "bob": "secret-b"}
     entries = {n: {"sha256": hashlib.sha256(t.encode()).hexdigest()} for n, t in names.items()}
@@ -136,36 +124,32 @@ def test_tls_and_tokens(
 
     async def run() -> None:
         files: Any = (*authority.certificate("localhost"), authority.ca)
-        where = listening(
-            kind,
+        where = ServerOptions(
             host="localhost",
+            port=0,
             tls=server_tls(*files),
-            credentials=server_credentials(*files),
             guard=CallAuth.read(tmp_path / "tokens.json"),
         )
         certificate, key = authority.certificate("device")
         own: dict[str, Any] = {"ca": authority.ca, "certificate": certificate, "key": key}
-        async with GrpcServer(service, where) as server:
-            remote = session(reach(server, kind, Credentials(token="secret-a", **own)))
+        async with TargetServer(service, where) as server:
+            remote = session(WebSocketTransport(server.url, Credentials(token="secret-a", **own)))
             result = await remote.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
             assert [one.owner for one in service.sessions] == ["alice"]
             await remote.close()
             for token, why in (("secret-b", "expired"), ("guess", "does not know"), (None, "No t")):
-                refused = session(reach(server, kind, Credentials(token=token, **own)))
+                refused = session(WebSocketTransport(server.url, Credentials(token=token, **own)))
                 with pytest.raises(RefusedError, match=why):
                     await refused.generate(PROMPT, max_new_tokens=2)
                 await refused.close()
             for credentials, error, give_up_s in (
                 (Credentials(token="secret-a", **(own | {"ca": other.ca})), RefusedError, 60.0),
                 (Credentials(token="secret-a", ca=authority.ca), LinkError, 1.0),
-                # Without a CA: wss:// trusts those of this system, gRPC speaks no TLS.
-                (
-                    Credentials(token="secret-a"),
-                    *((LinkError, 1.0) if kind == "grpc" else (RefusedError, 60.0)),
-                ),
+                # Without a CA: those of this system.
+                (Credentials(token="secret-a"), RefusedError, 60.0),
             ):
-                stranger = session(reach(server, kind, credentials), give_up_s=give_up_s)
+                stranger = session(WebSocketTransport(server.url, credentials), give_up_s=give_up_s)
                 with pytest.raises(error):
                     await stranger.generate(PROMPT, max_new_tokens=2)
                 await stranger.close()
@@ -174,11 +158,10 @@ def test_tls_and_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_draining_ends_work_and_refuses_more(service: TargetService, kind: str) -> None:
+def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
     async def run() -> None:
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = reach(server, kind)
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             remote = session(transport, draft=Chain(1), give_up_s=3.0, on_cut="wait")
             got: list[int] = []
 
@@ -202,16 +185,45 @@ def test_draining_ends_work_and_refuses_more(service: TargetService, kind: str) 
     asyncio.run(run())
 
 
+async def taken(transport: WebSocketTransport) -> bool:
+    """Whether a server takes another call."""
+    try:
+        await transport.describe()
+    except LinkError:
+        return False
+    return True
+
+
+def test_connections_end_by_themselves_while_a_server_drains(service: TargetService) -> None:
+    """A device's last rounds are answered; no other device is let in."""
+    beat = pb.ClientMessage(session=bytes(16), heartbeat=pb.Heartbeat()).SerializeToString()
+
+    async def run() -> None:
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
+            connection = await transport.connect()
+            draining = asyncio.create_task(server.drain(600.0))
+            while await taken(transport):
+                await asyncio.sleep(0.01)
+            await connection.send(beat)
+            assert await connection.receive()
+            assert not draining.done()
+            await connection.close()
+            async with asyncio.timeout(60):
+                await draining
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_room_is_waited_for(kind: str) -> None:
+def test_no_room_is_waited_for() -> None:
     """One session at a time: the second waits until the first is closed."""
     options = ServiceOptions(sessions=StoreOptions(max_sessions=1))
     service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
 
     async def run() -> None:
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = reach(server, kind)
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             first, second = session(transport), session(transport)
             await first.generate(PROMPT, max_new_tokens=3)
             waiting = asyncio.create_task(second.generate(PROMPT, max_new_tokens=NEW))
@@ -232,8 +244,8 @@ def test_idle_sessions_make_room_and_come_back() -> None:
     )
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             remote = session(transport)
             first = await remote.generate(PROMPT, max_new_tokens=6)
             (held,) = service.sessions
@@ -261,8 +273,8 @@ def test_idle_devices_make_room_though_they_stay_connected() -> None:
     own = list(tiny.own_texts("llama")[1])
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             devices = [session(transport) for _ in range(3)]
             for _ in range(2):
                 for device in devices:
@@ -294,8 +306,8 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
     may_decide.set()
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             old, idle, new = (session(transport) for _ in range(3))
             await old.generate(PROMPT, max_new_tokens=1)
             await idle.generate(PROMPT, max_new_tokens=1)
@@ -320,8 +332,7 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_the_server_alone_count_end_and_leave_nothing(kind: str) -> None:
+def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
     options = ServiceOptions(
         sessions=StoreOptions(max_sessions=1), passes=PassOptions(min_pass_s=0.05)
     )
@@ -329,8 +340,8 @@ def test_texts_of_the_server_alone_count_end_and_leave_nothing(kind: str) -> Non
     own = list(tiny.own_texts("llama")[1])
 
     async def run() -> None:
-        async with GrpcServer(service, listening(kind)) as server:
-            transport = reach(server, kind)
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            transport = WebSocketTransport(server.url)
             text: list[int] = []
 
             async def read() -> None:
@@ -362,8 +373,8 @@ def test_texts_of_the_server_alone_end_at_its_limit() -> None:
     service = TargetService(tiny.target(), None, ServiceOptions(max_tokens=most))
 
     async def run() -> None:
-        async with GrpcServer(service, ServerOptions(port=0)) as server:
-            alone = RemoteText(GrpcTransport(f"127.0.0.1:{server.port}"), frozenset())
+        async with TargetServer(service, ServerOptions(port=0)) as server:
+            alone = RemoteText(WebSocketTransport(server.url), frozenset())
             events = [event async for event in alone.stream(PROMPT, max_new_tokens=NEW)]
             assert sum(len(event.token_ids) for event in events) == 3
 
@@ -375,19 +386,18 @@ def test_credentials_that_cannot_be(tmp_path: Path) -> None:
         Credentials(certificate=tmp_path)
     with pytest.raises(InputError, match="name the server's ca"):
         Credentials(certificate=tmp_path, key=tmp_path)
-    with pytest.raises(InputError, match="Cannot read"):
-        Credentials(ca=tmp_path / "none").channel()
-    with pytest.raises(InputError, match="in the clear"):
-        GrpcTransport("server:50051", Credentials(token="secret"))
-    assert GrpcTransport("[::1]:50051", Credentials(token="secret")).address
+    assert WebSocketTransport("ws://[::1]:50051", Credentials(token="secret")).address
     (tmp_path / "garbage.pem").write_text("no certificate")
-    with pytest.raises(InputError, match="Cannot use"):
-        GrpcTransport("server:50051", Credentials(ca=tmp_path / "garbage.pem"))
+    for ca in ("garbage.pem", "none"):
+        with pytest.raises(InputError, match=rf"Cannot use \S+{ca} for TLS"):
+            WebSocketTransport("wss://server:50051", Credentials(ca=tmp_path / ca))
+    with pytest.raises(InputError, match="has no TLS"):
+        WebSocketTransport("ws://localhost:1", Credentials(ca="system"))
     for token in ("a\r\nHost: x", "Ausweis für Ada"):
         with pytest.raises(InputError, match="printable ASCII"):
-            GrpcTransport("localhost:1", Credentials(token=token))
+            WebSocketTransport("ws://localhost:1", Credentials(token=token))
     with pytest.raises(InputError, match="no certificate chain and its private key"):
-        server_credentials(tmp_path / "garbage.pem", tmp_path / "garbage.pem")
+        server_tls(tmp_path / "garbage.pem", tmp_path / "garbage.pem")
     (tmp_path / "tokens").write_text("[]")
     with pytest.raises(InputError, match="must hold"):
         CallAuth.read(tmp_path / "tokens")
