@@ -6,7 +6,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,7 @@ from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
 from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch
-from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
-from moaspec.train.progress import reported
+from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, lsa_is_frozen
 from moaspec.train.students.drafter_sizes import drafter_config, stack_config
 from moaspec.train.students.initial_drafter import load_initial_drafter, record_length
@@ -37,10 +36,11 @@ from moaspec.train.students.losses import (
     mean_over_exits,
     summary_loss,
 )
-from moaspec.train.students.output_fit import fit_output, layer_inputs, non_massive_states
 from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import (
     fit_exits,
+    layer_inputs,
+    non_massive_states,
     random_weights,
     skip_further_layers,
     warm_start,
@@ -239,11 +239,7 @@ class MoAStudent(Student):
             return
         if config.warm_start:
             log.info("Warm start: reading up to %d tokens", config.warm_start_tokens)
-            read = list(sample)
-            log.info("Warm start: LSA, SA, CA")
-            warm_start(self.target, self.module, _reported(read, "LSA, SA, CA"))
-            log.info("Warm start: output")
-            fit_output(self.target, self.module, _reported(read, "output"))
+            warm_start(self.target, self.module, list(sample))
         elif self.module.exits:
             _, result = next(self.activations.sample(ids, 1))
             for n in self.exits:
@@ -311,15 +307,6 @@ class MoAStudent(Student):
             self.module.config, acceptance=first, further_acceptance=tuple(further)
         )
         self.module.head_moment = moment_EE
-
-
-def _reported(
-    read: Sequence[tuple[Batch, TargetPass]], part: str
-) -> Iterator[tuple[Batch, TargetPass]]:
-    """The sample of a part of the warm start, with records of how far it is."""
-    tokens = sum(batch.input_ids_BT.numel() for batch, _ in read)
-    what = f"Warm start: {part}:"
-    return reported(read, what, "tokens", tokens, lambda one: one[0].input_ids_BT.numel())
 
 
 class BaselineStudent(Student):

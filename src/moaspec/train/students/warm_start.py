@@ -1,55 +1,57 @@
-"""Warm start: closed-form initial weights from the target's weights and activations.
+"""Warm start: initial weights from the target's weights and activations, in closed form.
 
-With random weights CA attends uniformly and LSA's output carries no information, so the drafter
-learns from the text alone for a long time. Instead:
-
-- SA starts as a copy of the target's first layer, which reads token embeddings too; norms that SA
-  lacks are folded into the weights (`folded_layer`). Not if that layer has massive dimensions.
-- LSA's heads prefer the target's last layers, some sharply and some broadly. Their values are the
-  directions that a regression of the target's final state uses.
+- SA starts as a copy of the target's first layer, which reads token embeddings too. Not if that
+  layer has other parts (Qwen3, Gemma, OLMo 2) or massive dimensions.
 - The projection after LSA is the ridge regression of the target's final state on the mean over
   layers.
-- CA's heads prefer the newest readable tokens, recent ones, or none. `output_fit` fits its MLP.
+- CA's MLP is fitted to the target's states. Its residual holds the token's embedding, which
+  outweighs the rest at the LM head, often the same matrix: the drafter would repeat its last token.
+  With a nearly constant gate the MLP's inner activations are linear in its normed input, and its
+  last projection is the ridge regression on them of
 
-Both preferences are functions of a distance in layers or tokens. With rotary embedding, a constant
-query and a constant key score a sum of cosines and sines of the distance; `distance_query` fits its
-coefficients to the wanted function.
+      the target's state - (CA's input + CA's attention).
 
-Legend: N sampled tokens, T tokens, L target layers, E hidden size, K one layer's key and value,
-H query heads, C KV heads, D head dim, X distances.
+  So the drafter starts near the target's mean state for CA's inputs. An exit's adapter is the
+  regression of the states before its target layers.
+
+Legend: N sampled tokens or queries, T tokens, E hidden size, I width of CA's MLP, K inputs.
 """
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, tee
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moaspec.errors import InputError
-from moaspec.model.layers import masked_attention
+from moaspec.model.layers import AttentionBlock, masked_attention
 from moaspec.model.masks import text_mask
-from moaspec.model.moa import MoADrafter, TargetEncoder, TargetPass, positions
+from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.target import Target
+from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Batch
-from moaspec.train.students.folded_layer import folded_layer_state
-from moaspec.train.students.output_fit import RIDGE, fit_exit, fit_linear, layer_inputs, ridge
 
 log = logging.getLogger(__name__)
 
-FOLD_EXAMPLES = 16  # examples for measuring the first layer's norms and outputs
+Sample = Iterable[tuple[Batch, TargetPass]]
+"""Batches of one example, and the target's passes over them."""
+
 MASSIVE_DIMENSION = 100.0
 """SA stays random where a dimension of the first layer's output, by its root mean square, is above
-this multiple of the median one (Gemma 3 270M: 659). The target's later layers remove such a
-dimension; in the drafter it would dominate CA's norms and change with each step of training."""
-LAYER_SLOPES = (1.0, 0.5, 0.25)  # increase of the score per layer, for LSA's heads in turn
-LSA_GAIN = 4.0
-"""Scale of LSA's attention output relative to the residual it is added to, so that the regression's
-signal dominates."""
-TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
-"""Decrease of the score per token of distance, and largest decrease, for CA's heads in turn."""
-MAX_DISTANCE = 1024
+this multiple of the median one. The target's later layers remove such a dimension; in the drafter
+it would dominate CA's norms and change with each step of training."""
+MASSIVE_RATIO = 3.0
+"""Hidden states above this multiple of the median norm (usually the first token's) are excluded
+from regressions, which they would dominate."""
+RIDGE = 1e-3  # penalty of a regression, relative to the mean square of the inputs
+OUTPUT_RIDGE = 0.1
+"""Penalty of CA's regression. Smaller ones fit the sample better, by large weights: the optimiser's
+first steps, which move all weights alike, then raise the loss."""
+BLOCK = 10  # length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults
+GATE = 2.0  # mean of the gates. Activations are nearly linear from there on.
+MIN_QUERIES_PER_UNIT = 4
+"""With fewer sampled queries for each unit of the MLP, fewer units are used."""
 
 
 def random_weights(drafter: nn.Module) -> None:
@@ -73,52 +75,41 @@ def skip_further_layers(drafter: MoADrafter) -> None:
 
 @torch.no_grad()
 def warm_start(
-    target: Target, drafter: MoADrafter, sample: Iterable[tuple[Batch, TargetPass]]
+    target: Target, drafter: MoADrafter, sample: Sequence[tuple[Batch, TargetPass]]
 ) -> None:
     """Replace random weights by the warm start, in place.
 
     Args:
-        sample: batches of one example, and the target's passes over them.
+        sample: see `Sample`; the passes hold the states before each N's layers.
 
     Raises:
-        InputError: SA has other shapes than the target's first layer, or the sample is too small.
+        InputError: SA has other shapes than the target's first layer.
     """
-    sample, shown = tee(sample)
-    copy_first_layer(target, drafter, (batch for batch, _ in shown))
-    del shown  # `tee` keeps unread items
-    kv, finals, texts = [], [], []
-    for batch, result in sample:
-        kv.append(result.kv_BTLK[0].float())
-        finals.append(result.hidden_BTE[0].float())
-        texts.append(_text_states(target, drafter, batch))
-    log.info("Warm start: fitting LSA and CA")
-    encoder, kv_NLK, final_NE = drafter.encoder, torch.cat(kv), torch.cat(finals)
-    init_layer_attention(encoder, kv_NLK, final_NE)
-    mean_NK = encoder.mean_over_layers(kv_NLK[None])[0]
-    fit_linear(encoder.projection, mean_NK, final_NE)
-    norm = encoder.memory_norm
-    init_cross_attention(
-        drafter, queries_NE=norm(torch.cat(texts)), keys_NE=norm(encoder.projection(mean_NK))
-    )
+    log.info("Warm start: SA, then regressions of LSA's and CA's outputs")
+    copy_first_layer(target, drafter, (batch for batch, _ in sample))
+    kv_NLK = torch.cat([result.kv_BTLK[0].float() for _, result in sample])
+    final_NE = torch.cat([result.hidden_BTE[0].float() for _, result in sample])
+    encoder = drafter.encoder
+    fit_linear(encoder.projection, encoder.mean_over_layers(kv_NLK[None])[0], final_NE)
+    fit_output(target, drafter, sample)
 
 
 @torch.no_grad()
 def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batch] = ()) -> None:
-    """Copy the target's first layer to SA, its further norms folded into the weights.
+    """Copy the target's first layer to SA.
 
-    Logs a warning where SA stays random: it has other parts or sizes, or massive dimensions.
+    Logs a warning where SA stays random: the layer has other parts, or massive dimensions.
 
     Args:
-        batches: of one example each; needed to fold norms and to find massive dimensions.
+        batches: of one example each; needed to find massive dimensions.
+
+    Raises:
+        InputError: SA has other shapes than a plain first layer.
     """
-    batches = list(islice(batches, FOLD_EXAMPLES))
     source = first_layer_weights(target, drafter)
     if source is None:
-        folded = folded_layer_state(target, batches)
-        source = None if folded is None else _named_as_in_sa(folded)
-        if source is None or not _fits(source, drafter):
-            _warn_of_random(target, "other parts or sizes")
-            return
+        _warn_of_random(target, "parts that SA lacks")
+        return
     layer = drafter.decoder.self_attention
     random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(source)
@@ -151,8 +142,11 @@ def first_layer_weights(target: Target, drafter: MoADrafter) -> dict[str, Tensor
     state = target.plain_layer_state(0)
     if state is None:
         return None
-    source = _named_as_in_sa(state)
-    if not _fits(source, drafter):
+    source = {
+        name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
+        for name, tensor in state.items()
+    }
+    if _shapes(source) != _shapes(drafter.decoder.self_attention.state_dict()):
         raise InputError(
             "warm_start needs SA to have the shapes of the target's first layer; "
             "drop sizes.sa_* and sizes.parameters, or set warm_start=false."
@@ -160,106 +154,100 @@ def first_layer_weights(target: Target, drafter: MoADrafter) -> dict[str, Tensor
     return source
 
 
-def _named_as_in_sa(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
-        for name, tensor in state.items()
-    }
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
-def _fits(source: Mapping[str, Tensor], drafter: MoADrafter) -> bool:
-    """Whether SA has these tensors, in their shapes."""
-    states = (source, drafter.decoder.self_attention.state_dict())
-    given, own = ({name: one.shape for name, one in state.items()} for state in states)
-    return given == own
+def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
+    """SA's output for one example, (T, E)."""
+    mask = text_mask(batch.attention_mask_BT)
+    decoder = drafter.decoder
+    return decoder.run_self_attention(
+        target.embed(batch.input_ids_BT).float(),
+        decoder.self_rope(positions(batch.attention_mask_BT)),
+        [lambda q, k, v: masked_attention(q, k, v, mask)] * len(decoder.text_layers),
+    )[0]
 
 
-def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
-    """Make LSA's heads prefer the last layers, with values that predict the final state.
+@torch.no_grad()
+def fit_output(target: Target, drafter: MoADrafter, sample: Sample) -> None:
+    """Fit CA's MLP, and every exit, to the target's states, in place."""
+    numbers = drafter.config.num_target_layers
+    middle_NE, wanted = _queries(target, drafter, sample)
+    if not len(middle_NE):
+        return
+    usual_N, scale = non_massive_states(wanted[numbers[0]])
+    # An exit's adapter has the scale.
+    first_NE = wanted[numbers[0]] / (scale if drafter.exits else 1.0)
+    layer = drafter.decoder.cross_attention
+    fit_mlp(layer, middle_NE[usual_N], first_NE[usual_N])
+    if drafter.exits:
+        inner_NI = layer.mlp.inner(layer.post_attention_layernorm, middle_NE)
+        states_NE = middle_NE + layer.mlp.down_proj(inner_NI)
+        for n in numbers:
+            fit_exit(drafter.adapter(n), states_NE, wanted[n])
 
-    Queries and keys of a head are constants (biases), so a score depends on the distance of two
-    layers only. Each head's values are the directions of its average that matter most to the
-    regression of the final state on the averages of all kinds of heads.
+
+def _queries(
+    target: Target, drafter: MoADrafter, sample: Sample
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """CA's states before the norm of its MLP, (N, E), and the target's states by exit."""
+    entered: list[Tensor] = []
+    middles: list[Tensor] = []
+    wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
+    norm = drafter.decoder.cross_attention.post_attention_layernorm
+    hook = norm.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    try:
+        for batch, result in sample:
+            blocks = fixed_blocks(batch.to(torch.device("cpu")), BLOCK)
+            loss_BT = blocks.loss_BT.to(target.device)
+            drafter.block_states(
+                target.embed(batch.input_ids_BT).float(),
+                drafter.aggregate(result.kv_BTLK.float()),
+                batch.attention_mask_BT,
+                blocks.last_verified_BT.to(target.device),
+            )
+            middles.append(entered.pop()[loss_BT])
+            for n, states in wanted.items():
+                states.append(layer_inputs(result, n)[loss_BT].float())
+    finally:
+        hook.remove()
+    return torch.cat(middles), {n: torch.cat(states) for n, states in wanted.items()}
+
+
+@torch.no_grad()
+def fit_mlp(layer: AttentionBlock, middle_NE: Tensor, wanted_NE: Tensor) -> None:
+    """Make a layer approximate wanted states from its states before the MLP, in place.
+
+    Args:
+        layer: its norm before the MLP stays; the MLP is replaced, biases excepted.
+        middle_NE: its states after attention, before this norm.
+        wanted_NE: the states that it should return.
     """
-    layer = encoder.layer_self_attention
-    kinds = _init_layer_preferences(encoder, kv_NLK.shape[1])
-    normed_NLK = layer.input_layernorm(kv_NLK.to(encoder.projection.weight.dtype))
-    averages = _layer_averages(encoder, normed_NLK, kinds)
-    x, y = torch.cat(averages, dim=1), final_NE - final_NE.mean(0)
-    weight_XE = ridge(x - x.mean(0), y)
-    head_dim = layer.key_value.head_dim
-    directions = [
-        _main_directions(average_NK, part_KE)
-        for average_NK, part_KE in zip(averages, weight_XE.split(normed_NLK.shape[-1]), strict=True)
-    ]
-    rows, taken = [], dict.fromkeys(range(len(averages)), 0)
-    for kind in kinds:
-        start, taken[kind] = taken[kind], taken[kind] + head_dim
-        rows.append(directions[kind][start : start + head_dim])
-    if len(final_NE) < max(taken.values()):
-        raise InputError(
-            f"warm_start needs {max(taken.values())} tokens of the training data, got "
-            f"{len(final_NE)}: add examples, or set warm_start=false."
-        )
-    layer.key_value.v_proj.weight.copy_(torch.cat(rows))
-    residual = kv_NLK.float().mean(1).std()
-    nn.init.orthogonal_(layer.self_attn.o_proj.weight, gain=float(LSA_GAIN * residual))
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    normed_NE = norm(middle_NE)
+    units = max(1, min(mlp.down_proj.in_features, len(middle_NE) // MIN_QUERIES_PER_UNIT))
+    linear = min(units, normed_NE.shape[1])
+    constant_E1 = ridge(normed_NE, torch.ones_like(normed_NE[:, :1]))
+    mlp.gate_proj.weight[:linear] = GATE * constant_E1.T
+    mlp.up_proj.weight[:linear] = _main_directions(normed_NE)[:linear]
+    inner_NI = mlp.inner(norm, middle_NE)[:, :units]
+    mlp.down_proj.weight.zero_()
+    mlp.down_proj.weight[:, :units] = ridge(inner_NI, wanted_NE - middle_NE, OUTPUT_RIDGE).T
 
 
-def _init_layer_preferences(encoder: TargetEncoder, num_layers: int) -> list[int]:
-    """Write LSA's constant queries and keys; return the kind of each KV head."""
-    layer = encoder.layer_self_attention
-    query, key_value = layer.self_attn, layer.key_value
-    if query.q_proj.bias is None or key_value.k_proj.bias is None:
-        raise InputError(
-            "warm_start needs biases in LSA's query and key projections; set warm_start=false."
-        )
-    num_heads = query.q_proj.out_features // query.head_dim
-    num_kv_heads = key_value.k_proj.out_features // key_value.head_dim
-    group = num_heads // num_kv_heads
-    kinds = [head % len(LAYER_SLOPES) for head in range(num_kv_heads)]
-    distances = torch.arange(1 - num_layers, num_layers)
-    inv_freq = encoder.layer_rope.inv_freq
-    fitted = [distance_query(inv_freq, distances, -slope * distances) for slope in LAYER_SLOPES]
-    queries_HD = torch.stack([fitted[kind] for kind in kinds for _ in range(group)])
-    queries_HD, keys_CD = balance_norms(queries_HD, num_kv_heads)
-    query.q_proj.bias.copy_(queries_HD.flatten())
-    key_value.k_proj.bias.copy_(keys_CD.flatten())
-    nn.init.zeros_(key_value.k_proj.weight)
-    return kinds
-
-
-def _layer_averages(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> list[Tensor]:
-    """Attention-weighted averages of the layers, one for each kind of head: (N, K) each."""
-    layer, num_layers = encoder.layer_self_attention, normed_NLK.shape[1]
-    cos_sin = encoder.layer_rope(torch.arange(num_layers, device=normed_NLK.device)[None])
-    constant = torch.zeros_like(normed_NLK[:1])
-    query = layer.self_attn.query(constant, cos_sin)
-    key, _ = layer.key_value(constant, cos_sin)
-    group = query.shape[1] // key.shape[1]
-    scores_HLL = (query[0] @ key[0].repeat_interleave(group, 0).transpose(1, 2)) / math.sqrt(
-        query.shape[-1]
-    )
-    share_HL = scores_HLL.softmax(-1).mean(1)
-    return [
-        torch.einsum("nlk,l->nk", normed_NLK, share_HL[kinds.index(kind) * group])
-        for kind in sorted(set(kinds))
-    ]
-
-
-def _main_directions(average_NK: Tensor, weight_KE: Tensor) -> Tensor:
-    """Principal directions of `average @ weight`, largest first, scaled to unit deviation."""
-    centred = average_NK - average_NK.mean(0)
-    _, _, components_EE = torch.linalg.svd(centred @ weight_KE, full_matrices=False)
-    rows = (weight_KE @ components_EE.T).T
-    return rows / (centred @ rows.T).std(0).clamp(min=1e-6)[:, None]
+def _main_directions(states_NE: Tensor) -> Tensor:
+    """Orthonormal directions of the states, largest mean square first, (E, E)."""
+    states = states_NE.double()
+    _, vectors_EE = torch.linalg.eigh(states.T @ states)
+    return vectors_EE.flip(1).T.to(states_NE.dtype)
 
 
 @torch.no_grad()
 def fit_exits(
     target: Target,
     drafter: MoADrafter,
-    sample: Iterable[tuple[Batch, TargetPass]],
+    sample: Sample,
     *,
     former_n: int,
 ) -> None:
@@ -269,7 +257,7 @@ def fit_exits(
     target layers.
 
     Args:
-        sample: as for `warm_start`; the passes hold the states before each N's layers.
+        sample: see `Sample`; the passes hold the states before each N's layers.
         former_n: the N that the drafter was trained for.
     """
     given: list[Tensor] = []
@@ -290,76 +278,42 @@ def fit_exits(
         fit_exit(drafter.exits[str(n)], given_NE, torch.cat(states))
 
 
-def init_cross_attention(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
-    """Make CA's heads in turn prefer the newest tokens, recent ones, or none.
-
-    CA has no biases, so the constants come from a direction that all normalised inputs share.
-    """
-    config = drafter.config.cross_attention
-    distances = torch.arange(MAX_DISTANCE)
-    fitted = [
-        distance_query(
-            drafter.decoder.cross_rope.inv_freq,
-            distances,
-            (-slope * distances).clamp(min=-limit),
-            weights=1 / (1 + distances),
-        )
-        for slope, limit in TOKEN_SLOPES
-    ]
-    queries_HD = torch.stack([fitted[head % len(fitted)] for head in range(config.num_heads)])
-    queries_HD, keys_CD = balance_norms(queries_HD, config.num_kv_heads)
-    for linear, constant, inputs_NE in (
-        (drafter.decoder.cross_attention.self_attn.q_proj, queries_HD, queries_NE),
-        (drafter.encoder.memory_key_value.k_proj, keys_CD, keys_NE),
-    ):
-        direction_E1 = ridge(inputs_NE, torch.ones_like(inputs_NE[:, :1]))
-        linear.weight += constant.flatten()[:, None] * direction_E1.T
+def fit_exit(adapter: Any, given_NE: Tensor, wanted_NE: Tensor) -> None:
+    """Set an exit's adapter to the regression of wanted states on given ones, in place."""
+    usual_N, scale = non_massive_states(wanted_NE)
+    adapter.scale.fill_(scale)
+    fit_linear(adapter.linear, adapter.norm(given_NE[usual_N]), wanted_NE[usual_N] / scale)
 
 
-def distance_query(
-    inv_freq: Tensor, distances: Tensor, wanted: Tensor, *, weights: Tensor | None = None
-) -> Tensor:
-    """Fit a constant query that scores keys by distance, up to an additive constant.
+def layer_inputs(result: TargetPass, num_target_layers: int) -> Tensor:
+    """The states before the last N layers, or before the head for N = 0, (B, T, E)."""
+    return result.before[num_target_layers] if num_target_layers else result.hidden_BTE
 
-    With rotary embedding, a query (c, s) at i and a key (1, 0) at j score
-    sum_f c_f cos(f (i - j)) - s_f sin(f (i - j)), over sqrt(D).
+
+def non_massive_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Mask of the states that are not massive, (N,) bool, and their root mean square."""
+    size_N = states_NE.float().square().mean(1).sqrt()
+    usual_N = size_N < MASSIVE_RATIO * size_N.median()
+    return usual_N, size_N[usual_N].square().mean().sqrt()
+
+
+def ridge(x_NK: Tensor, y_NE: Tensor, strength: float = RIDGE) -> Tensor:
+    """W that minimises |x W - y|^2 + penalty |W|^2, (K, E).
 
     Args:
-        inv_freq: (D / 2,) rotary frequencies.
-        distances: (X,) values of i - j.
-        wanted: (X,) scores to approximate.
-        weights: (X,) of the least squares; None for equal weights.
-
-    Returns:
-        (D,) float32, for keys that are 1 in their first half and 0 in the second.
+        strength: the penalty, relative to the sum of squares of an input.
     """
-    weight = torch.ones(len(distances)) if weights is None else weights
-    weight = (weight / weight.sum()).double()
-    angles = distances[:, None].double() * inv_freq.double().cpu()
-    basis = torch.cat((angles.cos(), -angles.sin()), dim=1) / math.sqrt(2 * len(inv_freq))
-    basis = basis - weight @ basis
-    score = wanted.double() - weight @ wanted.double()
-    gram = basis.T @ (weight[:, None] * basis)
-    # One distance (of a target with keys in one layer only) leaves nothing to fit, and gives zeros.
-    ridge_size = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.double).tiny)
-    gram += ridge_size * torch.eye(len(gram), dtype=torch.double)
-    return torch.linalg.solve(gram, basis.T @ (weight * score)).float()
+    x, y = x_NK.double(), y_NE.double()
+    gram = x.T @ x
+    gram += (
+        strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype).to(gram.device)
+    )
+    return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
 
 
-def balance_norms(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Scale constant queries and their keys, (C, D), to similar norms."""
-    keys_CD = torch.zeros(num_kv_heads, queries_HD.shape[1])
-    keys_CD[:, : queries_HD.shape[1] // 2] = 1.0
-    scale = (queries_HD.norm(dim=1).mean() / keys_CD.norm(dim=1).mean()).clamp(min=1e-3).sqrt()
-    return queries_HD / scale, keys_CD * scale
-
-
-def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
-    """SA's output for one example, (T, E)."""
-    mask = text_mask(batch.attention_mask_BT)
-    decoder = drafter.decoder
-    return decoder.run_self_attention(
-        target.embed(batch.input_ids_BT).float(),
-        decoder.self_rope(positions(batch.attention_mask_BT)),
-        [lambda q, k, v: masked_attention(q, k, v, mask)] * len(decoder.text_layers),
-    )[0]
+def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None:
+    """Set a layer with bias to the ridge regression of outputs on inputs."""
+    input_mean, output_mean = inputs_NK.mean(0), outputs_NE.mean(0)
+    weight_EK = ridge(inputs_NK - input_mean, outputs_NE - output_mean).T
+    linear.weight.copy_(weight_EK)
+    linear.bias.copy_(output_mean - weight_EK @ input_mean)

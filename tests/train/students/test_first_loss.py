@@ -18,7 +18,7 @@ from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig
 from moaspec.train.students.losses import LossWeights
-from moaspec.train.students.output_fit import fit_mlp
+from moaspec.train.students.warm_start import fit_mlp
 from moaspec.train.trainer import Trainer
 
 STEPS = 20
