@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import socket
-import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -19,7 +16,6 @@ import pytest
 import moaspec
 import tiny
 from certificates import Authority
-from free_port import free_port
 from links import FaultyTransport
 from moaspec.drafting.tree_shapes import Chain
 from moaspec.errors import InputError, LinkError
@@ -28,7 +24,7 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.device.server_text import RemoteText
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.fleet import KEY_TOKENS, Fleet, Server, key_of
+from moaspec.remote.protocol.fleet import KEY_TOKENS, Fleet, key_of
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
 from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
@@ -55,7 +51,7 @@ class Servers:
             one: FaultyTransport(partial(InProcessTransport, service))
             for one, service in self.services.items()
         }
-        self.fleet = Fleet(ADDRESSES, lambda server, _: self.transports[server.address])
+        self.fleet = Fleet(ADDRESSES, lambda server, _: self.transports[server])
         self.drafter = drafter or moaspec.NgramProposer()
 
     def session(self, link: LinkOptions = PATIENT, **options: Any) -> RemoteSession:
@@ -71,135 +67,28 @@ class Servers:
             await service.stop()
 
 
-async def first(fleet: Fleet, token_ids: list[int]) -> Server:
-    return (await fleet.ranked(key_of(token_ids)))[0]
+def test_the_beginning_of_a_text_decides_the_order_of_its_servers() -> None:
+    fleet = Servers().fleet
+    texts = [[number] * KEY_TOKENS for number in range(300)]
+    orders = [fleet.ranked(key_of(text)) for text in texts]
+    assert orders == [fleet.ranked(key_of([*text, 1, 2])) for text in texts]
+    assert min(Counter(order[0] for order in orders).values()) > 60, "the hash is not even"
+    assert all(set(order) == set(ADDRESSES) for order in orders)
+    later = fleet.ranked(key_of(texts[0]), own=orders[0][2])
+    assert later == [orders[0][2], *orders[0][:2]]
+    fleet.avoid(orders[0][0], 60.0)
+    assert fleet.ranked(key_of(texts[0])) == [*orders[0][1:], orders[0][0]]
 
 
-def test_the_beginning_of_a_text_chooses_its_server() -> None:
-    async def run() -> None:
-        servers = Servers()
-        texts = [[number] * KEY_TOKENS for number in range(300)]
-        chosen = [await first(servers.fleet, text) for text in texts]
-        assert chosen == [await first(servers.fleet, [*text, 1, 2]) for text in texts]
-        assert min(Counter(chosen).values()) > 60, "the hash is not even"
-        fewer = Fleet(ADDRESSES[:2], lambda server, _: servers.transports[server.address])
-        for text, server in zip(texts, chosen, strict=True):
-            if server.address in fewer.addresses:
-                assert await first(fewer, text) == server, "a text moved without need"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("found", "ips"),
-    [
-        (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
-        (["10.0.0.1", "fd00::1"], [""]),  # one server of both families
-        # The system sorts addresses: those that the network does not reach are last.
-        (["fd00::2", "fd00::1", "10.0.0.1", "10.0.0.2"], ["fd00::1", "fd00::2"]),
-        (["10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2"], ["10.0.0.1", "10.0.0.2"]),
-        (["10.0.0.1", "fd00::1", "fd00::2"], [""]),
-        ([], [""]),  # unknown: the transport says so
-    ],
-)
-@pytest.mark.parametrize("address", ["name:50051", "wss://name:8443/path", "ws://name"])
-def test_a_name_with_several_addresses_is_a_fleet(
-    address: str, found: list[str], ips: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolve(monkeypatch, found)
-    fleet = Fleet([address], lambda *_: InProcessTransport(TargetService(tiny.target())))
-    ranked = asyncio.run(fleet.ranked(b""))
-    assert sorted(ranked, key=lambda one: one.ip) == [Server(address, ip) for ip in ips]
-
-
-def resolve(monkeypatch: pytest.MonkeyPatch, found: list[str]) -> None:
-    """Let every name have these addresses."""
-    real = socket.getaddrinfo
-
-    def look_up(host: str, port: int, *arguments: Any, **options: Any) -> list[Any]:
-        if host != "name":
-            return real(host, port, *arguments, **options)
-        if not found:
-            raise socket.gaierror
-        return [
-            (socket.AF_INET6 if ":" in ip else socket.AF_INET, 0, 0, "", (ip, port)) for ip in found
-        ]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-
-
-def test_a_name_server_that_does_not_answer_blocks_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Meanwhile, the last result is used, and the servers of other addresses."""
-    resolve(monkeypatch, ["10.0.0.1", "10.0.0.2"])
-    answers, asked = socket.getaddrinfo, list[str]()
-    answering = threading.Event()
-
-    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(host)
-        answering.wait(60)
-        return answers(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr("moaspec.remote.protocol.fleet.LATE_S", 0.01)
-    several = [Server("name:1", "10.0.0.1"), Server("name:1", "10.0.0.2")]
-
-    async def run() -> None:
-        only = Fleet(["name:1"], lambda *_: Alone([], breaks=False))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(only.ranked(b""), 0.01)
-        answering.set()
-        assert sorted(await only.ranked(b""), key=str) == several
-        answering.clear()
-        asked.clear()
-        for _ in range(3):
-            assert sorted(await only.ranked(b""), key=str) == several
-        both = Fleet(["name:1", "127.0.0.1:1"], lambda *_: Alone([], breaks=False))
-        for _ in range(3):
-            assert await both.ranked(b"") == [Server("127.0.0.1:1")]
-        while len(asked) < 2:  # a thread may begin late
-            await asyncio.sleep(0.01)
-        assert asked == ["name"] * 2, "each fleet has one lookup"
-
-    asyncio.run(run())
-    answering.set()
-
-
-def test_a_lookup_that_ends_as_it_is_given_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.11's `wait_for` loses a cancellation that comes as the awaited work ends."""
-    resolve(monkeypatch, ["10.0.0.1"])
-
-    async def run() -> None:
-        fleet = Fleet(["name:1"], lambda *_: Alone([], breaks=False))
-        waiting = asyncio.create_task(fleet._lookups.servers("name:1", 60.0))
-        await asyncio.sleep(0)
-        for thread in threading.enumerate():
-            if thread.name == "lookup":
-                thread.join()  # the event loop hears of the result next
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:1", "[::1]:1", "ws://10.0.0.1:1/path", "wss://[fd00::1]", "localhost:1"]
-)
-def test_what_is_no_name_is_not_looked_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_up(*_: Any, **__: Any) -> None:
-        raise AssertionError(address)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    fleet = Fleet([address], lambda *_: Alone([], breaks=False))
-    assert asyncio.run(fleet.ranked(b"")) == [Server(address)]
-    assert not fleet._lookups._running
+def test_a_fleet_has_a_server() -> None:
+    with pytest.raises(InputError, match="at least one"):
+        Fleet.at([])
+    assert len(Fleet.at(["ws://one:1", "one:1"]).addresses) == 1
 
 
 def test_a_fleet_forgets_servers_that_it_no_longer_avoids() -> None:
     fleet = Fleet(ADDRESSES, lambda *_: Alone([], breaks=False))
-    past, avoided, _ = map(Server, ADDRESSES)
+    past, avoided, _ = ADDRESSES
     fleet.avoid(past, 0.0)
     fleet.avoid(avoided, 60.0)
     assert list(fleet._avoided) == [avoided]
@@ -229,7 +118,7 @@ def test_a_text_goes_on_with_the_next_server(how: str, options: dict[str, Any]) 
         assert text == session.result.token_ids == expected.token_ids
         assert len(gone) == 2
         assert session.stats.reopened == 2
-        assert gone[0] == (await Servers().fleet.ranked(key_of(PROMPT)))[0].address
+        assert gone[0] == Servers().fleet.ranked(key_of(PROMPT))[0]
         await session.close()
         await servers.stop()
 
@@ -305,13 +194,13 @@ def test_an_unreachable_server_is_passed_by() -> None:
 
     async def run() -> None:
         servers = Servers()
-        best, second, _ = await servers.fleet.ranked(key_of(PROMPT))
-        servers.transports[best.address].hole = True
+        best, second, _ = servers.fleet.ranked(key_of(PROMPT))
+        servers.transports[best].hole = True
         for _ in range(2):  # the second session does not even try
             session = servers.session(link)
             result = await session.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
-            assert servers.holding() == [second.address]
+            assert servers.holding() == [second]
             await session.close()
             while servers.holding():
                 await asyncio.sleep(0.01)
@@ -356,7 +245,7 @@ def test_the_next_server_writes_on_what_the_last_wrote_alone(third: int) -> None
     request = pb.GenerateRequest(token_ids=[7])
 
     async def run() -> list[int]:
-        order = await Fleet(ADDRESSES, lambda *_: Alone([], breaks=False)).ranked(key_of([7]))
+        order = Fleet(ADDRESSES, lambda *_: Alone([], breaks=False)).ranked(key_of([7]))
         whole = Alone([[1], [2, 3, third], [6]], breaks=False)
         broken = Alone([[1, 2], [3, 4]], breaks=True)
         by_server = {order[0]: broken, order[1]: Alone([[1]], breaks=True), order[2]: whole}
@@ -374,45 +263,39 @@ def test_the_next_server_writes_on_what_the_last_wrote_alone(third: int) -> None
 
 
 @pytest.mark.slow
-def test_one_name_with_tls_and_a_server_that_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real servers at two addresses of one name, which their certificates bear."""
+def test_servers_with_tls_and_one_that_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
-    files: Any = authority.certificate("name")
+    files: Any = authority.certificate("localhost")
     entry = {"phone": {"sha256": hashlib.sha256(b"secret").hexdigest(), "max_sessions": 7}}
     (tmp_path / "tokens.json").write_text(json.dumps(entry))
     guard = CallAuth.read(tmp_path / "tokens.json")
     assert StoreOptions(shares=guard.max_sessions).share_of("phone") == 7
-    resolve(monkeypatch, ["127.0.0.1", "127.0.0.2"])
 
-    def made(ip: str, port: int) -> TargetServer:
-        options = ServerOptions(host=ip, port=port, tls=server_tls(*files), guard=guard)
+    def made() -> TargetServer:
+        options = ServerOptions(host="localhost", port=0, tls=server_tls(*files), guard=guard)
         return TargetServer(TargetService(tiny.target()), options)
 
     async def run() -> None:
-        ips = "127.0.0.1", "127.0.0.2"
-        port = free_port(ips)
-        servers = {ip: made(ip, port) for ip in ips}
-        for one in servers.values():
+        servers = [made(), made()]
+        for one in servers:
             await one.__aenter__()
-        credentials = Credentials(token="secret", ca=authority.ca)
-        fleet = Fleet.at([f"name:{port}"], credentials)
-        assert {one.ip for one in await fleet.ranked(b"")} == set(servers)
+        addresses = [one.url.removeprefix("wss://") for one in servers]
+        fleet = Fleet.at(addresses, Credentials(token="secret", ca=authority.ca))
         device = LocalDevice(tiny.target(), moaspec.NgramProposer())
         session = RemoteSession(device, fleet, RemoteOptions(link=PATIENT, draft=Chain(2)))
         text: list[int] = []
         async for event in session.stream(PROMPT, max_new_tokens=NEW):
             text[event.start :] = event.token_ids
             if len(text) >= 4 and len(servers) == 2:
-                (busy,) = [ip for ip, one in servers.items() if len(one.service.sessions)]
-                await servers.pop(busy).__aexit__()
+                (busy,) = [one for one in servers if len(one.service.sessions)]
+                servers.remove(busy)
+                await busy.__aexit__()
         assert text == list(tiny.own_texts("llama")[1])
         ids = RemoteText(fleet, tiny.target().stop_token_ids)
         alone = [e async for e in ids.stream(PROMPT, max_new_tokens=NEW)]
         assert [token for e in alone for token in e.token_ids] == text
         await session.close()
-        for one in servers.values():
+        for one in servers:
             await one.__aexit__()
 
     asyncio.run(run())

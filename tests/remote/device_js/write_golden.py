@@ -5,7 +5,6 @@ PYTHONPATH=tests python tests/remote/device_js/write_golden.py
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import random
@@ -207,7 +206,7 @@ def fleets() -> list[dict[str, Any]]:
         {
             "servers": servers,
             "text": text,
-            "ranked": [one.address for one in asyncio.run(fleet.ranked(key_of(text)))],
+            "ranked": fleet.ranked(key_of(text)),
         }
         for text in texts
     ]

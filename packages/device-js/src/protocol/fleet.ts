@@ -1,8 +1,8 @@
 /**
  * Several servers as one: chooses the server of each text, and avoids servers for some time.
  *
- * A text's server is chosen by rendezvous hashing of its first tokens, as in Python. So texts with one long beginning
- * meet on the server that has read it.
+ * A hash of a text's first tokens decides the order in which it tries the servers, as in Python. So texts with one long
+ * beginning meet on the server that has read it.
  */
 import { blake2b } from "@noble/hashes/blake2.js";
 import { InputError, LinkError } from "../errors.js";
@@ -64,18 +64,18 @@ export class Fleet {
   /**
    * All servers, in the order of a text's attempts.
    *
-   * @param key of the text
+   * @param key of the text; decides which server is the first
    * @param own the server that knows the text; it comes first, unless it is avoided
    */
   ranked(key: Uint8Array, own?: string): string[] {
-    const ranks = [...this.servers.keys()].map((server) => ({
-      server,
-      until: this.avoids(server) ? this.avoided.get(server)! : 0,
-      score: hash(new Uint8Array([...key, ...new TextEncoder().encode(`${server} `)])),
-    }));
+    const all = [...this.servers.keys()];
+    // The remainder of the key as a big-endian number.
+    const first = key.reduce((rest, byte) => (256 * rest + byte) % all.length, 0);
+    const until = (server: string) => (this.avoids(server) ? this.avoided.get(server)! : 0);
     const isOther = (server: string) => Number(server !== own);
-    ranks.sort((a, b) => a.until - b.until || isOther(a.server) - isOther(b.server) || compare(a.score, b.score));
-    return ranks.map(({ server }) => server);
+    return [...all.slice(first), ...all.slice(0, first)].sort(
+      (a, b) => until(a) - until(b) || isOther(a) - isOther(b),
+    );
   }
 }
 
@@ -148,14 +148,5 @@ export class Route implements Transport {
 
 /** The hash of a text's beginning, 8 bytes. */
 export function fleetKey(tokenIds: readonly number[]): Uint8Array {
-  return hash(new TextEncoder().encode(tokenIds.slice(0, KEY_TOKENS).join(",")));
-}
-
-function hash(data: Uint8Array): Uint8Array {
-  return blake2b(data, { dkLen: 8 });
-}
-
-function compare(a: Uint8Array, b: Uint8Array): number {
-  const place = a.findIndex((byte, i) => byte !== b[i]);
-  return place < 0 ? 0 : a[place]! - b[place]!;
+  return blake2b(new TextEncoder().encode(tokenIds.slice(0, KEY_TOKENS).join(",")), { dkLen: 8 });
 }

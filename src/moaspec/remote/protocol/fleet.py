@@ -1,30 +1,23 @@
 """Several servers as one: chooses the server of each text, and avoids servers for some time.
 
-A text's server is chosen by rendezvous hashing of its first tokens. So texts with one long
-beginning meet on the server that has read it, and a change of the fleet moves only the texts of
-the servers that come or go.
+A hash of a text's first tokens decides the order in which it tries the servers. So texts with one
+long beginning meet on the server that has read it. Balancing by load is left to proxies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
-import ipaddress
-import socket
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 
-from moaspec.errors import LinkError
+from moaspec.errors import InputError, LinkError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection, ServerTransport, Transport
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
 from moaspec.remote.server.auth import Credentials
 from moaspec.sampling.token_ids import common_length
-from moaspec.support.ports import server_url, split_address
+from moaspec.support.ports import server_url
 
 KEY_TOKENS = 64
 """First tokens that choose the server. Chat templates and short system prompts take fewer, so one
@@ -40,25 +33,9 @@ MAX_LATE = 2
 """Attempts at a session's own server that may time out before another one is tried: a short cut of
 the device's link should not lead to another server, which does not know the text."""
 
-LATE_S = 0.3
-"""Seconds after which the lookup of a name is late; an attempt to connect takes at most 1 s."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """One server of a fleet.
-
-    Attributes:
-        address: as the user gave it; TLS checks its name.
-        ip: where the name has several addresses, one of them.
-    """
-
-    address: str
-    ip: str = ""
-
-
-MakeTransport = Callable[[Server, str], Transport]
-"""(server, affinity) -> its transport, which shows load balancers the `affinity` of a text.
+MakeTransport = Callable[[str, str], Transport]
+"""(address, affinity) -> the transport to a server, which shows load balancers the `affinity` of a
+text.
 
 InputError: the address or the credentials cannot be used."""
 
@@ -67,20 +44,21 @@ class Fleet:
     """Servers of one target; a `ServerTransport`, and a `Transport` for each session (`route`).
 
     Args:
-        addresses: of the servers. A name with several addresses of one family is as many servers.
+        addresses: of the servers, as the user gave them.
         make: makes the transport to one of them; it may make no calls but `connect` if nothing
             else is called.
 
     Raises:
-        InputError: see `MakeTransport`.
+        InputError: there is no address, or see `MakeTransport`.
     """
 
     def __init__(self, addresses: Sequence[str], make: MakeTransport) -> None:
-        self.addresses, self._make = tuple(addresses), make
-        self._avoided: dict[Server, float] = {}
-        self._lookups = _Lookups()
+        if not addresses:
+            raise InputError("A fleet has at least one address.")
+        self.addresses, self._make = tuple(dict.fromkeys(addresses)), make
+        self._avoided: dict[str, float] = {}
         for address in self.addresses:
-            make(Server(address), "")
+            make(address, "")
 
     @staticmethod
     def at(addresses: Sequence[str], credentials: Credentials | None = None) -> Fleet:
@@ -95,8 +73,8 @@ class Fleet:
         """
         tls = credentials is not None and credentials.ca is not None
 
-        def make(server: Server, affinity: str) -> Transport:
-            return WebSocketTransport(server.address, credentials, ip=server.ip, affinity=affinity)
+        def make(address: str, affinity: str) -> Transport:
+            return WebSocketTransport(address, credentials, affinity=affinity)
 
         return Fleet([server_url(one, tls=tls) for one in addresses], make)
 
@@ -122,36 +100,32 @@ class Fleet:
     def route(self) -> Route:
         return Route(self)
 
-    def transport(self, server: Server, key: bytes) -> Transport:
+    def transport(self, server: str, key: bytes) -> Transport:
         """The transport of a text to a server."""
         return self._make(server, key.hex())
 
-    def avoid(self, server: Server, seconds: float) -> None:
+    def avoid(self, server: str, seconds: float) -> None:
         """Let a server come last for some time."""
         at = time.monotonic()
         self._avoided = {one: until for one, until in self._avoided.items() if until > at}
         self._avoided[server] = at + seconds
 
-    def avoids(self, server: Server) -> bool:
+    def avoids(self, server: str) -> bool:
         return self._avoided.get(server, 0.0) > time.monotonic()
 
-    async def ranked(self, key: bytes, own: Server | None = None) -> list[Server]:
-        """All servers, in the order of a text's attempts.
+    def ranked(self, key: bytes, own: str | None = None) -> list[str]:
+        """The addresses of all servers, in the order of a text's attempts.
 
         Args:
+            key: of the text; decides which server is the first.
             own: the server that knows the text; it comes first, unless it is avoided.
         """
-        found: list[list[Server]] = []
-        for late_s in (LATE_S, None):  # if all names are late, wait for them
-            if not any(found):
-                lookups = (self._lookups.servers(one, late_s) for one in self.addresses)
-                found = await asyncio.gather(*lookups)
+        first = int.from_bytes(key) % len(self.addresses)
 
-        def rank(server: Server) -> tuple[float, bool, bytes]:
-            until_s = self._avoided[server] if self.avoids(server) else 0.0
-            return until_s, server != own, _score(key, server)
+        def rank(server: str) -> tuple[float, bool]:
+            return self._avoided[server] if self.avoids(server) else 0.0, server != own
 
-        return sorted({server for one in found for server in one}, key=rank)
+        return sorted(self.addresses[first:] + self.addresses[:first], key=rank)
 
     async def connect(self) -> Connection:
         """Connect to a server for no text in particular."""
@@ -160,7 +134,7 @@ class Fleet:
     async def describe(self) -> pb.Description:
         """Ask the first server that answers."""
         error = LinkError("There is no server.")
-        for server in await self.ranked(b""):
+        for server in self.ranked(b""):
             try:
                 return await self._calls(server, b"").describe()
             except LinkError as broken:
@@ -170,8 +144,8 @@ class Fleet:
 
     async def weights(self, packing: str = "") -> AsyncGenerator[pb.Weights]:
         """The weights of the first server; `describe` avoids broken ones."""
-        (server, *_) = await self.ranked(b"")
-        async with contextlib.aclosing(self._calls(server, b"").weights(packing)) as pieces:
+        calls = self._calls(self.ranked(b"")[0], b"")
+        async with contextlib.aclosing(calls.weights(packing)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -182,7 +156,7 @@ class Fleet:
         """
         key, written = key_of(request.token_ids), list[int]()
         error = LinkError("There is no server.")
-        for server in await self.ranked(key):
+        for server in self.ranked(key):
             messages = self._calls(server, key).generate(request)
             try:
                 async with contextlib.aclosing(_after(written, messages)) as further:
@@ -195,7 +169,7 @@ class Fleet:
                 self.avoid(server, AVOID_S)
         raise error
 
-    def _calls(self, server: Server, key: bytes) -> ServerTransport:
+    def _calls(self, server: str, key: bytes) -> ServerTransport:
         transport: ServerTransport = self.transport(server, key)  # type: ignore[assignment]
         return transport
 
@@ -209,10 +183,10 @@ class Route:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._key = fleet, b""
-        self._own: Server | None = None
-        self._tried: Server | None = None
+        self._own: str | None = None
+        self._tried: str | None = None
         self._late = 0
-        self._servers: list[Server] = []
+        self._servers: list[str] = []
 
     def aim(self, token_ids: Sequence[int]) -> None:
         """Let the beginning of this text choose a server, when the next one is chosen."""
@@ -231,7 +205,7 @@ class Route:
     async def connect(self) -> Connection:
         """Connect to the first server that can be reached."""
         self._judge_last()
-        self._servers = await self._fleet.ranked(self._key, self._own)
+        self._servers = self._fleet.ranked(self._key, self._own)
         error = LinkError("There is no server.")
         for server in self._servers:
             self._tried = server
@@ -261,77 +235,6 @@ def key_of(token_ids: Sequence[int]) -> bytes:
     """The hash of a text's beginning, 8 bytes."""
     first = ",".join(map(str, token_ids[:KEY_TOKENS]))
     return hashlib.blake2b(first.encode(), digest_size=8).digest()
-
-
-def _score(key: bytes, server: Server) -> bytes:
-    return hashlib.blake2b(key + f"{server.address} {server.ip}".encode(), digest_size=8).digest()
-
-
-class _Lookups:
-    """Looks names up, one lookup at a time for each address.
-
-    A name server that does not answer blocks a lookup for long. So each runs in a daemon thread,
-    which neither the event loop's executor nor the end of the process waits for.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[str, Future[list[Server]]] = {}
-        self._known: dict[str, list[Server]] = {}
-
-    async def servers(self, address: str, late_s: float | None) -> list[Server]:
-        """The servers of an address: one for each IP address, if it is a name with several.
-
-        Args:
-            late_s: after this time the last result is returned, or nothing if there is none; None
-                waits for the lookup.
-        """
-        place = _name(address)
-        if place is None:
-            return [Server(address)]
-        running = self._running.get(address)
-        begins = running is None or running.done()
-        if running is None or begins:
-            running = self._running[address] = Future()
-            running.set_running_or_notify_cancel()  # waiters that give up do not cancel it
-            threading.Thread(
-                target=_look_up, args=(running, address, *place), name="lookup", daemon=True
-            ).start()
-        try:
-            async with asyncio.timeout(late_s):
-                self._known[address] = await asyncio.wrap_future(running)
-        except TimeoutError:
-            # Without an IP address the transport looks up as well: once for each late lookup.
-            return [one for one in self._known.get(address, ()) if one.ip or begins]
-        return self._known[address]
-
-
-def _name(address: str) -> tuple[str, int] | None:
-    """The host and port of an address whose host needs a lookup."""
-    if not address:
-        return None
-    place = address.partition("://")[2].partition("/")[0] or address
-    host, port = place, 0
-    with contextlib.suppress(Exception):
-        host, port = split_address(place, option="server")
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.strip("[]"))
-        return None
-    return None if host == "localhost" else (host, port)
-
-
-def _look_up(found: Future[list[Server]], address: str, host: str, port: int) -> None:
-    """Look up a name; `found` receives a server for each IP address of the preferred family.
-
-    A name with one address is one server. A name that cannot be looked up is one server too, whose
-    transport reports the fault.
-    """
-    ips: set[str] = set()
-    with contextlib.suppress(OSError, UnicodeError):
-        results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # The system puts families that this network does not reach last (RFC 6724).
-        ips = {str(where[0]) for family, *_, where in results if family == results[0][0]}
-    several = [Server(address, ip) for ip in sorted(ips)] if len(ips) > 1 else []
-    found.set_result(several or [Server(address)])
 
 
 async def _after(

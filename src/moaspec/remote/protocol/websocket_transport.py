@@ -68,7 +68,6 @@ class WebSocketTransport(ServerTransport):
     Args:
         address: ws://HOST:PORT, or wss://HOST:PORT for TLS; a path in it precedes the calls' paths.
         credentials: with wss:// their CAs are by default this system's.
-        ip: connects to this address instead of looking up the host.
         affinity: sent with every call, for load balancers that hash it.
 
     Raises:
@@ -80,11 +79,10 @@ class WebSocketTransport(ServerTransport):
         address: str,
         credentials: Credentials | None = None,
         *,
-        ip: str = "",
         affinity: str = "",
     ) -> None:
         self._credentials = _checked(address, credentials or Credentials())
-        self.address, self._ip = address.rstrip("/"), ip
+        self.address = address.rstrip("/")
         self._tls = self._credentials.tls()
         token = self._credentials.token
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -150,7 +148,7 @@ class WebSocketTransport(ServerTransport):
                 close_timeout=CLOSE_S,
                 max_size=MAX_FRAME_BYTES,
                 max_queue=2,
-                **self._destination(),
+                **self._encryption(),
             )
         connection = WebSocketConnection(opened)
         if opened.subprotocol != SUBPROTOCOL:
@@ -158,12 +156,11 @@ class WebSocketTransport(ServerTransport):
             raise RefusedError("What answers there is no `moaspec target-server`.")
         return connection
 
-    def _destination(self) -> dict[str, Any]:
-        ip: dict[str, Any] = {"host": self._ip} if self._ip else {}
+    def _encryption(self) -> dict[str, Any]:
         if self._tls is None:
-            return ip
+            return {}
         name = self._credentials.server_name
-        return {**ip, "ssl": self._tls, **({} if name is None else {"server_hostname": name})}
+        return {"ssl": self._tls, **({} if name is None else {"server_hostname": name})}
 
 
 class WebSocketConnection:
