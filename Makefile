@@ -136,8 +136,8 @@ lock: install
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 ES_PLUGIN := $(DEVICE_JS)/node_modules/.bin/protoc-gen-es
 proto: install
-	cd src && ../$(BIN)/protoc -I. --python_out=. --pyi_out=. moaspec/remote/protocol/target.proto
-	test ! -x $(ES_PLUGIN) || $(BIN)/protoc -Isrc/moaspec/remote/protocol \
+	cd src && ../$(BIN)/protoc -I. --python_out=. --pyi_out=. moaspec_edge/protocol/target.proto
+	test ! -x $(ES_PLUGIN) || $(BIN)/protoc -Isrc/moaspec_edge/protocol \
 		--plugin=protoc-gen-es=$(ES_PLUGIN) --es_opt=target=ts,import_extension=js \
 		--es_out=$(DEVICE_JS)/src/protocol target.proto
 

@@ -15,9 +15,9 @@ import transformers
 import moaspec
 from moaspec import Target
 from moaspec.calibration.measure_costs import machine
-from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
+from moaspec_core.cli.prompts import chat_ids
 
 ALIAS = "smollm2-135m"
 

@@ -22,13 +22,13 @@ from common import load, prompts_of, text_parser, text_setting
 
 import moaspec
 from moaspec import GenerationResult, SamplingParams
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.engine.request_state import acceptance_by_depth
 from moaspec.generation.local_engine import local_engine
-from moaspec.sampling.params import GREEDY
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.engine.request_state import acceptance_by_depth
+from moaspec_core.sampling.params import GREEDY
 
 
 class Likeliest(MoAProposer):

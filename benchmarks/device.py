@@ -46,12 +46,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.device_parts import Device, DeviceProposer
-from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.remote.protocol.activation_layout import Activations
-from moaspec.remote.protocol.codec import Codec, Floats
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.device_parts import Device, DeviceProposer
+from moaspec_edge.device_onnx.manifest import is_onnx_bundle
+from moaspec_edge.protocol.activation_layout import Activations
+from moaspec_edge.protocol.codec import Codec, Floats
 
 # Only functions import PyTorch: a process of a device without it is measured.
 
@@ -169,8 +169,8 @@ def child(directory: str) -> dict[str, float]:
     """Load a device and draft, in a process of its own; times and memory."""
     process = psutil.Process()
     device = load(directory)
-    import moaspec.remote.device.remote_session
-    import moaspec.remote.protocol.websocket_transport  # noqa: F401 - a device has it in memory
+    import moaspec_edge.device.remote_session
+    import moaspec_edge.protocol.websocket_transport  # noqa: F401 - a device has it in memory
 
     drafter: Any = device.drafting(None)
     read(drafter)
@@ -190,12 +190,12 @@ def child(directory: str) -> dict[str, float]:
 def load(directory: str | Path) -> Device:
     """A device of either kind of bundle, with one thread."""
     if is_onnx_bundle(directory):
-        from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+        from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
         return OnnxDevice(directory)
     import torch
 
-    from moaspec.remote.device.bundle import load_device
+    from moaspec_edge.device.bundle import load_device
 
     torch.set_num_threads(1)
     return load_device(directory)
@@ -307,9 +307,9 @@ def taus(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import moaspec
-    from moaspec.cli.prompts import chat_ids
     from moaspec.evaluate.prompt_suites import read_prompts
-    from moaspec.remote.device.local_parts import LocalDevice
+    from moaspec_core.cli.prompts import chat_ids
+    from moaspec_edge.device.local_parts import LocalDevice
 
     torch.set_num_threads(1)
     target = moaspec.load_target(args.model, dtype="float32")
@@ -335,10 +335,10 @@ def taus(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
 
 def features(target: Any, module: Any, ids: list[int]) -> Any:
     """A server's `ActivationParts` of a text."""
-    from moaspec.drafting.protocols import VerifyRequest
-    from moaspec.engine.engine import run_now
     from moaspec.engine.local_verifier import LocalVerifier
-    from moaspec.remote.server.service import wire_encoder
+    from moaspec_core.drafting.protocols import VerifyRequest
+    from moaspec_core.engine.engine import run_now
+    from moaspec_edge.server.service import wire_encoder
 
     encoder: Any = wire_encoder(module, target)
     verifier = LocalVerifier(target, encoder)
@@ -348,7 +348,7 @@ def features(target: Any, module: Any, ids: list[int]) -> Any:
 
 def num_rounds(drafter: DeviceProposer, ids: list[int], start: int, seen: Any, depth: int) -> int:
     """Rounds that greedy chains take for a known text from position `start` on."""
-    from moaspec.remote.server.activation_records import encoded
+    from moaspec_edge.server.activation_records import encoded
 
     layout, placed, rounds = drafter.layout("int8"), 0, 0
     records = encoded(seen, layout)

@@ -24,15 +24,15 @@ from common import load, parser, setting, spread, trusted
 from llamacpp import LlamaCpp, gguf_of
 
 from moaspec import GenerationResult, OracleProposer, Target, Tree
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import parse_shape
 
 AGREEMENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WARM_UP_TOKENS = 8

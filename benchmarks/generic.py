@@ -24,10 +24,10 @@ from common import setting, spread
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moaspec import OracleProposer, Target
-from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.generation.local_engine import local_engine
 from moaspec.target.generic.generic_target import target_of
+from moaspec_core.drafting.tree_shapes import parse_shape
 
 Clock = Callable[[], float]
 SHAPES = ("chain:4", "tree:5x3x15")

@@ -23,7 +23,7 @@ import moaspec
 from moaspec import GenerationResult, Target
 from moaspec.calibration.measure_costs import stored_costs
 from moaspec.model.moa import MoADrafter
-from moaspec.train.students.warm_start import random_weights
+from moaspec_train.students.warm_start import random_weights
 
 
 def main() -> None:

@@ -27,16 +27,16 @@ from rich.progress import track
 
 from moaspec import GenerationResult, SamplingParams, Target, generate
 from moaspec.backends.fast_baselines import baseline_drafting
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.drafters import read_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import GREEDY
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import Proposer, Verifier, VerifyRequest, VerifyResult
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.engine.engine import Engine
+from moaspec_core.sampling.params import GREEDY
 
 CONSOLE = Console(stderr=True)
 BATCH = 16

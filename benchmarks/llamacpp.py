@@ -43,14 +43,14 @@ import psutil
 from common import load, parser, setting, spread, trusted
 
 from moaspec import Target
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import Prompt, read_prompts
 from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
-from moaspec.target.names import ALIASES, local_gguf
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 STREAMS = (1, 4, 16, 64)
 SERVERS = ("serve", "llama.cpp")

@@ -28,10 +28,10 @@ from moaspec.backends.cpu.matrix import Matrix
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.process_memory import return_freed_memory
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
-from moaspec.train.students.warm_start import random_weights
+from moaspec_core.process_memory import return_freed_memory
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_train.students.warm_start import random_weights
 
 MB = 1e6
 

@@ -27,12 +27,12 @@ from moaspec import Chain, Tree  # noqa: E402
 from moaspec.backends.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.calibration.measure_costs import fingerprint  # noqa: E402
 from moaspec.calibration.round_parts import RoundParts, TimedPart  # noqa: E402
-from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
 from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
-from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex  # noqa: E402
-from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402
-from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
-from moaspec.support.paths import cache_dir  # noqa: E402
+from moaspec_core.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
+from moaspec_core.drafting.ngram_proposer import NgramIndex  # noqa: E402
+from moaspec_core.policy.cost_model import CostTable, KnownCosts  # noqa: E402
+from moaspec_core.policy.policies import AdaptivePolicy  # noqa: E402
+from moaspec_core.support.paths import cache_dir  # noqa: E402
 
 SHAPE = Tree(3, 2, 6)
 MIN_NOISE = 0.05

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.data_order import TrainBatch
+from moaspec_train.data_order import TrainBatch
 
 
 def naive_step(

@@ -23,10 +23,10 @@ from common import load, parser, setting
 import moaspec
 from moaspec import Target
 from moaspec.calibration.measure_costs import stored_costs
-from moaspec.cli.commands.demo import MAX_PROMPTS, MAX_TOKENS
-from moaspec.cli.prompts import chat_ids
+from moaspec.cli.demo import MAX_PROMPTS, MAX_TOKENS
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
+from moaspec_core.cli.prompts import chat_ids
 
 README = "Why is the sky blue?"
 LEAST = 0.97

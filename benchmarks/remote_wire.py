@@ -22,19 +22,19 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation import ShapedTransport, link_named
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import ActivationLayout
-from moaspec.remote.protocol.codec import CODECS, Codec
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.emulation import ShapedTransport, link_named
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.activation_layout import ActivationLayout
+from moaspec_edge.protocol.codec import CODECS, Codec
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec_edge.server.service import TargetService
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))

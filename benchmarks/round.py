@@ -20,12 +20,12 @@ import torch
 from common import load, parser, setting, spread
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.engine.engine import Engine
 
 PARTS = ("target", "head", "drafter", "encoder")
 WARM_UP_ROUNDS = 3

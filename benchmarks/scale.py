@@ -45,17 +45,17 @@ from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears
 from moaspec.backends.weight_only import BITS, quantise
 from moaspec.calibration.round_parts import RoundParts, pass_over, timed
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.policy.policies import DraftPolicy
-from moaspec.drafting.tree_shapes import Chain, parse_shape
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Timing
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
-from moaspec.support.extras import require
 from moaspec.target.registry import DTYPES, skeleton_of
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.tree_shapes import Chain, parse_shape
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Timing
+from moaspec_core.policy.policies import DraftPolicy
+from moaspec_core.support.extras import require
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from eval_report.plots import NO_METADATA, TEXT, scalable

@@ -31,16 +31,16 @@ import moaspec
 from moaspec.calibration.measure_costs import machine
 from moaspec.model.moa import DraftDecoder, TargetEncoder
 from moaspec.target.target import Target
-from moaspec.train.data_order import TrainBatch, random_blocks
-from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import TrainConfig, learning_rate
-from moaspec.train.students import students
-from moaspec.train.students.drafter_sizes import DrafterSizes
-from moaspec.train.students.losses import LossWeights, exit_loss
-from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
-from moaspec.train.students.target_activations import TargetActivations
-from moaspec.train.trainer import Trainer
+from moaspec_train.data_order import TrainBatch, random_blocks
+from moaspec_train.dataset.examples import Example, collate
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import TrainConfig, learning_rate
+from moaspec_train.students import students
+from moaspec_train.students.drafter_sizes import DrafterSizes
+from moaspec_train.students.losses import LossWeights, exit_loss
+from moaspec_train.students.students import DraftVocabularyHead, MoAStudent
+from moaspec_train.students.target_activations import TargetActivations
+from moaspec_train.trainer import Trainer
 
 TOLERANCE = 1e-4
 NAIVE, OURS, CACHED = "naive", "ours", "ours, cache warm"

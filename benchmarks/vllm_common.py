@@ -13,7 +13,7 @@ from typing import Any
 
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
+from moaspec_vllm.vllm_settings import VLLMServeSettings
 
 SYSTEM = (
     "You are a careful assistant. Answer the question that is asked, and only that one. Say so "

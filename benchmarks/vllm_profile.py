@@ -185,7 +185,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
     from moaspec.backends import fast_drafter
     from moaspec.backends.fast_drafter import FastAttentionBlock
     from moaspec.backends.pack import PackedLinear
-    from moaspec.vllm_plugin.paged_drafter.cache_reader import CacheReader
+    from moaspec_vllm.paged_drafter.cache_reader import CacheReader
 
     parts = drafter._parts
     for module in parts.drafter.modules():

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.trainer import Trainer
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_train.dataset.examples import Example
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import TrainConfig, read_train_config
+from moaspec_train.trainer import Trainer
 
 CONFIGS = Path(__file__).parent / "ablations"
 

@@ -26,11 +26,11 @@ import torch
 
 import moaspec
 from moaspec import Target
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.generation.bundled import bundled_drafters
-from moaspec.train.continual import ContinualTrainer, CycleReport, LearnConfig, newest_version
-from moaspec.train.students.held_out import BLOCK_LENGTH
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_train.continual import ContinualTrainer, CycleReport, LearnConfig, newest_version
+from moaspec_train.students.held_out import BLOCK_LENGTH
 
 ALIAS = "smollm2-135m"
 ROWS = 12  # texts that are decoded together

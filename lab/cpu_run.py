@@ -26,13 +26,13 @@ from torch import Tensor
 
 from moaspec import SamplingParams, Target, load_drafter, load_target
 from moaspec.backends.fast_drafter import packed_copy
-from moaspec.cli.prompts import message_ids
-from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier, PassRow
 from moaspec.model.moa import TargetPass
-from moaspec.train.dataset.examples import Batch, Example
-from moaspec.train.run_config import read_train_config
-from moaspec.train.trainer import Trainer
+from moaspec_core.cli.prompts import message_ids
+from moaspec_core.engine.engine import Engine
+from moaspec_train.dataset.examples import Batch, Example
+from moaspec_train.run_config import read_train_config
+from moaspec_train.trainer import Trainer
 
 ROWS, NEW_TOKENS, SHARD = 128, 224, 320
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.8, 1.0, 1.0)

@@ -23,11 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import moaspec.train.trainer as trainer_module
+import moaspec_train.trainer as trainer_module
 from moaspec import Target, load_target
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.baseline_proposers import EagleProposer, _EagleRound
-from moaspec.drafting.protocols import Features, RequestText, Verifier, VerifyRequest, VerifyResult
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.layers import (
@@ -38,15 +36,23 @@ from moaspec.model.layers import (
     merge_heads,
 )
 from moaspec.model.moa import positions
-from moaspec.train.data_order import Blocks, TrainBatch
-from moaspec.train.dataset.examples import Batch, Example, frequent_tokens
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import BaselineStudent, StudentOutput, unfilled_drafter
-from moaspec.train.students.target_activations import ExampleStore, TargetActivations, fingerprint
-from moaspec.train.students.warm_start import random_weights
-from moaspec.train.trainer import Trainer
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import (
+    Features,
+    RequestText,
+    Verifier,
+    VerifyRequest,
+    VerifyResult,
+)
+from moaspec_train.data_order import Blocks, TrainBatch
+from moaspec_train.dataset.examples import Batch, Example, frequent_tokens
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import TrainConfig, read_train_config
+from moaspec_train.students.losses import ExitStates
+from moaspec_train.students.students import BaselineStudent, StudentOutput, unfilled_drafter
+from moaspec_train.students.target_activations import ExampleStore, TargetActivations, fingerprint
+from moaspec_train.students.warm_start import random_weights
+from moaspec_train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import known_texts

@@ -22,10 +22,10 @@ import torch
 
 from moaspec.backends.load import load_target
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.trainer import Trainer
+from moaspec_train.dataset.examples import Example
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import TrainConfig, read_train_config
+from moaspec_train.trainer import Trainer
 
 UNIFORM_EXAMPLES = 20
 

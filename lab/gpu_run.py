@@ -31,13 +31,13 @@ from batch_writer import BatchWriter, Job
 from torch import Tensor
 
 from moaspec import Target, load_target
-from moaspec.data.messages import words
 from moaspec.model.moa import TargetEncoder
-from moaspec.train.data_order import TrainBatch
-from moaspec.train.dataset.examples import map_tensors
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.trainer import Trainer
+from moaspec_core.chat.messages import words
+from moaspec_train.data_order import TrainBatch
+from moaspec_train.dataset.examples import map_tensors
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import TrainConfig, read_train_config
+from moaspec_train.trainer import Trainer
 
 STAGES = {"short": (2048, 768), "article": (512, 1408), "articles": (160, 4096)}
 """Rows of a batch and slots of a row."""

@@ -24,16 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_device import OnnxDevice
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.train.continual import LearnConfig, is_held_out
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_device import OnnxDevice
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_train.continual import LearnConfig, is_held_out
 
 ALIAS = "smollm2-135m"
 DOMAIN = "Write a Go struct {} with fields ID, Name and Date and a constructor."

@@ -16,9 +16,9 @@ from itertools import cycle
 from pathlib import Path
 
 from moaspec import load_target
-from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.target.target import Target
+from moaspec_core.cli.prompts import chat_ids
 
 LENGTHS = (512, 1024, 2048, 4096, 7680)
 REQUEST = "Say in a few sentences what the last of these texts is about."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 from typer.cli import get_docs_for_click
 
-from moaspec.cli.main import app
+from moaspec_core.cli.main import app
 
 
 def reference() -> str:

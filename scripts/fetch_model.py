@@ -18,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from moaspec.target.names import ALIASES, fetched_gguf
+from moaspec_core.tokens.names import ALIASES, fetched_gguf
 
 
 @dataclass(frozen=True)

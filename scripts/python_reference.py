@@ -35,20 +35,20 @@ SECTIONS = {
     "Extend": (
         "moaspec.Target",
         "moaspec.Engine",
-        "moaspec.drafting.protocols.Proposer",
+        "moaspec_core.drafting.protocols.Proposer",
         "moaspec.model.moa.MoADrafter",
     ),
     "Client-server": (
-        "moaspec.remote.device.remote_session.RemoteSession",
-        "moaspec.remote.device.remote_session.RemoteOptions",
-        "moaspec.remote.device.events.RemoteEvent",
+        "moaspec_edge.device.remote_session.RemoteSession",
+        "moaspec_edge.device.remote_session.RemoteOptions",
+        "moaspec_edge.device.events.RemoteEvent",
     ),
     "Training settings": (
-        "moaspec.train.run_config.TrainConfig",
-        "moaspec.train.students.drafter_sizes.DrafterSizes",
-        "moaspec.train.students.losses.LossWeights",
+        "moaspec_train.run_config.TrainConfig",
+        "moaspec_train.students.drafter_sizes.DrafterSizes",
+        "moaspec_train.students.losses.LossWeights",
     ),
-    "Errors": ("moaspec.errors",),
+    "Errors": ("moaspec_core.errors",),
 }
 
 HEAD = """# Python API

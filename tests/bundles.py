@@ -13,10 +13,10 @@ import tiny
 from moaspec.backends.load import load_target
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import export_bundle
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.target import Target
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_edge.device.bundle import export_bundle
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 DRAFT_IDS = torch.arange(0, tiny.VOCAB, 2)
 

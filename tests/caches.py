@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from moaspec.support.paths import cache_dir, make_private
+from moaspec_core.support.paths import cache_dir, make_private
 
 
 def new_cache(directory: Path) -> Path:

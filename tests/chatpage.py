@@ -13,9 +13,9 @@ import memorised_target
 import serving
 from browsing import Visit
 from memorised_target import QUESTION
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.serve.sources.local_source import LocalSource
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_serve.sources.local_source import LocalSource
 
 if TYPE_CHECKING:
     from playwright.sync_api import Route

@@ -53,12 +53,12 @@ def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -
     """Let every command load its target by this function."""
     for place in (
         "moaspec.cli.method_loading",
-        "moaspec.remote.device.bundle",
+        "moaspec_edge.device.bundle",
         "moaspec",
         "moaspec.backends.load",
     ):
         monkeypatch.setattr(f"{place}.load_target", load)
-    monkeypatch.setattr("moaspec.remote.device.bundle.read_skeleton", load)
+    monkeypatch.setattr("moaspec_edge.device.bundle.read_skeleton", load)
 
 
 def interrupt_after(calls: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:

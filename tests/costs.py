@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.drafting.policy.cost_model import CostTable, KnownCosts
-from moaspec.drafting.policy.policies import AdaptivePolicy
-from moaspec.model.drafter_config import Rates
 from moaspec.model.moa import MoADrafter
 from moaspec.target.decoder_layers import DecoderLayers
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.drafter_config import Rates
+from moaspec_core.policy.cost_model import CostTable, KnownCosts
+from moaspec_core.policy.policies import AdaptivePolicy
 
 
 def table(**changes: Any) -> CostTable:

@@ -19,15 +19,15 @@ from google.protobuf.message import DecodeError
 import memorised_target
 from free_port import free_port
 from memorised_target import QUESTION
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.websocket_transport import WebSocketConnection
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
-from moaspec.remote.server.shared_verifier import SharedVerifier
-from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_edge.http.device_page import DevicePage, find_scripts, page_protocols
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.websocket_transport import WebSocketConnection
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
+from moaspec_edge.server.shared_verifier import SharedVerifier
 
 PAUSE_S = 0.02
 """Before each message of a server, so that an answer lasts long enough to be cut."""
@@ -74,7 +74,7 @@ def built_scripts() -> Path:
 def save_models(directory: Path) -> None:
     """A target that knows one answer, its drafter, and their ONNX bundle."""
     pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-    from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+    from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 
     target: Any = memorised_target.target()
     target.model.save_pretrained(directory / "target")

@@ -12,18 +12,18 @@ from typing import Any, cast
 import memorised_target
 import serving
 import tiny
-from moaspec.errors import LinkError, RefusedError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
-from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
 from moaspec.target.target import Target
+from moaspec_core.errors import LinkError, RefusedError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions
+from moaspec_edge.http.edge_source import EdgeLimits, EdgeSource
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.transport import Connection, InProcessTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
 """A busy machine must not look like a dead link; cuts here are noticed at once."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import serving
 import tiny
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_serve.server_context import ServeSettings
+from moaspec_serve.sources.local_source import LocalSource
 
 Fields = dict[str, Any]
 Answering = Callable[[Fields], tuple[int, Any]]

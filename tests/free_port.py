@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from moaspec.errors import InputError
-from moaspec.support.ports import bind
+from moaspec_core.errors import InputError
+from moaspec_core.support.ports import bind
 
 PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections and to servers that ask for any port."""

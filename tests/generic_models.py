@@ -1,4 +1,4 @@
-"""Tiny random models of types beyond the families of `moaspec.target.names`."""
+"""Tiny random models of types beyond the families of `moaspec_core.tokens.names`."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from moaspec.remote.protocol import identity
-from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.target.target import Target
+from moaspec_edge.protocol import identity
+from moaspec_edge.protocol import target_pb2 as pb
 
 NAMES = tuple(bytes([number]) * 16 for number in range(4))
 """Sessions that hostile frames speak of; so few, that they meet."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import serving
-from moaspec.errors import InputError
-from moaspec.sampling.grammar import Grammars
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.grammar import Grammars
 
 
 def grammars(stops: frozenset[int] = frozenset({serving.END})) -> Grammars:

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-import moaspec.backends.load
-import moaspec.train.dataset.regenerate
-import moaspec.train.dataset.synth  # noqa: F401 - what commands import when they need it
-from moaspec.cli.main import run
+import moaspec_train.dataset.regenerate
+import moaspec_train.dataset.synth  # noqa: F401 - what commands import when they need it
+from moaspec_core.cli.main import run
 
 
 def started(arguments: list[str]) -> int:

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from moaspec.backends.load import load_target
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import read_train_config
-from moaspec.train.trainer import Trainer
-from moaspec.train.training_state import StateFiles
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.run_config import read_train_config
+from moaspec_train.trainer import Trainer
+from moaspec_train.training_state import StateFiles
 
 
 def num_rows(log: Path) -> int:

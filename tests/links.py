@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.errors import LinkError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
-from moaspec.remote.server.service import TargetService
+from moaspec_core.errors import LinkError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec_edge.server.service import TargetService
 
 QUICK = LinkOptions(
     heartbeat_s=0.1,

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from moaspec.backends.load import load_target
-from moaspec.errors import LinkError, WireError
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_core.errors import LinkError, WireError
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.transport import Connection
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 RANDOM = random.Random(0)
 HUGE = bytes(3 << 20)

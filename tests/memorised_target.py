@@ -17,7 +17,7 @@ import serving
 import tiny
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
+from moaspec_train.dataset.examples import Example
 
 QUESTION = "Why is the sky blue?"
 ANSWER = (

@@ -11,8 +11,8 @@ import torch
 import tiny
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
-from moaspec.train.continual import LearnConfig
-from moaspec.train.learning_process import LearningSettings
+from moaspec_train.continual import LearnConfig
+from moaspec_train.learning_process import LearningSettings
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from moaspec.backends.load import load_target
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 
 @contextmanager

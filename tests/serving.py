@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.serve.app import create_app
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.engine_worker import WorkerLimits
-from moaspec.serve.sources.local_source import LocalSource
-from moaspec.serve.sources.source import TextSource
-from moaspec.serve.uvicorn_server import Server, config
 from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_serve.app import create_app
+from moaspec_serve.server_context import ServeSettings
+from moaspec_serve.sources.engine_worker import WorkerLimits
+from moaspec_serve.sources.local_source import LocalSource
+from moaspec_serve.sources.source import TextSource
+from moaspec_serve.uvicorn_server import Server, config
 
 MODEL = "tiny"
 START, END = 256, 257

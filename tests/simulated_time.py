@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from fleet_sim.simulation import SkippingLoop, simulated_clock
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.remote.server.shared_verifier import SharedVerifier
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_edge.server.shared_verifier import SharedVerifier
 
 T = TypeVar("T")
 

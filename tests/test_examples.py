@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import moaspec
-from moaspec.target.names import ALIASES, local_gguf
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPTS = ("Why is the sky blue?", "Write a short poem about the sea.")

@@ -13,10 +13,10 @@ import moaspec
 from block_drafts import block_logits, last_known
 from golden import TOLERANCE, needs_golden
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter, positions
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.engine.engine import run_now
 
 pytestmark = needs_golden
 PAPER_TREE = moaspec.Tree(depth=6, breadth=8, total_tokens=62)

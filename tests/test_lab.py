@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.train.data_order import blocks_at
-from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.run_config import TrainConfig
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_train.data_order import blocks_at
+from moaspec_train.dataset.examples import Example, collate
+from moaspec_train.run_config import TrainConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from add_change import add_change

@@ -13,14 +13,14 @@ import weakref
 import pytest
 import torch
 
-from moaspec.process_memory import (
+from moaspec_core.process_memory import (
     KERNEL_CACHES,
     OPEN_FILES,
     freeze_loaded_objects,
     prepare_process,
     return_memory_forever,
 )
-from moaspec.support import limits
+from moaspec_core.support import limits
 
 
 class Cycle:
@@ -70,7 +70,7 @@ def test_what_the_user_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_server_may_have_as_many_files_as_connections() -> None:
     code = (
-        "import resource as r; from moaspec.process_memory import prepare_process\n"
+        "import resource as r; from moaspec_core.process_memory import prepare_process\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (100, r.getrlimit(r.RLIMIT_NOFILE)[1])); prepare_process()\n"
         "print(*r.getrlimit(r.RLIMIT_NOFILE))"
     )
@@ -85,7 +85,7 @@ def test_a_server_may_have_as_many_files_as_connections() -> None:
 _GROWTH = """
 import ctypes, torch
 from moaspec.backends.linear_backends import OneDnnLinear
-from moaspec.process_memory import prepare_process
+from moaspec_core.process_memory import prepare_process
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
@@ -121,7 +121,7 @@ def test_kernels_of_other_numbers_of_tokens_take_the_place_of_earlier_ones() -> 
 
 TEAMS = """
 import psutil, torch
-from moaspec.process_memory import end_idle_threads
+from moaspec_core.process_memory import end_idle_threads
 
 def num_threads(team):
     torch.set_num_threads(team)

@@ -8,21 +8,21 @@ from types import FrameType
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.engine.engine import Engine
 
 PACKAGE = Path(moaspec.__file__).parent
 PATH = {
     "model/moa.py",
     "model/layers.py",
-    "engine/engine.py",
-    "engine/request_state.py",
-    "drafting/protocols.py",
+    "moaspec_core/engine/engine.py",
+    "moaspec_core/engine/request_state.py",
+    "moaspec_core/drafting/protocols.py",
     "drafting/tree_proposer.py",
     "drafting/moa_proposer.py",
-    "drafting/draft_tree.py",
+    "moaspec_core/drafting/draft_tree.py",
     "engine/local_verifier.py",
     "engine/accept.py",
     "target/target.py",

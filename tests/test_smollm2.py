@@ -15,20 +15,20 @@ from bits import needs_packed_kernels, needs_unpacking
 from eval_studies.pass_costs import measure_costs
 from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.race import TimedDecoding, compare_texts, run_race
-from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.moa import MoADrafter, TargetEncoder
-from moaspec.target.names import ALIASES, local_gguf
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 ALIAS = "smollm2-135m"
 REUSING = "smollm2-135m-n3"

@@ -24,9 +24,9 @@ import chat_tokenizers
 import moaspec
 import tiny
 from commands import load_targets_by, text_target
-from moaspec.cli.main import app
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.serve.openai.chat_schema import ChatRequest
+from moaspec_core.cli.main import app
+from moaspec_serve.openai.chat_schema import ChatRequest
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -39,7 +39,7 @@ PAGES = (
     ),
 )
 NOT_RUN = {
-    "from moaspec.remote import Credentials": "its server is elsewhere",
+    "from moaspec_edge import Credentials": "its server is elsewhere",
     "service = TargetService": "options are left out",
     "from openai import OpenAI": "its server is elsewhere",
     "from langchain_openai import": "its server is elsewhere",

@@ -32,17 +32,17 @@ from transformers import (
 from block_drafts import block_logits
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import FastDecoderLayers
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
-from moaspec.train.data_order import random_blocks
-from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.engine.engine import Engine, run_now
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_train.data_order import random_blocks
+from moaspec_train.dataset.examples import Example, collate
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 VOCAB = 64
 WINDOW = 8

@@ -13,7 +13,7 @@ from typing import Any
 import tiny
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
-from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
+from moaspec_vllm.vllm_settings import VLLMServeSettings
 
 DRAFT_TOKENS = 3
 NEW_TOKENS = 24

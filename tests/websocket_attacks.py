@@ -18,10 +18,10 @@ import tiny
 from attacks import HELD_S, KEY, SLOW_EXPRESSION, Attack, Repeated, flood
 from hostile import Hostile
 from hostile_grammars import chained, rules
-from moaspec.remote.protocol import identity, wire
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.websocket_transport import SUBPROTOCOL
-from moaspec.sampling.params import GREEDY
+from moaspec_core.sampling.params import GREEDY
+from moaspec_edge.protocol import identity, wire
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.websocket_transport import SUBPROTOCOL
 
 CALL_S = 60.0
 

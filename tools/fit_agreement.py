@@ -25,10 +25,10 @@ from torch import Tensor
 
 import moaspec
 from moaspec.drafting.path_scores import Ranking, margins
-from moaspec.drafting.protocols import RequestText
 from moaspec.model.moa import MoADrafter
-from moaspec.train.data_order import fixed_blocks
-from moaspec.train.dataset.examples import Example, collate
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_train.data_order import fixed_blocks
+from moaspec_train.dataset.examples import Example, collate
 
 RANKS = 8
 BLOCK = 4

@@ -1,6 +1,6 @@
 """Mixture of Attentions speculative decoding: the target's text, exactly, only sooner."""
 
-from moaspec.support.lazy import attach
+from moaspec_core.support.lazy import attach
 
 __version__ = "0.1.0"
 

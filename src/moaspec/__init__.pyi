@@ -1,20 +1,20 @@
-from moaspec import errors as errors
 from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Event, GenerationResult
 from moaspec.generation.api import generate, stream
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.session import Session
 from moaspec.generation.transformers_hook import custom_generate
-from moaspec.sampling.params import SamplingParams
 from moaspec.target import Target
-from moaspec.target.token_rules import TokenRules
+from moaspec_core import errors as errors
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Event, GenerationResult
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_core.tokens.token_rules import TokenRules
 
 __version__: str
 

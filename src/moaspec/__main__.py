@@ -1,5 +1,5 @@
 """`python -m moaspec`, which `torchrun -m moaspec` needs."""
 
-from moaspec.cli.entry import run
+from moaspec_core.cli.entry import run
 
 run()

@@ -14,9 +14,9 @@ from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
 from moaspec.backends.fast_target import FastDecoderLayers, accelerate
-from moaspec.drafting.draft_tree import ancestor_matrix
 from moaspec.drafting.kv_cache import KVCache, tree_mask
 from moaspec.target.decoder_layers import Slots, TextPass
+from moaspec_core.drafting.draft_tree import ancestor_matrix
 from tiny import PROMPTS, kernel_target
 
 pytestmark = [pytest.mark.kernels, needs_packed_kernels]

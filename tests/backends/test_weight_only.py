@@ -23,9 +23,9 @@ from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.weight_only import BITS, by_torchao, in_groups, quantise, require_quantize
 from moaspec.calibration.measure_costs import fingerprint
-from moaspec.drafting.draft_tree import Tree
-from moaspec.errors import InputError
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.errors import InputError
 
 pytestmark = pytest.mark.kernels
 

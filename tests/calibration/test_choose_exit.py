@@ -13,9 +13,9 @@ import moaspec
 import tiny
 from costs import know, rated, table, watch_reused
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
-from moaspec.drafting.policy.cost_model import PRIOR, CostTable
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
+from moaspec_core.policy.cost_model import PRIOR, CostTable
 
 Store = Callable[[dict[int, CostTable]], None]
 

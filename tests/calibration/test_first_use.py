@@ -15,10 +15,10 @@ from moaspec.calibration.assumed_costs import SURE, assumed_costs, num_weights, 
 from moaspec.calibration.first_use import measure_once
 from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.calibration.round_parts import TimedPart
-from moaspec.drafting.policy.cost_model import CostTable, best_chain
 from moaspec.generation.shaping import shaping_for
-from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.target import Target
+from moaspec.target.thread_limiter import ThreadLimiter
+from moaspec_core.policy.cost_model import CostTable, best_chain
 
 
 @pytest.fixture

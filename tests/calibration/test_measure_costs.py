@@ -21,11 +21,11 @@ from moaspec.calibration import measure_costs, round_parts
 from moaspec.calibration.choose_exit import known_exits
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
 from moaspec.calibration.round_parts import TimedPart
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.policy.policies import AdaptivePolicy
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_core.policy.policies import AdaptivePolicy
 
 
 @pytest.fixture

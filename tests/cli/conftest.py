@@ -14,10 +14,10 @@ import tiny
 from caches import new_cache
 from commands import Cli, Output, load_targets_by, text_target
 from moaspec.cli.loading import warn_unmeasured
-from moaspec.cli.main import run
-from moaspec.cli.terminal import console
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.cli.main import run
+from moaspec_core.cli.terminal import console
 
 
 @pytest.fixture

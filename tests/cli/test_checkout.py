@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import moaspec
 from commands import Cli
-from moaspec.cli.checkout import add_tool_command, checkout_option
-from moaspec.errors import InputError
+from moaspec_core.cli.checkout import add_tool_command, checkout_option
+from moaspec_core.errors import InputError
 
 
 def _app() -> typer.Typer:
@@ -29,7 +29,7 @@ def _app() -> typer.Typer:
 def test_an_installed_package_says_that_it_needs_a_checkout(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.checkout.TOOLS", tmp_path)
+    monkeypatch.setattr("moaspec_core.cli.checkout.TOOLS", tmp_path)
     found = CliRunner().invoke(_app(), ["edge-bench", *arguments])
     assert isinstance(found.exception, InputError)
     assert "`moaspec edge-bench` runs only in a checkout" in str(found.exception)
@@ -39,7 +39,7 @@ def test_an_installed_package_hides_options_of_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not checkout_option("--cost", "Costs.").hidden
-    monkeypatch.setattr("moaspec.cli.checkout.TOOLS", tmp_path)
+    monkeypatch.setattr("moaspec_core.cli.checkout.TOOLS", tmp_path)
     assert checkout_option("--cost", "Costs.").hidden
 
 
@@ -48,7 +48,7 @@ def test_an_installed_package_shows_only_commands_that_it_has(tmp_path: Path) ->
     shutil.copytree(Path(moaspec.__file__).parent, tmp_path / "lib" / "site" / "moaspec")
     code = """
 from typer.testing import CliRunner
-from moaspec.cli.main import app
+from moaspec_core.cli.main import app
 import moaspec
 print(moaspec.__file__)
 for words in ([], ["data"], ["eval"]):
@@ -80,7 +80,7 @@ def test_eval_names_the_option_that_needs_a_checkout(
     def refuse(_: str, command: str) -> None:
         raise InputError(f"{command} needs a checkout.")
 
-    monkeypatch.setattr("moaspec.cli.commands.evaluate.import_tool", refuse)
+    monkeypatch.setattr("moaspec.cli.evaluate.import_tool", refuse)
     output = cli("eval", *option)
     assert output.code == 2
     assert f"moaspec eval {option[0]} needs a checkout" in output.err

@@ -31,23 +31,23 @@ from commands import Cli, load_targets_by, text_target
 from costs import know, table
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.measure_costs import calibrate, stored_costs
-from moaspec.cli.entry import open_closed_streams
 from moaspec.cli.loading import measure_once, warn_unmeasured
-from moaspec.cli.main import app, run
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.interrupts import deferred_interrupts
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Event
-from moaspec.errors import InputError, ShapeError, TrainingError
 from moaspec.evaluate.correctness.check_target import Check, CheckedText, Told
 from moaspec.model.baselines import EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.moa_config import SECTION
-from moaspec.model.drafter_config import LayerConfig
-from moaspec.support.paths import cache_dir
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.drafter_config import LayerConfig
+from moaspec_core.cli.entry import open_closed_streams
+from moaspec_core.cli.main import app, run
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.interrupts import deferred_interrupts
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Event
+from moaspec_core.errors import InputError, ShapeError, TrainingError
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_core.support.paths import cache_dir
 
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
@@ -553,7 +553,7 @@ def test_the_line_of_a_text_ends_before_an_error(cli: Cli, monkeypatch: pytest.M
 
 
 def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.cli.terminal.interrupts.PATIENCE_S", 0.0)
+    monkeypatch.setattr("moaspec_core.cli.terminal.interrupts.PATIENCE_S", 0.0)
     with deferred_interrupts() as interrupts:
         assert not interrupts
         os.kill(os.getpid(), signal.SIGINT)
@@ -840,7 +840,7 @@ def test_a_failed_training_exits_with_one(
     def fail(*_: Any) -> None:
         raise TrainingError("The loss became nan.")
 
-    monkeypatch.setattr("moaspec.train.trainer.Trainer.train_step", fail)
+    monkeypatch.setattr("moaspec_train.trainer.Trainer.train_step", fail)
     output = cli("train", str(training_files(tmp_path)))
     assert output.code == 1
     assert "The loss became nan." in output.err
@@ -956,7 +956,7 @@ def test_train_names_the_best_step(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = iter((2.5, 1.5))
-    monkeypatch.setattr("moaspec.train.trainer.held_out_score", lambda _: next(scores))
+    monkeypatch.setattr("moaspec_train.trainer.held_out_score", lambda _: next(scores))
     output = cli("train", str(training_files(tmp_path)))
     assert output.code == 0
     assert "The weights of step 2, the best on held-out text (2.50), are in" in output.err
@@ -995,10 +995,10 @@ def test_sigterm_ends_any_command_in_order(
 
 NOTHING = "Nothing was saved in"
 PHASES = {
-    "moaspec.train.dataset.read_examples.read_examples": NOTHING,
+    "moaspec_train.dataset.read_examples.read_examples": NOTHING,
     "moaspec.backends.load.load_target": NOTHING,
-    "moaspec.train.students.students.fit_output": NOTHING,
-    "moaspec.train.trainer.Trainer.export": "The last saved state, step-2",
+    "moaspec_train.students.students.fit_output": NOTHING,
+    "moaspec_train.trainer.Trainer.export": "The last saved state, step-2",
 }
 
 
@@ -1054,7 +1054,7 @@ def test_sigterm_in_steps_has_its_own_code(
             signal.raise_signal(signal.SIGTERM)
         return ""
 
-    monkeypatch.setattr("moaspec.cli.commands.train._line", terminate)
+    monkeypatch.setattr("moaspec_train.cli.train._line", terminate)
     output = cli("train", str(training_files(tmp_path)), "held_out=0")
     assert output.code == 143
     assert "Stopped after step 2 of 3, which is saved" in output.err

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.cli.commands.chat_command import _hold
-from moaspec.cli.options import read_lines
-from moaspec.cli.prompts import read_prompt
-from moaspec.cli.terminal.chat_loop import ChatLoop
+from moaspec.cli.chat import _hold
+from moaspec_core.cli.options import read_lines
+from moaspec_core.cli.prompts import read_prompt
+from moaspec_core.cli.terminal.chat_loop import ChatLoop
 
 TEXT = "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{CJK UNIFIED IDEOGRAPH-65E5}"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from moaspec.support import extras
-from moaspec.support.extras import EXTRAS, install_command
+from moaspec_core.support import extras
+from moaspec_core.support.extras import EXTRAS, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ class Finder:
 
 hidden, commands = json.loads(sys.argv[1])
 sys.meta_path[:] = [Finder(list(sys.meta_path), hidden)]
-from moaspec.cli import main
+from moaspec_core.cli import main
 found = []
 for command in commands:
     sys.argv, error, code = ["moaspec", *command], io.StringIO(), 0
@@ -181,8 +181,8 @@ def test_no_message_names_a_package_that_may_not_be_on_an_index() -> None:
 def test_the_server_of_one_machine_needs_its_extra_only() -> None:
     needed = (*EXTRAS["serve"], *EXTRAS["device-onnx"])  # an environment may have these, too
     hidden = {module for modules in EXTRAS.values() for module in modules} - set(needed)
-    code = BASE_ONLY.partition("from moaspec.cli")[0] + (
-        "import moaspec.serve.sources.local_source, moaspec.serve.uvicorn_server"
+    code = BASE_ONLY.partition("from moaspec_core.cli")[0] + (
+        "import moaspec_serve.sources.local_source, moaspec_serve.uvicorn_server"
     )
     request = json.dumps([sorted(hidden), []])
     done = subprocess.run(

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from commands import Cli
-from moaspec.cli.main import app
-from moaspec.cli.renamed import REMOVED, RENAMED
+from moaspec_core.cli.main import app
+from moaspec_core.cli.renamed import REMOVED, RENAMED
 
 
 def _options() -> Iterator[tuple[str, Any]]:

@@ -16,11 +16,11 @@ import chat_tokenizers
 from commands import Cli
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu import build
-from moaspec.cli.terminal.status import measuring, status
+from moaspec_core.cli.terminal.status import measuring, status
 
 AT_TORCH = """
 import contextlib, importlib.util, io, json, sys
-from moaspec.cli.entry import run
+from moaspec_core.cli.entry import run
 class Torch:
     def find_spec(self, name, *_):
         return importlib.util.spec_from_loader(name, self) if name == "torch" else None

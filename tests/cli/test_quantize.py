@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commands import Cli, load_targets_by
-from moaspec.errors import InputError
+from moaspec_core.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_it_reaches_the_target(
     command: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("moaspec.cli.terminal.status.require", lambda *_: None)
+    monkeypatch.setattr("moaspec_core.cli.terminal.status.require", lambda *_: None)
 
     def load(*_: Any, **options: Any) -> None:
         seen.append(options.get("quantize"))
@@ -59,7 +59,7 @@ def test_it_is_among_the_settings_that_results_have(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that other weights do not resume them."""
-    monkeypatch.setattr("moaspec.cli.terminal.status.require", lambda *_: None)
+    monkeypatch.setattr("moaspec_core.cli.terminal.status.require", lambda *_: None)
 
     def load(*_: Any, **__: Any) -> None:
         raise InputError("enough seen")

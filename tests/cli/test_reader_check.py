@@ -11,10 +11,10 @@ import pytest
 import gguf_models
 from commands import Cli
 from moaspec.backends import load
-from moaspec.cli.options import LoadOptions
 from moaspec.cli.reader_check import check_reader
 from moaspec.evaluate.correctness import llama_cpp
 from moaspec.target.weights import gguf, gguf_config
+from moaspec_core.cli.options import LoadOptions
 
 OPTIONS = ("--max-new-tokens", "2", "--limit", "1", "--dtype", "float32")
 

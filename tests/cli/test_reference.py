@@ -14,7 +14,7 @@ from rich.markup import render
 from typer.core import TyperGroup
 
 from commands import Cli
-from moaspec.cli.main import app
+from moaspec_core.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,14 +17,14 @@ from typer.core import TyperGroup
 
 import moaspec
 from moaspec.backends import load
-from moaspec.cli.main import app
+from moaspec_core.cli.main import app
 
 LIBRARIES = ("torch", "transformers")
 SLOW = (*LIBRARIES, "numpy", "accelerate", "datasets", "fastapi", "huggingface_hub", "websockets")
 
 RUN = """
 import json, sys
-from moaspec.cli.entry import run
+from moaspec_core.cli.entry import run
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["moaspec", *arguments]
     try:
@@ -91,7 +91,7 @@ def test_what_only_lists_and_explains_imports_no_library() -> None:
 def test_shells_complete_commands_and_options(shell: str, words: str, expected: str) -> None:
     code = """
 import atexit, sys
-from moaspec.cli.entry import run
+from moaspec_core.cli.entry import run
 atexit.register(lambda: print("imported:", *sorted({name.split(".")[0] for name in sys.modules})))
 run()
 """
@@ -108,7 +108,7 @@ run()
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_can_be_shown(shell: str) -> None:
-    code = "from moaspec.cli.entry import run; run()"
+    code = "from moaspec_core.cli.entry import run; run()"
     assert "_MOASPEC_COMPLETE" in _after(code, _MOASPEC_COMPLETE=f"source_{shell}")
 
 
@@ -157,9 +157,9 @@ def test_what_is_not_decoding_imports_no_library() -> None:
     _after(
         """
 import sys
-import moaspec, moaspec.errors
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.generation.bundled import bundled_drafters
+import moaspec, moaspec_core.errors
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.bundled import bundled_drafters
 from moaspec.evaluate import read_prompts
 from moaspec.target import ALIASES, SUPPORTED_FAMILIES
 assert parse_shape("tree:6x8x62") and bundled_drafters() and read_prompts("bundled")
@@ -181,7 +181,7 @@ def test_all_that_packages_export_can_be_had() -> None:
 @pytest.mark.slow
 def test_what_libraries_say_is_not_shown() -> None:
     code = """
-from moaspec.cli.terminal.status import quiet_libraries
+from moaspec_core.cli.terminal.status import quiet_libraries
 quiet_libraries()
 import logging, sys, warnings
 from tqdm.auto import tqdm
@@ -204,7 +204,7 @@ logging.getLogger("moaspec.backends.cpu").warning("no compiler")
 AT_TORCH = """
 import importlib.util, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
-from moaspec.cli.entry import run
+from moaspec_core.cli.entry import run
 class Torch:
     def find_spec(self, name, *_):
         return importlib.util.spec_from_loader(name, self) if name == "torch" else None

@@ -6,8 +6,8 @@ import pytest
 
 from commands import Cli
 from free_port import free_port
-from moaspec.support.extras import EXTRAS
-from moaspec.support.locks import writing
+from moaspec_core.support.extras import EXTRAS
+from moaspec_core.support.locks import writing
 
 pytest.importorskip("fcntl", reason="this system has no flock")
 COMMANDS = {

@@ -14,8 +14,8 @@ import pytest
 
 from moaspec.data import row_sources
 from moaspec.data.row_sources import numbered_lines, read_records, read_text
-from moaspec.errors import DataError, InputError
-from moaspec.train.run_config import read_train_config
+from moaspec_core.errors import DataError, InputError
+from moaspec_train.run_config import read_train_config
 
 LINE = 1 << 20
 

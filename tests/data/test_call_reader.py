@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moaspec.data.templates.call_forms import (
+from moaspec_core.chat.call_forms import (
     FUNCTOOLS,
     GLM,
     HERMES,
@@ -24,7 +24,7 @@ from moaspec.data.templates.call_forms import (
     CallForm,
     form_of,
 )
-from moaspec.data.templates.call_reader import CallReader
+from moaspec_core.chat.call_reader import CallReader
 
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
 ARGUMENTS = '{"city": "Rome"}'

@@ -15,9 +15,8 @@ import serving
 import templates
 from moaspec.data.conversations import Conversation, parse
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
-from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.row_sources import Record
-from moaspec.data.templates.call_forms import (
+from moaspec_core.chat.call_forms import (
     GLM,
     HERMES,
     LLAMA,
@@ -28,11 +27,12 @@ from moaspec.data.templates.call_forms import (
     PYTHON,
     QWEN_XML,
 )
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.errors import InputError
-from moaspec.serve.openai.chat_input import ChatInput, normal_tools
-from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.server_context import ServerContext, ServeSettings
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.messages import normal_messages, normal_tool
+from moaspec_core.errors import InputError
+from moaspec_serve.openai.chat_input import ChatInput, normal_tools
+from moaspec_serve.openai.chat_schema import ChatRequest
+from moaspec_serve.server_context import ServerContext, ServeSettings
 
 Row = dict[str, Any]
 TIME = {"name": "time", "description": "Tells it.", "parameters": {"type": "object"}}

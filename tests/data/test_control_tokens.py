@@ -16,10 +16,10 @@ import templates
 from moaspec.data.conversations import parse
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.row_sources import Record
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.control_tokens import GUARD, ControlTokens
-from moaspec.serve.openai.chat_input import ChatInput
-from moaspec.serve.server_context import ServerContext, ServeSettings
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.control_tokens import GUARD, ControlTokens
+from moaspec_serve.openai.chat_input import ChatInput
+from moaspec_serve.server_context import ServerContext, ServeSettings
 
 MARKS = (
     *("<|start|>", "<|end|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>"),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moaspec.data.conversations import Conversation, ReadReport, parse, read_conversations
-from moaspec.data.messages import normal_tool
 from moaspec.data.row_sources import Record
-from moaspec.errors import DataError
+from moaspec_core.chat.messages import normal_tool
+from moaspec_core.errors import DataError
 
 
 def parsed(row: dict[str, Any]) -> Conversation:

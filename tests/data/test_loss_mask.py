@@ -11,12 +11,12 @@ import chat_tokenizers
 from chat_tokenizers import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
 from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
-from moaspec.data.messages import normal_messages, normal_tool
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.control_tokens import ControlTokens
-from moaspec.data.templates.prefix_tokens import PrefixTokens
-from moaspec.errors import DataError
-from moaspec.train.dataset.examples import Example
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.control_tokens import ControlTokens
+from moaspec_core.chat.messages import normal_messages, normal_tool
+from moaspec_core.chat.prefix_tokens import PrefixTokens
+from moaspec_core.errors import DataError
+from moaspec_train.dataset.examples import Example
 
 STOPS = {END}
 ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moaspec.data.conversations import Conversation
-from moaspec.data.messages import words
 from moaspec.data.overlap import overlaps
-from moaspec.errors import DataError
+from moaspec_core.chat.messages import words
+from moaspec_core.errors import DataError
 
 PROMPTS = [
     Conversation(

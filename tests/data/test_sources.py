@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moaspec.data.row_sources import read_records
-from moaspec.errors import DataError, InputError
+from moaspec_core.errors import DataError, InputError
 
 
 def test_plain_and_compressed_files_say_where_rows_are(tmp_path: Path) -> None:

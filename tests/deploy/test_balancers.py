@@ -21,16 +21,16 @@ import serving
 import tiny
 from certificates import Authority
 from free_port import free_port
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.server.auth import Credentials, server_tls
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.server.auth import Credentials, server_tls
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import StoreOptions
+from moaspec_edge.server.shared_verifier import PassOptions
 
 pytestmark = pytest.mark.slow
 

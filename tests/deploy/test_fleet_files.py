@@ -14,11 +14,11 @@ import yaml
 
 import moaspec
 import tiny
-from moaspec.cli.main import app
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteSession
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import TargetService
+from moaspec_core.cli.main import app
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteSession
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import TargetService
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FLEET = DEPLOY / "fleet"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from moaspec.cli.main import app
+from moaspec_core.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "deploy/serve"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moaspec import SamplingParams
-from moaspec.drafting.draft_noise import best_draft
 from moaspec.drafting.path_scores import Ranking
-from moaspec.drafting.protocols import RequestText
+from moaspec_core.drafting.draft_noise import best_draft
+from moaspec_core.drafting.protocols import RequestText
 
 VOCAB = 50
 SETTINGS = [

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix, walk
-from moaspec.drafting.tree_shapes import (
+from moaspec_core.drafting.draft_tree import DraftTree, Tree, ancestor_matrix, walk
+from moaspec_core.drafting.tree_shapes import (
     DEFAULT_TREE,
     Chain,
     PricedTree,
@@ -20,7 +20,7 @@ from moaspec.drafting.tree_shapes import (
     selected,
     without,
 )
-from moaspec.errors import InputError, ShapeError
+from moaspec_core.errors import InputError, ShapeError
 
 
 @st.composite

@@ -22,14 +22,14 @@ from block_drafts import block_logits
 from moaspec.backends.fast_drafter import prepared
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.linear_backends import can_pack
-from moaspec.drafting.draft_tree import DraftTree, Tree, ancestor_matrix
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError, MismatchError
 from moaspec.model.moa import ExitAdapter, MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.drafting.draft_tree import DraftTree, Tree, ancestor_matrix
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError, MismatchError
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 
 def test_the_same_text_may_be_drafted_for_twice() -> None:

@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec import Chain, SamplingParams, Tree
-from moaspec.drafting.draft_noise import SHARPNESS
-from moaspec.drafting.draft_tree import ancestor_matrix
 from moaspec.drafting.path_scores import AGREEMENT, Ranking, agreement, margins
-from moaspec.drafting.protocols import RequestText
 from moaspec.sampling.choose import next_tokens
 from moaspec.sampling.processors import Prefix
+from moaspec_core.drafting.draft_noise import SHARPNESS
+from moaspec_core.drafting.draft_tree import ancestor_matrix
+from moaspec_core.drafting.protocols import RequestText
 
 pytestmark = pytest.mark.kernels
 

@@ -14,17 +14,17 @@ from bits import needs_packed_kernels
 from costs import table
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import accelerate
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.policy import policies
-from moaspec.drafting.policy.cost_model import KnownCosts
-from moaspec.drafting.policy.policies import AdaptivePolicy, DraftPolicy
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.errors import ShapeError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.engine.engine import Engine, run_now
+from moaspec_core.errors import ShapeError
+from moaspec_core.policy import policies
+from moaspec_core.policy.cost_model import KnownCosts
+from moaspec_core.policy.policies import AdaptivePolicy, DraftPolicy
 
 WINDOW = 5
 TEXT = (*tiny.PROMPTS[0], *tiny.PROMPTS[1], *tiny.PROMPTS[2])

@@ -10,11 +10,11 @@ import torch
 import moaspec
 import tiny
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
-from moaspec.drafting.tree_shapes import Chain, PricedTree
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain, PricedTree
 
 FREE = tuple(0.0 for _ in range(14))
 

@@ -21,16 +21,16 @@ from edge_bench.cutting import _Log, cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
 from edge_bench.processes import DeviceSide, ServerSide
 from moaspec.backends.load import load_target
-from moaspec.engine.request_state import Source
-from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.device.bundle import load_device
-from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.emulation import PRESETS, Faults, ShapedTransport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
 from moaspec.target.target import Target
+from moaspec_core.engine.request_state import Source
+from moaspec_core.errors import InputError
+from moaspec_edge.device.bundle import load_device
+from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.emulation import PRESETS, Faults, ShapedTransport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 PROMPTS = [list(prompt) for prompt in tiny.PROMPTS[:2]]
 

@@ -23,15 +23,15 @@ from moaspec.backends.cpu.cpu_attention import MAX_QUERIES
 from moaspec.backends.cpu.fused_drafting import FusedDrafter
 from moaspec.backends.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
 from moaspec.backends.fast_target import accelerate
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import PricedTree
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.layers import FoldedPositions
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import PricedTree
 from tiny import PROMPTS, kernel_target, random_drafter
 
 pytestmark = [needs_packed_kernels, pytest.mark.kernels]

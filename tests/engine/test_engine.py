@@ -11,18 +11,18 @@ import torch
 from torch.testing import assert_close
 
 import moaspec
-import moaspec.engine.engine
+import moaspec_core.engine.engine
 import tiny
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.policy.policies import DraftPolicy
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.engine.request_state import GenerationResult, acceptance_by_depth
-from moaspec.errors import InputError, PromptError
 from moaspec.generation.local_engine import local_engine, local_parts
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import Engine, run_now
+from moaspec_core.engine.request_state import GenerationResult, acceptance_by_depth
+from moaspec_core.errors import InputError, PromptError
+from moaspec_core.policy.policies import DraftPolicy
 
 pytestmark = pytest.mark.kernels
 
@@ -524,7 +524,7 @@ def test_results_of_ended_requests() -> None:
 
 
 def test_old_results_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moaspec.engine.engine, "MAX_ENDED_RESULTS", 2)
+    monkeypatch.setattr(moaspec_core.engine.engine, "MAX_ENDED_RESULTS", 2)
     engine = local_engine(tiny.target())
     kept, *others = (engine.add(PROMPT, max_new_tokens=0, keep=i == 0) for i in range(4))
     finish(engine)

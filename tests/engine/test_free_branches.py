@@ -14,11 +14,11 @@ import moaspec.generation.local_engine
 import tiny
 from costs import table
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.other_proposers.ngram_branches import COPY_RATES, SIZES, NgramBranches
-from moaspec.drafting.other_proposers.ngram_proposer import NgramIndex
-from moaspec.drafting.policy.cost_model import KnownCosts
-from moaspec.drafting.tree_shapes import merged
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.ngram_proposer import NgramIndex
+from moaspec_core.drafting.tree_shapes import merged
+from moaspec_core.policy.cost_model import KnownCosts
+from moaspec_core.policy.ngram_branches import COPY_RATES, SIZES, NgramBranches
 
 pytestmark = pytest.mark.kernels
 

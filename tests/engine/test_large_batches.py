@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import tiny
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier, PassRow, ragged_states
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest
+from moaspec_core.engine.engine import run_now
 
 
 def chain(*tokens: int) -> DraftTree:

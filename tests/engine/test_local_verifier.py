@@ -13,10 +13,10 @@ from torch.testing import assert_close
 
 import moaspec.engine.local_verifier
 import tiny
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.engine.engine import run_now
 
 
 def verify(verifier: LocalVerifier, *requests: VerifyRequest) -> list[VerifyResult]:

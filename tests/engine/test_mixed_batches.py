@@ -19,8 +19,8 @@ import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import TextProposer
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec_core.drafting.protocols import TextProposer
 
 pytestmark = pytest.mark.kernels
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from costs import by_cost, table
-from moaspec.drafting.policy.observed_times import ObservedTimes
-from moaspec.engine import engine
+from moaspec_core.engine import engine
+from moaspec_core.policy.observed_times import ObservedTimes
 
 
 @pytest.mark.parametrize(("second", "recorded"), [((1.0, 1.0), 1), ((0.0, 0.0), 0)])

@@ -20,10 +20,10 @@ from eval_report.pages import BEGIN, END, page, write_markdown, write_page
 from eval_report.plots import draw_plots, scalable
 from eval_studies.cut_quality import measure_cut
 from eval_studies.pass_costs import measure_costs
-from moaspec.errors import DataError, InputError
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.runner import EvalSettings, measure
+from moaspec_core.errors import DataError, InputError
 
 SETTINGS = {"model": "tiny", "dtype": "float32"}
 PROMPTS = [Prompt("a", "1", ("5 9",), "x<y"), Prompt("b", "2", ("7 1",), "math")]

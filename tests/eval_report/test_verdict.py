@@ -17,7 +17,7 @@ from eval_report.verdict import (
     tau_interval,
     verdict,
 )
-from moaspec.cli.commands.evaluate import app
+from moaspec.cli.evaluate import app
 
 SETTINGS = {"model": "tiny", "suite": "bundled", "limit": None, "max_new_tokens": 16}
 

@@ -13,8 +13,8 @@ from eval_studies.accuracy import (
     trial,
 )
 from eval_studies.sandbox import isolation, passes
-from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import Prompt
+from moaspec_core.errors import InputError
 
 DOUBLE = {
     "prompt": 'import math\n\n\ndef double(x):\n    """Twice x."""\n',

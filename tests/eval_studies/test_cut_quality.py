@@ -12,10 +12,10 @@ from costs import know, rated, table, watch_reused
 from eval_studies import cut_quality
 from eval_studies.command import CutStudy
 from eval_studies.cut_quality import TARGET_NAME, continue_alone, measure_cut
-from moaspec.errors import InputError
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompt_suites import Prompt
+from moaspec_core.errors import InputError
 
 PROMPTS = [Prompt("s", str(i), (" ".join(map(str, p)),)) for i, p in enumerate(tiny.PROMPTS)]
 

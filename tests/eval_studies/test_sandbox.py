@@ -12,7 +12,7 @@ import pytest
 
 from eval_studies import sandbox
 from eval_studies.sandbox import Trial, isolation, passes
-from moaspec.errors import InputError
+from moaspec_core.errors import InputError
 
 RIGHT = "def f(x):\n    return x + 1\n"
 UNKNOWN = """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import tiny
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError
 
 REPEATING = [3, 1, 4, 1, 5, 3, 1, 4]
 NEW_TOKENS = 16

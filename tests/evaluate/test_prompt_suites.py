@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from moaspec.errors import DataError
 from moaspec.evaluate.prompt_suites import NAMED, Prompt, read_prompts
+from moaspec_core.errors import DataError
 
 
 def write(path: Path, *texts: str) -> Path:

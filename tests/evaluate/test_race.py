@@ -10,12 +10,12 @@ import pytest
 
 import tiny
 from commands import text_target
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
-from moaspec.drafting.protocols import Proposer
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, compare_texts, run_race
 from moaspec.target.target import Target
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.drafting.protocols import Proposer
 
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 TOKENS = 9

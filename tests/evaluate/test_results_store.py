@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun
@@ -20,6 +19,7 @@ from moaspec.evaluate.report.report import Report
 from moaspec.evaluate.results_store import RUNS, PromptTurn, ResultsStore, Sample
 from moaspec.evaluate.results_store import SETTINGS as SETTINGS_FILE
 from moaspec.evaluate.runner import EvalSettings, measure
+from moaspec_core.errors import InputError
 
 PROMPTS = [Prompt("suite", str(i), (str(i), "7 8")) for i in range(3)]
 SETTINGS = EvalSettings(max_new_tokens=5, repeats=2)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun, TransformersMethod
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report, costs
 from moaspec.evaluate.runner import EvalSettings, measure
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError
 
 PROMPTS = [
     Prompt("first" if i < 3 else "second", str(i), (" ".join(map(str, prompt)),))

@@ -15,10 +15,10 @@ from costs import table
 from fleet_sim import real_runs, traces
 from fleet_sim.simulation import Fleet, Mode, pass_s, simulate
 from fleet_sim.traces import Trace
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.remote.emulation import LinkProfile
-from moaspec.remote.protocol.wire import chain
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest
+from moaspec_edge.emulation import LinkProfile
+from moaspec_edge.protocol.wire import chain
 
 COSTS = table(encode_s=(0.0001, 0.0008, 0.0016, 0.0064), plain_rest_s=0.001)
 DRAWN = random.Random(0)

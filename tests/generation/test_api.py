@@ -16,8 +16,8 @@ import moaspec
 import moaspec.engine.local_verifier
 import moaspec.generation.drafters
 import tiny
-from moaspec.errors import InputError, MismatchError, PromptError, UnknownModelError
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec_core.errors import InputError, MismatchError, PromptError, UnknownModelError
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import moaspec
 import tiny
 import tokenizer_kinds
-from moaspec.sampling.incremental_text import UNKNOWN, TextStream, TokenBytes, continuation
+from moaspec_core.sampling.incremental_text import UNKNOWN, TextStream, TokenBytes, continuation
 
 TOKENIZERS = {name: make() for name, make in tokenizer_kinds.KINDS.items()}
 

@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 
 import moaspec
 import tiny
-from moaspec.errors import InputError
-from moaspec.generation.generate_options import sampling_params
-from moaspec.target.generation_defaults import GenerationDefaults, without_defaults
 from moaspec.target.target import Target
-from moaspec.target.token_rules import TokenRules
+from moaspec_core.engine.generate_options import sampling_params
+from moaspec_core.errors import InputError
+from moaspec_core.tokens.generation_defaults import GenerationDefaults, without_defaults
+from moaspec_core.tokens.token_rules import TokenRules
 
 NEW_TOKENS = 16
 SURPRISES: dict[str, dict[str, Any]] = {

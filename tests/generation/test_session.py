@@ -11,8 +11,8 @@ from torch import Tensor
 import moaspec
 import tiny
 from costs import table
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
-from moaspec.errors import InputError, PromptError
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.errors import InputError, PromptError
 
 pytestmark = pytest.mark.kernels
 

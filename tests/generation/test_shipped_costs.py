@@ -14,10 +14,10 @@ import tiny
 from costs import know, rated, table
 from moaspec.calibration import assumed_costs, first_use, measure_costs
 from moaspec.calibration.assumed_costs import MachineCosts
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.policy.observed_times import ObservedTimes
 from moaspec.generation import shaping
 from moaspec.generation.shaping import renewed_shaping, shaping_for
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_core.policy.observed_times import ObservedTimes
 
 
 @pytest.fixture

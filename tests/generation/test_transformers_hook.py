@@ -28,9 +28,9 @@ from transformers.generation import (
 
 import moaspec
 import tiny
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
-from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.target.decoder_layers import cache_argument
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.errors import InputError, UnsupportedTargetError
 
 pytestmark = pytest.mark.kernels
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import (
+from moaspec_core.checkpoint.drafter_config import (
     DrafterConfig,
     LayerConfig,
     TargetIdentity,
@@ -20,7 +19,8 @@ from moaspec.model.drafter_config import (
     norm_eps,
     text_rope,
 )
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.errors import ShapeError
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 LAYER: dict[str, Any] = {
     "hidden_size": 8,

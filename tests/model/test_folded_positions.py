@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tiny
-from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.layers import FOLD_CHUNK_TOKENS, FoldedPositions, rotate, scaled_rope
 from moaspec.model.moa import MoADrafter
+from moaspec_core.checkpoint.drafter_config import DrafterConfig
+from moaspec_core.errors import ShapeError
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0} | {
     "original_max_position_embeddings": 64

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tiny
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import (
     CrossAttentionLayer,
     DecoderLayer,
@@ -22,6 +21,7 @@ from moaspec.model.layers import (
 )
 from moaspec.model.masks import text_mask
 from moaspec.target.families import plain_layer_state
+from moaspec_core.checkpoint.drafter_config import LayerConfig
 
 EPS = 1e-6
 POSITIONS = torch.arange(7)[None].expand(2, -1)

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 import moaspec.model.moa
 import tiny
 from block_drafts import layer_features
-from moaspec.errors import ShapeError
 from moaspec.model.layers import masked_attention
 from moaspec.model.moa import LayerFeatures
+from moaspec_core.errors import ShapeError
 
 
 def test_layout_of_layer_features() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.privacy.spans import Span
-from moaspec.privacy.vault import Vault
+from moaspec_core.errors import InputError
+from moaspec_core.privacy.spans import Span
+from moaspec_core.privacy.vault import Vault
 
 CARD, IBAN = "4111 1111 1111 1111", "DE89 3704 0044 0532 0130 00"
 EMAIL, PHONE = "ada@example.org", "+49 30 901820"

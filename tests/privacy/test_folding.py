@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.privacy.folding import fold
+from moaspec_core.privacy.folding import fold
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 TEXTS = st.text(

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.privacy.recognisers import Phones, Recogniser, cards, emails, ibans
-from moaspec.privacy.vault import Vault
+from moaspec_core.errors import InputError
+from moaspec_core.privacy.recognisers import Phones, Recogniser, cards, emails, ibans
+from moaspec_core.privacy.vault import Vault
 
 
 def found(recognise: Recogniser, text: str) -> list[str]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.errors import InputError
-from moaspec.privacy.spans import Span, marked
-from moaspec.privacy.vault import Vault
+from moaspec_core.errors import InputError
+from moaspec_core.privacy.spans import Span, marked
+from moaspec_core.privacy.vault import Vault
 
 TEXT = "Write to bob@example.org or call +49 30 901820, card 4111 1111 1111 1111."
 

@@ -12,14 +12,14 @@ import pytest
 import moaspec
 import tiny
 from links import QUICK, FaultyTransport, Restartable
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import LinkError, RefusedError
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import LinkError, RefusedError
+from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.server.service import TargetService
 
 CALM = replace(QUICK, dead_after_s=3.0, connect_s=3.0)
 """With "keep", a busy machine that looks like another cut would change the text."""

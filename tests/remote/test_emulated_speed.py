@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.protocols import RequestText
-from moaspec.remote.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_edge.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import Connection, InProcessTransport
+from moaspec_edge.server.service import TargetService
 from simulated_time import run_simulated
 
 PASS_S = 0.15

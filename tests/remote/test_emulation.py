@@ -10,15 +10,15 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.errors import LinkError, RefusedError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation import LinkProfile, ShapedTransport
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_core.errors import LinkError, RefusedError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.emulation import LinkProfile, ShapedTransport
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, pipe
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 PROMPT = tiny.PROMPTS[1]
 QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.02, max_backoff_s=0.1)

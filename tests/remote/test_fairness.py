@@ -16,21 +16,21 @@ import torch
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.protocols import TextProposer, Verifier, VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.local_verifier import CPU_CLIENT_ROWS, CPU_CLIENT_TOKENS, LocalVerifier
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.protocol.wire import chain
-from moaspec.remote.server.service import TargetService, wire_encoder
-from moaspec.remote.server.session_store import NoRoomError, StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import TextProposer, Verifier, VerifyRequest, VerifyResult
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.protocol.wire import chain
+from moaspec_edge.server.service import TargetService, wire_encoder
+from moaspec_edge.server.session_store import NoRoomError, StoreOptions
+from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
 from simulated_time import run_simulated
 
 TOKEN_S = 0.002

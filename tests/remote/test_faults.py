@@ -16,20 +16,20 @@ import pytest
 
 import tiny
 from links import FaultyTransport, Restartable
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError, LinkError, RefusedError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import identity, wire
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport, pipe
-from moaspec.remote.protocol.websocket_transport import WebSocketConnection, WebSocketTransport
-from moaspec.remote.server.auth import CallAuth, Credentials
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import NoRoomError, StoreOptions
-from moaspec.support import limits
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError, LinkError, RefusedError
+from moaspec_core.support import limits
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import identity, wire
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, Transport, pipe
+from moaspec_edge.protocol.websocket_transport import WebSocketConnection, WebSocketTransport
+from moaspec_edge.server.auth import CallAuth, Credentials
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import NoRoomError, StoreOptions
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -367,7 +367,7 @@ def test_a_grammar_is_compiled_beside_everything_else(monkeypatch: pytest.Monkey
             compile_now.wait(60)
             raise InputError("The grammar cannot be used.")
 
-    monkeypatch.setattr("moaspec.sampling.grammar.Grammars", Slow)
+    monkeypatch.setattr("moaspec_core.sampling.grammar.Grammars", Slow)
 
     async def run() -> None:
         at = service()

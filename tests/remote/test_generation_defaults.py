@@ -11,18 +11,18 @@ from transformers import GenerationConfig
 import moaspec
 import tiny
 from links import Faults, FaultyTransport, Restartable
-from moaspec.errors import WireError
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.wire import WireLimits, sampling_message, sampling_of
-from moaspec.remote.server.service import TargetService
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
-from moaspec.target.token_rules import TokenRules
+from moaspec_core.errors import WireError
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_core.tokens.token_rules import TokenRules
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.wire import WireLimits, sampling_message, sampling_of
+from moaspec_edge.server.service import TargetService
 
 RULES = TokenRules(
     no_repeat_ngram_size=2,

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 import tiny
 from hostile import NAMES, Hostile
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import identity, wire
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
-from moaspec.remote.server.service import TargetService
-from moaspec.remote.server.session_store import ForeignSessionError
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import LinkError, MoaSpecError, RefusedError, WireError
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import identity, wire
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, pipe
+from moaspec_edge.server.service import TargetService
+from moaspec_edge.server.session_store import ForeignSessionError
 
 FRAMES = 1500
 

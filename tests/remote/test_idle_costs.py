@@ -10,18 +10,18 @@ import pytest
 
 import tiny
 from costs import table
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.server.service import TargetService
-from moaspec.sampling.params import GREEDY
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.sampling.params import GREEDY
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.server.service import TargetService
 
 
 def test_an_idle_server_takes_new_costs_and_a_request_ends_a_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moaspec.remote.server.service.QUIET_S", 0.0)
-    monkeypatch.setattr("moaspec.remote.server.service.RENEWAL_S", 0.0)
+    monkeypatch.setattr("moaspec_edge.server.service.QUIET_S", 0.0)
+    monkeypatch.setattr("moaspec_edge.server.service.RENEWAL_S", 0.0)
     begun, used = threading.Event(), list[DraftSettings]()
     better = DraftSettings(costs=table())
 

@@ -11,24 +11,24 @@ import pytest
 
 import ruled_target
 import tiny
-from moaspec.cli.learning import announce, learning_from_texts
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
-from moaspec.train.continual import fingerprints
-from moaspec.train.learning_process import MAX_WAITING_TEXTS, LearningProcess
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
+from moaspec_train.cli.learning import announce, learning_from_texts
+from moaspec_train.continual import fingerprints
+from moaspec_train.learning_process import MAX_WAITING_TEXTS, LearningProcess
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
 
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
 PATIENT = RemoteOptions(draft=Chain(4), link=LinkOptions(dead_after_s=60))
 

@@ -11,16 +11,16 @@ import pytest
 import moaspec
 import tiny
 from links import QUICK, Faults, FaultyTransport, Restartable
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.codec import CODECS
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.shared_verifier import PassOptions
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.codec import CODECS
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.shared_verifier import PassOptions
 
 PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0)
 """For tests without faults, on a busy machine."""

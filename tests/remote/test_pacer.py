@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.remote.emulation import PRESETS, Jitter, LinkProfile, Pacer, link_named
+from moaspec_core.errors import InputError
+from moaspec_edge.emulation import PRESETS, Jitter, LinkProfile, Pacer, link_named
 
 
 def arrivals(

@@ -13,21 +13,21 @@ import pytest
 import moaspec
 import tiny
 from links import QUICK, Faults, FaultyTransport, Restartable
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import WireError
-from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.transport import Connection, InProcessTransport
-from moaspec.remote.server.server_session import ServerSession
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.shared_verifier import PassOptions
-from moaspec.support.limits import MAX_FURTHER
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import WireError
+from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.transport import Connection, InProcessTransport
+from moaspec_edge.server.server_session import ServerSession
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.shared_verifier import PassOptions
 from simulated_time import run_simulated
 
 NEW = tiny.NEW_TOKENS

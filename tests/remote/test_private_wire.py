@@ -20,15 +20,15 @@ from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
-from moaspec.privacy.vault import Vault
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation import LinkProfile, ShapedTransport
-from moaspec.remote.protocol.transport import Connection, Transport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_core.privacy.vault import Vault
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.emulation import LinkProfile, ShapedTransport
+from moaspec_edge.protocol.transport import Connection, Transport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 SECRETS = ("ada.lovelace@example.org", "+49 30 901820", "4111 1111 1111 1111", "Schroedinger")
 TEXT = (

@@ -14,27 +14,27 @@ import torch
 import bundles
 import moaspec
 import tiny
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import LinkError, RefusedError, WireError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import device_part, fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import DeviceBundle, export_bundle, load_device
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server import device_weights as device_weights_module
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.server_session import TurnRequest
-from moaspec.remote.server.service import TargetService
-from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.serve.sources import edge_source
-from moaspec.serve.sources.edge_source import EdgeSource
 from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import LinkError, RefusedError, WireError
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_edge.device.bundle import DeviceBundle, export_bundle, load_device
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.http import edge_source
+from moaspec_edge.http.edge_source import EdgeSource
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server import device_weights as device_weights_module
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.server_session import TurnRequest
+from moaspec_edge.server.service import TargetService
 
 PROMPT = tiny.PROMPTS[1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "temperature": 0.0}

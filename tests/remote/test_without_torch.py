@@ -27,7 +27,7 @@ from server_in_thread import server_in_thread
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
 
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ for name in hidden:
         sys.modules.pop(name, None)
 before = set(sys.modules)
 sys.meta_path[:] = [Finder(list(sys.meta_path), hidden)]
-from moaspec.cli import main
+from moaspec_core.cli import main
 sys.argv[0] = "moaspec"
 try:
     main.run()

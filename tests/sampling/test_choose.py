@@ -22,12 +22,12 @@ import moaspec
 import moaspec.generation.api
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
-from moaspec.drafting.protocols import Proposer
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import next_tokens
 from moaspec.sampling.processors import Prefix
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import Proposer
 
 pytestmark = pytest.mark.kernels
 

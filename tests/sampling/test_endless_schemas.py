@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hostile_grammars import chained
-from moaspec.errors import InputError
-from moaspec.sampling.endless_schemas import check_ends
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.endless_schemas import check_ends
 
 ITSELF = {"$ref": "#/$defs/a"}
 

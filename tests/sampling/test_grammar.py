@@ -16,8 +16,8 @@ import torch
 
 import serving
 from hostile_grammars import chained, grammars, rules, wide
-from moaspec.errors import InputError
-from moaspec.sampling import grammar, grammar_worker
+from moaspec_core.errors import InputError
+from moaspec_core.sampling import grammar, grammar_worker
 
 SCHEMA: dict[str, Any] = {"enum": ["abc", "abd", 17]}
 

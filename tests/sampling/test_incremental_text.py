@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models
 
-from moaspec.sampling.incremental_text import TextStream
-from moaspec.sampling.stop_strings import StopStrings
+from moaspec_core.sampling.incremental_text import TextStream
+from moaspec_core.sampling.stop_strings import StopStrings
 
 VOCABULARY = ["<unk>", "<0x0A>", "<0xF0>", "a", "E", "N", "D"]
 BACKEND = Tokenizer(

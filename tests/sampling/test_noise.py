@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moaspec.sampling.noise import gumbel, seed_bits, uniform
-from moaspec.sampling.philox import gumbel_noise, noise_bits, philox
+from moaspec_core.sampling.philox import gumbel_noise, noise_bits, philox
 
 pytestmark = pytest.mark.kernels
 

@@ -13,7 +13,7 @@ import torch
 import moaspec
 import tiny
 from moaspec import SamplingParams
-from moaspec.errors import InputError
+from moaspec_core.errors import InputError
 
 pytestmark = pytest.mark.kernels
 

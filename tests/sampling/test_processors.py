@@ -19,8 +19,8 @@ from transformers.generation import (
 
 import moaspec.sampling.processors
 from moaspec import SamplingParams
-from moaspec.errors import InputError
 from moaspec.sampling.processors import Prefix, processed, survivors
+from moaspec_core.errors import InputError
 
 VOCAB = 200
 TEXT = (5, 9, 5, 3, 3, 3)

@@ -13,10 +13,10 @@ import moaspec
 import moaspec.generation.api
 import tiny
 from moaspec import Chain, Tree
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import TextProposer
-from moaspec.errors import InputError
-from moaspec.sampling.stop_strings import StopStrings, stop_strings
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import TextProposer
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.stop_strings import StopStrings, stop_strings
 
 pytestmark = pytest.mark.kernels
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from lying_http import ABOUT, OK, Lie, chat, endless, lying, whole
-from moaspec.errors import InputError, ServerError
-from moaspec.serve import client
-from moaspec.serve.client import ServedChat
+from moaspec.cli import chat_client as client
+from moaspec.cli.chat_client import ServedChat
+from moaspec_core.errors import InputError, ServerError
 
 MAX_GROWTH_KIB = 400 << 10
 """Memory that a lie may cost; without limits it would be gigabytes."""

@@ -19,9 +19,9 @@ from websockets.exceptions import InvalidStatus
 
 import device_pages
 from device_pages import PageServer
-from moaspec.cli.commands.serving.target_server import _page, _scripts
-from moaspec.errors import CheckpointError, InputError
-from moaspec.serve.device_page import DevicePage, find_scripts, page_protocols
+from moaspec_core.errors import CheckpointError, InputError
+from moaspec_edge.cli.target_server import _page, _scripts
+from moaspec_edge.http.device_page import DevicePage, find_scripts, page_protocols
 
 WASM = b"\0asm" + bytes(100)
 
@@ -194,7 +194,7 @@ async def until_cut(send_all: Any) -> tuple[asyncio.StreamReader, asyncio.Stream
 
 def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a response is on its way, no other deadline runs."""
-    monkeypatch.setattr("moaspec.serve.device_page.MAX_STALL_S", 0.1)
+    monkeypatch.setattr("moaspec_edge.http.device_page.MAX_STALL_S", 0.1)
 
     async def silent(_scope: Any, receive: Any, _send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -213,7 +213,7 @@ def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_slow_client_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is taken postpones the end."""
     delays: list[float] = []
-    monkeypatch.setattr("moaspec.serve.device_page.MAX_STALL_S", 1234.5)
+    monkeypatch.setattr("moaspec_edge.http.device_page.MAX_STALL_S", 1234.5)
     piece, num_pieces = bytes(1 << 20), 64
 
     async def large(_scope: Any, _receive: Any, send: Any) -> None:

@@ -29,9 +29,9 @@ from chatpage import DONE, ask, asked, local_source, painted, raw_text, violatio
 from device_pages import BEGIN_ANSWER, KEPT, READY, PageServer, built_scripts, serving_pages
 from free_port import free_port
 from memorised_target import ANSWER, QUESTION
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.websocket_transport import WebSocketConnection
-from moaspec.remote.server.service import TargetService
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.websocket_transport import WebSocketConnection
+from moaspec_edge.server.service import TargetService
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -12,8 +12,8 @@ import pytest
 import browsing
 from chatpage import ask, asked
 from device_pages import built_scripts
-from moaspec.serve.app import page_directory
-from moaspec.serve.device_page import MADE, PAGE_HEADERS, TYPES
+from moaspec_edge.http.device_page import MADE, PAGE_HEADERS, TYPES
+from moaspec_serve.app import page_directory
 from serve.test_page_hostile import HTML, MARKDOWN, attacked
 
 if TYPE_CHECKING:

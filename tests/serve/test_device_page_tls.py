@@ -15,7 +15,7 @@ from certificates import Authority
 from chatpage import asked, raw_text
 from device_pages import KEPT, READY, built_scripts, serving_pages
 from memorised_target import ANSWER
-from moaspec.remote.server.auth import server_tls
+from moaspec_edge.server.auth import server_tls
 
 pytestmark = pytest.mark.browser
 

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 import serving
 import templates
 import tiny
-from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.responses.responses_schema import ResponseRequest
-from moaspec.serve.openai.schema import CompletionRequest
-from moaspec.serve.server_context import NEUTRAL
-from moaspec.serve.sources.local_source import LocalSource
+from moaspec_serve.openai.chat_schema import ChatRequest
+from moaspec_serve.openai.responses.responses_schema import ResponseRequest
+from moaspec_serve.openai.schema import CompletionRequest
+from moaspec_serve.server_context import NEUTRAL
+from moaspec_serve.sources.local_source import LocalSource
 from serving import MODEL, Served, say
 
 HARMLESS = {

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 import moaspec
 import serving
 import tiny
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_serve.sources.local_source import LocalSource
 
 DEFAULTS: dict[str, Any] = {
     "repetition_penalty": 1.2,

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 import serving
-from moaspec.serve import uvicorn_server
-from moaspec.serve.guard import GuardSettings
-from moaspec.serve.server_context import ServeSettings
-from moaspec.support import limits
+from moaspec_core.support import limits
+from moaspec_serve import uvicorn_server
+from moaspec_serve.guard import GuardSettings
+from moaspec_serve.server_context import ServeSettings
 from serving import MODEL, Served, say
 
 KEY = "a-secret-key"
@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.openai.chat_input.PreparedChat.jobs", fail)
+            patch.setattr("moaspec_serve.openai.chat_input.PreparedChat.jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moaspec.serve.guard import too_many_json_values
-from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.responses.responses_schema import ResponseRequest
-from moaspec.serve.openai.schema import CompletionRequest
-from moaspec.support import limits
+from moaspec_core.support import limits
+from moaspec_serve.guard import too_many_json_values
+from moaspec_serve.openai.chat_schema import ChatRequest
+from moaspec_serve.openai.responses.responses_schema import ResponseRequest
+from moaspec_serve.openai.schema import CompletionRequest
 from serving import MODEL, say
 
 MOST = 100

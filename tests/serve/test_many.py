@@ -15,10 +15,10 @@ import pytest
 import hybrid_models
 import moaspec
 import serving
-from moaspec.engine.request_state import Event
-from moaspec.serve.sources.engine_worker import EngineWorker, WorkerLimits
-from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.generic.generic_target import target_of
+from moaspec_core.engine.request_state import Event
+from moaspec_serve.sources.engine_worker import EngineWorker, WorkerLimits
+from moaspec_serve.sources.local_source import LocalSource
 from serving import MODEL, Served
 
 NUM = 64

@@ -14,8 +14,8 @@ from openai import OpenAI
 import moaspec
 import serving
 from hostile_grammars import wide
-from moaspec.serve.sources.source import Load
-from moaspec.target.token_rules import TokenRules
+from moaspec_core.tokens.token_rules import TokenRules
+from moaspec_serve.sources.source import Load
 from serving import LONGEST, MODEL, Served, own_text, say
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}

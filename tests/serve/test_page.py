@@ -15,14 +15,14 @@ from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
 from edges import HeldTransport
 from memorised_target import ANSWER, QUESTION
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions
-from moaspec.remote.emulation import Faults, LinkProfile, ShapedTransport
-from moaspec.remote.server.service import TargetService
-from moaspec.serve.guard import GuardSettings
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.edge_source import EdgeSource
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions
+from moaspec_edge.emulation import Faults, LinkProfile, ShapedTransport
+from moaspec_edge.http.edge_source import EdgeSource
+from moaspec_edge.server.service import TargetService
+from moaspec_serve.guard import GuardSettings
+from moaspec_serve.server_context import ServeSettings
 from serving import Served
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import serving
-from moaspec.serve.app import page_directory
-from moaspec.serve.guard import GuardSettings
-from moaspec.serve.server_context import ServeSettings
+from moaspec_serve.app import page_directory
+from moaspec_serve.guard import GuardSettings
+from moaspec_serve.server_context import ServeSettings
 from serving import Served
 
 VENDOR = page_directory() / "vendor"

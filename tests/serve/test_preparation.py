@@ -13,10 +13,10 @@ import pytest
 
 import serving
 from hostile_grammars import EXPENSIVE
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.errors import BusyError
-from moaspec.serve.preparation import PreparationPool
-from moaspec.support import limits
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.errors import BusyError
+from moaspec_core.support import limits
+from moaspec_serve.preparation import PreparationPool
 from serving import CONTEXT, MODEL, Served, say
 
 

@@ -11,11 +11,11 @@ from openai import OpenAI
 import serving
 import tiny
 import tokenizer_kinds
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.sampling.incremental_text import TokenBytes
-from moaspec.serve.sources.local_source import LocalSource
 from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.sampling.incremental_text import TokenBytes
+from moaspec_serve.sources.local_source import LocalSource
 
 PROMPT = "the x is"
 TOKENS = 12

@@ -21,7 +21,7 @@ import serving
 from commands import text_target
 from edges import Edge
 from free_port import free_port
-from moaspec.serve.sources.source import TextSource
+from moaspec_serve.sources.source import TextSource
 from serving import LONGEST, MODEL, Served, own_text, say
 
 Ask = Callable[[Served, int], Any]

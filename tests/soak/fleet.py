@@ -31,11 +31,11 @@ from typing import Any
 import psutil
 
 import moaspec
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.fleet import AVOID_S, Fleet
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.fleet import AVOID_S, Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import serving
 import tiny
 from edges import Edge
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.local_source import LocalSource
-from moaspec.serve.sources.source import TextSource
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_serve.server_context import ServeSettings
+from moaspec_serve.sources.local_source import LocalSource
+from moaspec_serve.sources.source import TextSource
 
 NOT_CHECKED = "positive_data_acceptance"
 """Of all that schemathesis knows. A document cannot say all that is refused: an empty prompt, the

@@ -30,13 +30,13 @@ import moaspec
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.codec import CODECS
-from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
-from moaspec.sampling.params import SamplingParams
 from moaspec.target.registry import find_weights, target_facts
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.codec import CODECS
+from moaspec_edge.server.service import ServiceOptions, TargetService, wire_encoder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -83,8 +83,8 @@ def services(
     """Makes servers, each of which has forgotten what the one before knew."""
     if args.engine == "torch":
         return lambda: TargetService(target, drafter)
-    from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
-    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
+    from moaspec_vllm.vllm_settings import VLLMVerifierSettings
+    from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     options = ServiceOptions(max_tokens=1024)
     facts = target_facts("smollm2-135m", dtype="float32")

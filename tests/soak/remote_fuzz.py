@@ -25,18 +25,18 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import LinkError, MoaSpecError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import ActivationLayout
-from moaspec.remote.protocol.codec import CODECS
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import LinkError, MoaSpecError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.activation_layout import ActivationLayout
+from moaspec_edge.protocol.codec import CODECS
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, pipe
+from moaspec_edge.server.service import TargetService
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny

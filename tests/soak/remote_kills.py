@@ -33,13 +33,13 @@ from typing import Any
 import psutil
 import torch
 
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import StoreOptions
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import StoreOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny

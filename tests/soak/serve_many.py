@@ -32,13 +32,13 @@ from common import load, parser, setting, spread, trusted
 import moaspec
 import serving
 from moaspec import Target
-from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.shaping import shaping_for
-from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import WorkerLimits
-from moaspec.serve.sources.local_source import LocalSource
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_serve.sources.engine_worker import WorkerLimits
+from moaspec_serve.sources.local_source import LocalSource
 from serving import Served
 
 FAIR = 2.0

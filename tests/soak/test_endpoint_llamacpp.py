@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.registry import target_facts
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 ALIAS = "smollm2-135m"
 KILLS, PROMPTS = 6, 24

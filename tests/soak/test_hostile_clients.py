@@ -37,11 +37,11 @@ from attacks import MODEL
 from certificates import Authority
 from free_port import free_port
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.auth import Credentials
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.auth import Credentials
 
 pytestmark = [
     pytest.mark.slow,

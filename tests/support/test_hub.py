@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from moaspec.errors import HubError
-from moaspec.support.hub import cached_if_offline
+from moaspec_core.errors import HubError
+from moaspec_core.support.hub import cached_if_offline
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 import serving
-from moaspec.errors import WireError
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.support import limits
+from moaspec_core.errors import WireError
+from moaspec_core.support import limits
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
 from serving import MODEL, say
 
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"

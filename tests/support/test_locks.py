@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.support.locks import writing
+from moaspec_core.errors import InputError
+from moaspec_core.support.locks import writing
 
 pytest.importorskip("fcntl", reason="this system has no flock")
 HOLDER = """\
 import sys, time
 from pathlib import Path
-from moaspec.support.locks import writing
+from moaspec_core.support.locks import writing
 with writing(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

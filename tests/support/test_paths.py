@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.support import paths
-from moaspec.support.paths import (
+from moaspec_core.errors import InputError
+from moaspec_core.support import paths
+from moaspec_core.support.paths import (
     cache_dir,
     close_to_others,
     make_private,

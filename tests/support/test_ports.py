@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.support.ports import bind, held, reuse_address, server_url, split_address
+from moaspec_core.errors import InputError
+from moaspec_core.support.ports import bind, held, reuse_address, server_url, split_address
 
 
 @pytest.fixture

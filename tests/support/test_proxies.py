@@ -8,13 +8,13 @@ import httpx
 import pytest
 
 from lying_http import ABOUT, lying, whole
-from moaspec.errors import HubError, InputError
-from moaspec.serve.client import ServedChat
-from moaspec.support import proxies
-from moaspec.support.http_client import HttpClient
-from moaspec.support.hub import cached_if_offline
-from moaspec.support.proxies import proxy_for, require_proxies
-from moaspec.train.dataset.endpoint_client import Endpoint
+from moaspec.cli.chat_client import ServedChat
+from moaspec_core.errors import HubError, InputError
+from moaspec_core.support import proxies
+from moaspec_core.support.http_client import HttpClient
+from moaspec_core.support.hub import cached_if_offline
+from moaspec_core.support.proxies import proxy_for, require_proxies
+from moaspec_train.dataset.endpoint_client import Endpoint
 
 AWAY = "http://models.example:8000"
 NOWHERE = "http://127.0.0.1:9"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.support.seals import (
+from moaspec_core.support.seals import (
     SEAL_FILE,
     cached_directory,
     is_sealed_file,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moaspec.support.switches import setting
+from moaspec_core.support.switches import setting
 
 NAME = "MOASPEC_SWITCH_OF_A_TEST"
 

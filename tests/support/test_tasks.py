@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from moaspec.errors import LinkError
-from moaspec.support.tasks import end_tasks, time_limit
+from moaspec_core.errors import LinkError
+from moaspec_core.support.tasks import end_tasks, time_limit
 
 
 def test_what_takes_too_long_is_an_error_of_ours() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bits import threads as torch_threads
-from moaspec.support import thread_limiter
-from moaspec.support.thread_limiter import OUTDATED_S, PERIOD_S, CpuTimes, ThreadLimiter
+from moaspec.target import thread_limiter
+from moaspec.target.thread_limiter import OUTDATED_S, PERIOD_S, CpuTimes, ThreadLimiter
 
 
 class Machine:

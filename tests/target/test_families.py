@@ -15,7 +15,6 @@ from transformers import (
 )
 
 import tiny
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.families import (
     FULL,
     SLIDING,
@@ -24,7 +23,8 @@ from moaspec.target.families import (
     plain_layer_state,
     require_supported,
 )
-from moaspec.target.names import SUPPORTED_FAMILIES
+from moaspec_core.errors import UnsupportedTargetError
+from moaspec_core.tokens.names import SUPPORTED_FAMILIES
 
 
 def test_every_supported_family_is_tested() -> None:

@@ -21,7 +21,6 @@ from transformers.masking_utils import causal_mask_function
 import generic_models
 import moaspec
 import tiny
-from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.target.decoder_layers import cache_argument
@@ -32,7 +31,8 @@ from moaspec.target.generic.pass_masks import NAMES, PassMasks, masks_of_pass
 from moaspec.target.generic.rules import require_generic_config
 from moaspec.target.generic.self_test import require_equal
 from moaspec.target.registry import skeleton_of
-from moaspec.train.dataset.examples import Example
+from moaspec_core.errors import InputError, UnsupportedTargetError
+from moaspec_train.dataset.examples import Example
 
 LENGTH = 12
 """More than a window, and of several rounds."""

@@ -18,26 +18,26 @@ import hybrid_models
 import tiny
 from links import Faults, FaultyTransport, Restartable
 from moaspec import NgramProposer
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.recurrent_verifier import RecurrentVerifier, local_verifier
-from moaspec.errors import UnsupportedTargetError
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import audit
 from moaspec.generation.local_engine import local_engine
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.shared_verifier import PassOptions
-from moaspec.sampling.params import SamplingParams
 from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.generic_target import GenericTarget, target_of
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.recurrent_states import num_bytes
 from moaspec.target.registry import skeleton_of
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.engine.engine import Engine, run_now
+from moaspec_core.errors import UnsupportedTargetError
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.shared_verifier import PassOptions
 
 PROMPTS = tiny.PROMPTS[:3]
 LENGTH = 12

@@ -19,10 +19,11 @@ from transformers import MambaConfig
 import moaspec
 import tiny
 from moaspec.backends import load
-from moaspec.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
-from moaspec.target import names, registry
-from moaspec.target.names import ALIASES, Alias, local_gguf
+from moaspec.target import registry
 from moaspec.target.registry import must_dequantise
+from moaspec_core.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
+from moaspec_core.tokens import names
+from moaspec_core.tokens.names import ALIASES, Alias, local_gguf
 
 
 @pytest.fixture

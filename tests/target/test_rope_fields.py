@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 import moaspec
 import tiny
-from moaspec.errors import UnknownModelError
 from moaspec.target.target import Target
+from moaspec_core.errors import UnknownModelError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

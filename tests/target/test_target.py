@@ -14,9 +14,9 @@ import moaspec
 import tiny
 from block_drafts import layer_features
 from moaspec.backends.fast_target import accelerate
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.target import Target
+from moaspec_core.errors import UnsupportedTargetError
 
 pytestmark = pytest.mark.kernels
 

@@ -14,8 +14,8 @@ import gguf_files
 import moaspec
 import tiny
 from gguf_files import CONTROL
-from moaspec.errors import InputError, UnknownModelError
 from moaspec.target.registry import load_tokenizer, read_skeleton
+from moaspec_core.errors import InputError, UnknownModelError
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 TEXT = "a:\n\n12 <|end|> b  c"

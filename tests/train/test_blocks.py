@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.train.data_order import Blocks, blocks_at, fixed_blocks, random_blocks
-from moaspec.train.dataset.examples import Batch, Example, collate
+from moaspec_train.data_order import Blocks, blocks_at, fixed_blocks, random_blocks
+from moaspec_train.dataset.examples import Batch, Example, collate
 
 
 def test_fixed_blocks_written_out() -> None:

@@ -13,10 +13,10 @@ import torch
 
 import ruled_target
 import tiny
-from moaspec.errors import InputError, TrainingError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, load_checkpoint, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.train.continual import (
+from moaspec_core.errors import InputError, TrainingError
+from moaspec_train.continual import (
     KEPT_VERSIONS,
     ContinualTrainer,
     CycleReport,
@@ -25,7 +25,7 @@ from moaspec.train.continual import (
     newest_version,
     version_directory,
 )
-from moaspec.train.training_state import FACTS_FILE, SUMS_FILE
+from moaspec_train.training_state import FACTS_FILE, SUMS_FILE
 from ruled_target import Text
 
 

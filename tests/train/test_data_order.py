@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moaspec.train.data_order import DataOrder, split_batch
-from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import TrainConfig
+from moaspec_train.data_order import DataOrder, split_batch
+from moaspec_train.dataset.examples import Example
+from moaspec_train.run_config import TrainConfig
 
 EXAMPLES = [Example(range(3), range(10 + i)) for i in range(7)]
 

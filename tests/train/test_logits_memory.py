@@ -10,17 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.students.drafter_sizes import DrafterSizes
-from moaspec.train.students.losses import (
+from moaspec_train.dataset.examples import Example
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.students.drafter_sizes import DrafterSizes
+from moaspec_train.students.losses import (
     MAX_CHUNK,
     MAX_CPU_LOGITS,
     Divergence,
     LossWeights,
     logit_chunk_size,
 )
-from moaspec.train.trainer import Trainer
+from moaspec_train.trainer import Trainer
 
 
 class LargestLogits(TorchDispatchMode):
@@ -46,7 +46,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 ) -> None:
     """One step each on responses of 60 and of 240 tokens, at most 32 queries' logits at a time."""
     target, vocabulary = tiny.target(), 37  # a size that no other axis has
-    monkeypatch.setattr("moaspec.train.students.losses.MAX_CPU_LOGITS", 1)
+    monkeypatch.setattr("moaspec_train.students.losses.MAX_CPU_LOGITS", 1)
     largest = []
     for length in (60, 240):
         examples = [Example([5, 6, 7], [8 + i % 50 for i in range(length)])]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from moaspec.train import muon
+from moaspec_train import muon
 
 SHAPES = [(24, 24), (40, 16), (16, 40), (1, 8)]
 

@@ -17,10 +17,10 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from free_port import free_port
-from moaspec.errors import InputError
-from moaspec.train.parallelism import new_accelerator, new_strategy
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.training_state import StateFiles
+from moaspec_core.errors import InputError
+from moaspec_train.parallelism import new_accelerator, new_strategy
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.training_state import StateFiles
 
 STEPS = 4
 

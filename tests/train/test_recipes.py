@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.train.recipes import recipes, write_recipe
-from moaspec.train.run_config import read_train_config
+from moaspec_core.errors import InputError
+from moaspec_train.recipes import recipes, write_recipe
+from moaspec_train.run_config import read_train_config
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -23,7 +23,7 @@ from golden import TOLERANCE, needs_golden
 from moaspec.model.checkpoint.tensor_names import to_published_name
 from moaspec.model.moa import MoADrafter, positions
 from moaspec.target.target import Target
-from moaspec.train.students.losses import divergence, feature_loss
+from moaspec_train.students.losses import divergence, feature_loss
 
 pytestmark = needs_golden
 KL_WEIGHT = 0.1

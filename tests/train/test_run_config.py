@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.errors import InputError
-from moaspec.train.recipes import RECIPES
-from moaspec.train.run_config import TrainConfig, launched_processes, read_train_config
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
-from moaspec.train.students.losses import LossWeights
+from moaspec_core.errors import InputError
+from moaspec_train.recipes import RECIPES
+from moaspec_train.run_config import TrainConfig, launched_processes, read_train_config
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_train.students.losses import LossWeights
 
 BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 import tiny
-from moaspec.errors import InputError, TrainingError
-from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.trainer import Trainer
-from moaspec.train.training_state import StateFiles
+from moaspec_core.errors import InputError, TrainingError
+from moaspec_train.dataset.examples import Example
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.trainer import Trainer
+from moaspec_train.training_state import StateFiles
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 

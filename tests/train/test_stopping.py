@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moaspec.errors import InputError
-from moaspec.train.stopping import StopCause, StopCondition, parse_duration
+from moaspec_core.errors import InputError
+from moaspec_train.stopping import StopCause, StopCondition, parse_duration
 
 
 @pytest.mark.parametrize(

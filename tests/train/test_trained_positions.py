@@ -9,10 +9,10 @@ import pytest
 
 import tiny
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.students.initial_drafter import load_initial_drafter
-from moaspec.train.students.students import new_drafter
+from moaspec_train.dataset.examples import Example
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.students.initial_drafter import load_initial_drafter
+from moaspec_train.students.students import new_drafter
 
 CONFIG = TrainConfig(target="t", data=("d",), output="run", max_length=64)
 

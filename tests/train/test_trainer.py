@@ -23,33 +23,33 @@ import tiny
 from block_drafts import block_logits
 from moaspec.backends import linear_backends
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.errors import InputError, TrainingError
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.published import save_published
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example, response_counts
-from moaspec.train.reports.held_out_history import BestStep
-from moaspec.train.reports.model_card import decoded_tau
-from moaspec.train.reports.run_log import StepMetrics
-from moaspec.train.reports.run_notes import emulation, setting_notes
-from moaspec.train.run_config import TrainConfig, learning_rate, staircase_probability
-from moaspec.train.stopping import StopCause
-from moaspec.train.students.drafter_sizes import DrafterSizes
-from moaspec.train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics
-from moaspec.train.students.losses import Divergence, LossWeights
-from moaspec.train.students.students import (
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.engine.engine import run_now
+from moaspec_core.errors import InputError, TrainingError
+from moaspec_train.dataset.examples import Example, response_counts
+from moaspec_train.reports.held_out_history import BestStep
+from moaspec_train.reports.model_card import decoded_tau
+from moaspec_train.reports.run_log import StepMetrics
+from moaspec_train.reports.run_notes import emulation, setting_notes
+from moaspec_train.run_config import TrainConfig, learning_rate, staircase_probability
+from moaspec_train.stopping import StopCause
+from moaspec_train.students.drafter_sizes import DrafterSizes
+from moaspec_train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics
+from moaspec_train.students.losses import Divergence, LossWeights
+from moaspec_train.students.students import (
     DraftVocabularyHead,
     MoAStudent,
     StudentOutput,
     new_drafter,
 )
-from moaspec.train.students.warm_start import fit_exits
-from moaspec.train.trainer import Trainer
+from moaspec_train.students.warm_start import fit_exits
+from moaspec_train.trainer import Trainer
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -232,7 +232,7 @@ def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
 def test_the_warm_start_reads_each_example_once_and_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moaspec.train.progress.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("moaspec_train.progress.REPORT_EVERY_S", 0.0)
     capture = Mock(side_effect=Target.capture)
     monkeypatch.setattr(Target, "capture", lambda self, *rest: capture(self, *rest))
     with caplog.at_level("INFO"):
@@ -546,7 +546,7 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_overfitting_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moaspec.train.trainer.overfitting", lambda rows: f"{len(rows)} steps")
+    monkeypatch.setattr("moaspec_train.trainer.overfitting", lambda rows: f"{len(rows)} steps")
     trainer(tmp_path).run()
     assert caplog.messages[-2:] == ["2 steps", "4 steps"]
 

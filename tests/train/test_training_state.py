@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from moaspec.errors import TrainingError
-from moaspec.train.training_state import StateFiles
+from moaspec_core.errors import TrainingError
+from moaspec_train.training_state import StateFiles
 
 TENSORS = {
     "model.a": torch.arange(1000.0).view(100, 10),
@@ -66,7 +66,7 @@ def test_a_full_disk_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moaspec.train.training_state.write_weights", full)
+    monkeypatch.setattr("moaspec_train.training_state.write_weights", full)
     with pytest.raises(TrainingError, match="No space left"):
         files.save(2, TENSORS, {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

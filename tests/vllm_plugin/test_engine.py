@@ -123,7 +123,7 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     """
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
+    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
 
     draft, asked = PagedDrafter.draft, set()
     reject, rejected = RejectionSampler.forward, list[bool]()
@@ -165,9 +165,9 @@ def test_tokens_that_were_skipped_are_encoded_later(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts after steps without any are those of a run that drafts in every step."""
-    from moaspec.vllm_plugin.load_aware import Plan
-    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
-    from moaspec.vllm_plugin.proposer import VLLMMoAProposer
+    from moaspec_vllm.load_aware import Plan
+    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
+    from moaspec_vllm.proposer import VLLMMoAProposer
 
     plan, draft, steps = VLLMMoAProposer._plan, PagedDrafter.draft, Counter[str]()
     drafts: dict[tuple[int, ...], list[int]] = {}
@@ -213,8 +213,8 @@ def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None
 def test_a_failing_drafter_never_fails_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moaspec.vllm_plugin.paged_drafter.vllm_drafting import PagedDrafter
-    from moaspec.vllm_plugin.proposer import FAILURES
+    from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
+    from moaspec_vllm.proposer import FAILURES
 
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)

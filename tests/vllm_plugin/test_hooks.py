@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moaspec.errors import ServingError
-from moaspec.vllm_plugin import hooks
+from moaspec_core.errors import ServingError
+from moaspec_vllm import hooks
 
 
 @pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0"])

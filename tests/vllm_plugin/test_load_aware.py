@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.vllm_plugin.load_aware import Candidate, LoadAwareDrafts, Plan, StepCosts
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_vllm.load_aware import Candidate, LoadAwareDrafts, Plan, StepCosts
 
 LONGEST, MOST = 3, 32
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.errors import MismatchError, ServingError, UnsupportedTargetError
 from moaspec.model.moa import MoADrafter
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
-from moaspec.vllm_plugin.refusals import check_drafter, check_settings
-from moaspec.vllm_plugin.vllm_settings import SCHEDULER, WORKER
+from moaspec_core.errors import MismatchError, ServingError, UnsupportedTargetError
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_vllm.refusals import check_drafter, check_settings
+from moaspec_vllm.vllm_settings import SCHEDULER, WORKER
 
 
 def settings(**changes: Any) -> Any:

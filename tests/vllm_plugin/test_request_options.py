@@ -75,7 +75,7 @@ def answers(llm: Any, adapters: Sequence[Path]) -> list[tuple[list[int], list[di
 
 
 def test_adapters_structure_and_logprobs_are_plain_vllms(tmp_path: Path) -> None:
-    from moaspec.vllm_plugin.proposer import FAILURES
+    from moaspec_vllm.proposer import FAILURES
 
     models = serving.write_models(tmp_path)
     adapters = [tmp_path / "first", tmp_path / "second"]

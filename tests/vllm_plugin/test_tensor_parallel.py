@@ -22,23 +22,23 @@ import tiny
 import vllm_serving as serving
 from moaspec import Chain
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
-from moaspec.remote.server.session_store import StoreOptions
-from moaspec.sampling.grammar import Grammars
 from moaspec.target.registry import target_facts
-from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
+from moaspec_core.sampling.grammar import Grammars
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.service import ServiceOptions, TargetService, wire_encoder
+from moaspec_edge.server.session_store import StoreOptions
+from moaspec_vllm.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 EAGER_SERVER = """
 import functools
-from moaspec.cli.entry import run
-from moaspec.vllm_plugin import vllm_settings as settings
+from moaspec_core.cli.entry import run
+from moaspec_vllm import vllm_settings as settings
 settings.VLLMVerifierSettings = functools.partial(
     settings.VLLMVerifierSettings, extra_arguments={"enforce_eager": True}
 )
@@ -70,7 +70,7 @@ def test_two_ranks_verify_drafts_of_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts of several devices at once, and their number of rounds, are those of a local target."""
-    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
+    from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     models = serving.write_models(tmp_path)
     facts = target_facts(models.path, dtype="float32")

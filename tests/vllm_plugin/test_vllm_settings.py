@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.errors import InputError, ServingError
-from moaspec.vllm_plugin.vllm_settings import (
+from moaspec_core.errors import InputError, ServingError
+from moaspec_vllm.vllm_settings import (
     PROPOSER,
     SAMPLER,
     SCHEDULER,

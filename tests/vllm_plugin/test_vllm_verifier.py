@@ -18,21 +18,21 @@ import tiny
 import vllm_serving as serving
 from links import Faults, FaultyTransport
 from moaspec import Chain, Tree
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
-from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.target.registry import target_facts
 from moaspec.target.target import Target
-from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import ServiceOptions, TargetService, wire_encoder
+from moaspec_edge.server.session_store import StoreOptions
+from moaspec_edge.server.shared_verifier import PassOptions
+from moaspec_vllm.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     facts = target_facts(models.path, dtype="float32")
     drafter = load_drafter(models.taught, target=models.target)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
+    from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     options = VLLMVerifierSettings(
         model=str(models.path),
@@ -215,8 +215,8 @@ def test_texts_of_the_server_alone_end_at_its_limit(served: Served) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(served: Served) -> None:
-    from moaspec.errors import ServingError
-    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
+    from moaspec_core.errors import ServingError
+    from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     verifier = served.engine
     options = replace(verifier._options, max_rows=10**9)
@@ -272,7 +272,7 @@ def test_a_row_that_fails_harms_no_other(served: Served) -> None:
 
     good = VerifyRequest(0, 0, prompt, prompt_length=len(prompt))
     (first,) = served.verify(good)
-    from moaspec.sampling.params import SamplingParams
+    from moaspec_core.sampling.params import SamplingParams
 
     bad = VerifyRequest(1, 0, other, sampling=SamplingParams(processors=(breaks,)), prompt_length=2)
     going_on = VerifyRequest(0, len(prompt), (first.next_token,), DraftTree((5,), (-1,)))

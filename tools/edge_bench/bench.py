@@ -16,10 +16,10 @@ from edge_bench import python_command
 from edge_bench.case import MODES, Case, drafter_name
 from edge_bench.formula import Mode, Round, pays, prediction
 from edge_bench.namespaces import EmulatedLink, Side
-from moaspec.drafting.tree_shapes import DEFAULT_TREE
-from moaspec.errors import InputError, MoaSpecError
-from moaspec.remote.emulation import PRESETS, LinkProfile, link_named
-from moaspec.remote.protocol.codec import CodecName
+from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
+from moaspec_core.errors import InputError, MoaSpecError
+from moaspec_edge.emulation import PRESETS, LinkProfile, link_named
+from moaspec_edge.protocol.codec import CodecName
 
 LOCAL = "none"
 """The link that needs no emulation."""

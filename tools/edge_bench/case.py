@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from edge_bench.formula import Mode
-from moaspec.errors import InputError
-from moaspec.remote.protocol.codec import CODECS, CodecName
+from moaspec_core.errors import InputError
+from moaspec_edge.protocol.codec import CODECS, CodecName
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 

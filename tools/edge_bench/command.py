@@ -1,4 +1,4 @@
-"""The command `moaspec edge-bench`; `moaspec.cli.checkout` adds it in a checkout."""
+"""The command `moaspec edge-bench`; `moaspec_core.cli.checkout` adds it in a checkout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from moaspec.cli.options import MODEL, DrafterName, Dtype, Json, Model
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import loading
-from moaspec.cli.terminal.tables.table import Table, show_table
-from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.bundled import bundled_drafters
-from moaspec.support.extras import require
-from moaspec.support.paths import require_writable_file
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.options import MODEL, DrafterName, Dtype, Json, Model
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.progress_bar import ProgressBar
+from moaspec_core.cli.terminal.status import loading
+from moaspec_core.cli.terminal.table import Table, show_table
+from moaspec_core.errors import InputError
+from moaspec_core.support.extras import require
+from moaspec_core.support.paths import require_writable_file
 
 COLUMNS = (
     "mode",
@@ -98,7 +98,7 @@ def edge_bench(
         from edge_bench.bench import EdgeSettings, run_edge_bench
         from edge_bench.cut_bench import run_cut_bench
         from moaspec.backends.load import chosen_dtype
-        from moaspec.remote.device.bundle import export_bundle
+        from moaspec_edge.device.bundle import export_bundle
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
@@ -152,7 +152,7 @@ def _known(bundle: str, layers: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
         InputError: it lacks one.
     """
-    from moaspec.remote.device.bundle import load_device
+    from moaspec_edge.device.bundle import load_device
 
     device = load_device(bundle)
     for one in layers:

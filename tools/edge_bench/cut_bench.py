@@ -8,8 +8,8 @@ from typing import Any
 
 from edge_bench.bench import LOCAL, EdgeSettings, Setup
 from edge_bench.case import Case, drafter_name
-from moaspec.errors import InputError
-from moaspec.sampling.token_ids import common_length
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.token_ids import common_length
 
 
 def run_cut_bench(

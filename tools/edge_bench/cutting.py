@@ -9,11 +9,11 @@ from typing import Any
 
 from edge_bench.case import Case
 from edge_bench.emulated_device import HeldDevice
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.remote.device.device_parts import Device
-from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import Transport
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.device_parts import Device
+from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import Transport
 
 
 async def cut_and_return(

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.protocols import Proposer, RequestText
-from moaspec.remote.device.device_parts import Device
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import Proposer, RequestText
+from moaspec_edge.device.device_parts import Device
 
 
 class HeldDevice(Device):

@@ -10,15 +10,15 @@ from typing import Any
 from edge_bench.case import Case, Measured
 from edge_bench.emulated_device import HeldDevice
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.request_state import Event
-from moaspec.remote.device.device_parts import Device
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.emulation import COHERENT_S
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.request_state import Event
+from moaspec_edge.device.device_parts import Device
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device.server_text import RemoteText
+from moaspec_edge.emulation import COHERENT_S
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Transport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 
 PINGS = 30
 

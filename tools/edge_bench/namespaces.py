@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from edge_bench import python_command
 from edge_bench.relay import ADDRESSES
-from moaspec.errors import InputError
-from moaspec.remote.emulation import LinkProfile
+from moaspec_core.errors import InputError
+from moaspec_edge.emulation import LinkProfile
 
 Side = Literal["client", "server"]
 PREFIX = "moaspec-"

@@ -23,18 +23,18 @@ from edge_bench.measure import measure_case, round_trip_s
 from eval_studies.cut_quality import score_text
 from eval_studies.pass_costs import pass_s
 from moaspec.backends.load import load_target
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.drafting.protocols import Proposer, RequestText
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.device.bundle import load_device
-from moaspec.remote.device.device_parts import Device
-from moaspec.remote.device_onnx.manifest import is_onnx_bundle
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.target.target import Target
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.drafting.protocols import Proposer, RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.device.bundle import load_device
+from moaspec_edge.device.device_parts import Device
+from moaspec_edge.device_onnx.manifest import is_onnx_bundle
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.shared_verifier import PassOptions
 
 Say = Callable[[dict[str, Any]], None]
 Hear = Callable[[], Awaitable[dict[str, Any] | None]]
@@ -150,7 +150,7 @@ def load(bundle: str) -> Device:
     """A device of either kind of bundle."""
     if not is_onnx_bundle(bundle):
         return load_device(bundle)
-    from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+    from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
     return OnnxDevice(bundle)
 

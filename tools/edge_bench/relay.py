@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moaspec.remote.emulation import LinkProfile, Pacer
+from moaspec_edge.emulation import LinkProfile, Pacer
 
 TUN = "moaspec0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

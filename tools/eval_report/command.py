@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.status import status
-from moaspec.errors import InputError
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.status import status
+from moaspec_core.errors import InputError
 
 
 def page(

@@ -13,9 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval_report.plots import draw_plots
 from eval_report.verdict import eval_command, prompt_speedups, speedup, tau_interval, verdict
-from moaspec.errors import DataError, InputError
 from moaspec.evaluate.report.comparison import Facts, read_report
 from moaspec.evaluate.results_store import write_whole
+from moaspec_core.errors import DataError, InputError
 
 PAGE, COSTS, CUT = "report.html", "costs.json", "cut.json"
 """Names of files in a directory of results."""

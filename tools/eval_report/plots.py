@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from moaspec.support.extras import require
+from moaspec_core.support.extras import require
 
 WIDTH = 5.0  # width of a plot in inches; narrow, so that its text is legible on a phone
 

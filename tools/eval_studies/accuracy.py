@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from eval_studies.sandbox import Trial, isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.support.extras import require
+from moaspec_core.support.extras import require
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""What `moaspec eval` does with --cost and --cut; `moaspec.cli.commands.evaluate` calls it."""
+"""What `moaspec eval` does with --cost and --cut; `moaspec.cli.evaluate` calls it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from eval_studies.accuracy import is_correct, require_graders
-from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.errors import InputError
+from moaspec_core.cli.terminal.progress_bar import ProgressBar
+from moaspec_core.errors import InputError
 
 if TYPE_CHECKING:
     from eval_studies.cut_quality import CutQuality

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import run_now
-from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import first_difference, up_to_stop
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import run_now
+from moaspec_core.errors import InputError
 
 Grader = Callable[[Prompt, Sequence[int]], bool | None]
 """(prompt, token ids of the answer) -> whether the answer is right; None if unknown."""

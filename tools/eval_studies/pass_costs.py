@@ -19,13 +19,13 @@ from torch import nn
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.backends.pack import FusedPart, PackedLinear
 from moaspec.calibration.round_parts import TimedPart, pass_over
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import Proposer, RequestText
-from moaspec.drafting.tree_shapes import parse_shape
 from moaspec.evaluate.methods import Method
 from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Proposer, RequestText
+from moaspec_core.drafting.tree_shapes import parse_shape
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)

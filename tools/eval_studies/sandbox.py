@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moaspec.errors import InputError
+from moaspec_core.errors import InputError
 
 START_S = 5  # seconds of wall-clock time beyond the processor time
 TMP_BYTES = 1 << 24

@@ -2,9 +2,9 @@
 
 from eval_studies.cut_quality import CutQuality
 from eval_studies.pass_costs import PassCosts
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.tables.report_tables import in_ms, number
-from moaspec.cli.terminal.tables.table import Table, show_table
+from moaspec.cli.report_tables import in_ms, number
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.table import Table, show_table
 
 
 def show_costs(found: PassCosts) -> None:

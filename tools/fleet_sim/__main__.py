@@ -24,10 +24,10 @@ import moaspec
 from fleet_sim import real_runs, traces
 from fleet_sim.simulation import Fleet, Found, Mode, simulate
 from moaspec.calibration.measure_costs import stored_costs
-from moaspec.cli.prompts import chat_ids
-from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.remote.emulation import link_named
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_edge.emulation import link_named
 
 FLEETS = ((10, 1), (32, 1), (100, 1), (320, 10), (1_000, 10), (10_000, 100), (100_000, 1_000))
 CELL = 10

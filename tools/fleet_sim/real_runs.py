@@ -35,24 +35,24 @@ import moaspec
 from fleet_sim.simulation import Fleet, Found, SkippingLoop, pass_s, simulated_clock
 from fleet_sim.traces import Trace
 from moaspec import Target
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import TextProposer, VerifyRequest, VerifyResult
-from moaspec.engine.engine import run_now
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.emulation import LinkProfile, ShapedTransport
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.protocol.wire import chain
-from moaspec.remote.server.capabilities import EngineCapabilities
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import StoreOptions
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import TextProposer, VerifyRequest, VerifyResult
+from moaspec_core.engine.engine import run_now
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device.server_text import RemoteText
+from moaspec_edge.emulation import LinkProfile, ShapedTransport
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.protocol.wire import chain
+from moaspec_edge.server.capabilities import EngineCapabilities
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import StoreOptions
 
 MAX_TOKENS = 1024
 

@@ -32,17 +32,17 @@ from unittest import mock
 import numpy as np
 
 from fleet_sim.traces import Trace
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.policy.cost_model import PRIOR, CostTable
-from moaspec.drafting.policy.pass_budget import PassBudget
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.remote.device.draft_ahead import MIN_STEPS
-from moaspec.remote.device.events import LinkStats, RoundTrip
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.link_policy import LinkPolicy
-from moaspec.remote.emulation import LinkProfile
-from moaspec.remote.protocol.wire import chain
-from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.policy.cost_model import PRIOR, CostTable
+from moaspec_core.policy.pass_budget import PassBudget
+from moaspec_edge.device.draft_ahead import MIN_STEPS
+from moaspec_edge.device.events import LinkStats, RoundTrip
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.link_policy import LinkPolicy
+from moaspec_edge.emulation import LinkProfile
+from moaspec_edge.protocol.wire import chain
+from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier
 
 Mode = Literal["plain", "sync", "ahead"]
 """Plain: servers stream tokens and nobody drafts. Sync and ahead: devices draft, and in `ahead`

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moaspec import Target
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.policy.cost_model import MAX_DEPTH
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import run_now
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.token_ids import common_length
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import run_now
+from moaspec_core.policy.cost_model import MAX_DEPTH
+from moaspec_core.sampling.token_ids import common_length
 
 TRACES = Path(__file__).with_name("traces.json")
 

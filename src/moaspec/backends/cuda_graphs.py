@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.fast_layers import AttentionInputs
-from moaspec.support.causes import first_line
-from moaspec.support.switches import setting
 from moaspec.target.decoder_layers import WriteKV
+from moaspec_core.support.causes import first_line
+from moaspec_core.support.switches import setting
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"  # environment variable; "off" does without
 MAX_GRAPHS = 64

@@ -6,9 +6,9 @@ from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.fast_drafter import packed_copy
 from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.drafting.other_proposers.baseline_proposers import EagleProposer, IndependentProposer
-from moaspec.drafting.protocols import Proposer
 from moaspec.model.baselines import Baseline, EagleDrafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import Proposer
 
 P = TypeVar("P", EagleProposer, IndependentProposer)
 

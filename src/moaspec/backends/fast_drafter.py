@@ -38,8 +38,8 @@ from moaspec.model.layers import (
     SelfAttend,
 )
 from moaspec.model.moa import ExitAdapter, MoADrafter, TargetEncoder
-from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.target import Target
+from moaspec_core.process_memory import end_idle_threads, return_freed_memory
 
 Module = TypeVar("Module", bound=nn.Module)
 

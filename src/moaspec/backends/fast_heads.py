@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import PackedLinear
-from moaspec.support.paths import cache_dir, make_private
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.target import Target
+from moaspec_core.support.paths import cache_dir, make_private
 
 
 class PackedHead(PackedLinear):

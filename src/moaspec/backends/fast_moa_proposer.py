@@ -23,16 +23,16 @@ from moaspec.backends.fast_drafter import (
 )
 from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
 from moaspec.backends.pack import PackedLinear
-from moaspec.drafting.draft_noise import SHARPNESS
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.path_scores import AGREEMENT
-from moaspec.drafting.protocols import RequestText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import sampler_params
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_noise import SHARPNESS
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import RequestText
 
 MAX_KERNEL_ROWS = 8
 """Most requests that kernels draft for, one after another; PyTorch drafts for more together."""

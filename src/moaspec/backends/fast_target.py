@@ -26,7 +26,6 @@ from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import FusedPart, PackedLinear, pack_linears
 from moaspec.drafting.kv_cache import KVWriter
 from moaspec.model.layers import CosSin
-from moaspec.process_memory import end_idle_threads, return_freed_memory
 from moaspec.target.decoder_layers import (
     DecoderLayers,
     LMHead,
@@ -37,6 +36,7 @@ from moaspec.target.decoder_layers import (
 from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.target import Target
+from moaspec_core.process_memory import end_idle_threads, return_freed_memory
 
 
 def accelerate(target: Target) -> bool:

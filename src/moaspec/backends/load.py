@@ -9,9 +9,9 @@ from moaspec.backends.cpu.build import must_compile
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
-from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.registry import read_skeleton, read_target, require_device, require_dtype
 from moaspec.target.target import Target, plain_torch
+from moaspec.target.thread_limiter import ThreadLimiter
 from moaspec.target.weights.adapter import adapter_hash
 
 AUTO_DTYPE = "auto"

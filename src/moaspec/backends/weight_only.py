@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.quantized_weight import BLOCK, QuantizedWeight
-from moaspec.errors import InputError
-from moaspec.support.extras import require
+from moaspec_core.errors import InputError
+from moaspec_core.support.extras import require
 
 log = logging.getLogger(__name__)
 

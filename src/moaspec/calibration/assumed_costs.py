@@ -23,10 +23,10 @@ from torch import nn
 
 from moaspec.backends.cpu.build import instructions
 from moaspec.backends.fast_target import same_bits, weight_bytes
-from moaspec.drafting.policy.cost_model import CostTable, best_chain
-from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.drafter_config import inner_size
+from moaspec_core.policy.cost_model import CostTable, best_chain
 
 FILE = "assumed_costs.json"
 WIDTHS = (1, 2, 4, 8)  # of drafted levels

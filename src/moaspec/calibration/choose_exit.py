@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moaspec.calibration.measure_costs import stored_costs
-from moaspec.drafting.policy.cost_model import PRIOR, CostTable, best_chain
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.policy.cost_model import PRIOR, CostTable, best_chain
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from moaspec.calibration.assumed_costs import machine_costs, num_weights, target
 from moaspec.calibration.choose_exit import Exit, known_exits
 from moaspec.calibration.round_parts import RoundParts
 from moaspec.model.moa import MoADrafter
-from moaspec.support.paths import cache_dir, why_not_writable
-from moaspec.support.switches import setting
 from moaspec.target.target import Target
+from moaspec_core.support.paths import cache_dir, why_not_writable
+from moaspec_core.support.switches import setting
 
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" leaves measuring to `moaspec calibrate`."""

@@ -21,15 +21,15 @@ import torch
 from moaspec.backends.cpu.build import instructions
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError
-from moaspec.model.checkpoint.user_files import read_json
-from moaspec.model.drafter_config import inner_size
 from moaspec.model.moa import MoADrafter
-from moaspec.support.paths import make_private, trusted
 from moaspec.target.target import Target, plain_torch
+from moaspec_core.checkpoint.drafter_config import inner_size
+from moaspec_core.checkpoint.user_files import read_json
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError
+from moaspec_core.policy.cost_model import CostTable
+from moaspec_core.support.paths import make_private, trusted
 
 FORMAT_VERSION = 12
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 32, 64)

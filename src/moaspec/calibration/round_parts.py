@@ -14,16 +14,16 @@ from torch import Tensor
 
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
-from moaspec.drafting.policy.cost_model import CostTable
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import Engine
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.engine.request_state import Event
 from moaspec.target.decoder_layers import Slots, TextPass
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Event
+from moaspec_core.policy.cost_model import CostTable
 
 TEXT = 64  # tokens of the text before the drafts
 

@@ -1,1 +1,1 @@
-"""The `moaspec` command: its commands, options and terminal output."""
+"""One module per command."""

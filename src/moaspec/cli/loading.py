@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.status import loading, measuring
-from moaspec.generation.bundled import bundled_drafters
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.status import loading, measuring
 
 if TYPE_CHECKING:
-    from moaspec.cli.options import LoadOptions
-    from moaspec.drafting.protocols import Proposer
-    from moaspec.generation.generate_options import GenerateOptions
     from moaspec.model.moa import MoADrafter
-    from moaspec.remote.device.device_parts import DeviceTarget
-    from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
+    from moaspec_core.cli.options import LoadOptions
+    from moaspec_core.drafting.protocols import Proposer
+    from moaspec_core.engine.generate_options import GenerateOptions
+    from moaspec_core.tokens.generation_defaults import GenerationDefaults
+    from moaspec_edge.device.device_parts import DeviceTarget
 
 
 def load(
@@ -135,7 +135,7 @@ def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
 
 def with_model_defaults(settings: GenerateOptions, target: DeviceTarget) -> GenerateOptions:
     """Fill in the temperature from the model's defaults, and print which of them apply."""
-    from moaspec.generation.generate_options import defaults_of
+    from moaspec_core.engine.generate_options import defaults_of
 
     defaults = defaults_of(target, settings)
     print_defaults(target, defaults)

@@ -9,9 +9,7 @@ import torch
 
 from moaspec.backends.load import load_target
 from moaspec.cli.loading import choose_drafter
-from moaspec.cli.prompts import message_ids
 from moaspec.drafting.proposer_checks import check_trained
-from moaspec.errors import InputError
 from moaspec.evaluate.method_names import (
     KINDS,
     MethodResources,
@@ -21,11 +19,13 @@ from moaspec.evaluate.method_names import (
 )
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.bundled import bundled_drafters
 from moaspec.generation.drafters import check_drafter, load_any_drafter, read_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import read_skeleton
 from moaspec.target.target import Target
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.prompts import message_ids
+from moaspec_core.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moaspec.cli import options
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.status import status
+from moaspec_core.cli import options
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.status import status
 
 if TYPE_CHECKING:
     from moaspec.evaluate.correctness.llama_cpp import ReaderCheck

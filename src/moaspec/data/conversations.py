@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.data.messages import REASONING, MalformedError, Message
 from moaspec.data.row_shapes import DataRow, read_row
 from moaspec.data.row_sources import OnMalformed, Record, read_records, refuse
-from moaspec.errors import DataError
+from moaspec_core.chat.messages import REASONING, MalformedError, Message
+from moaspec_core.errors import DataError
 
 MESSAGES = "messages."
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moaspec.data.conversations import Conversation
-from moaspec.data.templates.chat_template import FAILURES, ChatTemplate, PreparedMessages
-from moaspec.data.templates.prefix_tokens import PrefixTokens
-from moaspec.errors import DataError, InputError
+from moaspec_core.chat.chat_template import FAILURES, ChatTemplate, PreparedMessages
+from moaspec_core.chat.prefix_tokens import PrefixTokens
+from moaspec_core.errors import DataError, InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from moaspec.data.conversations import Conversation
-from moaspec.data.messages import words
-from moaspec.errors import DataError
+from moaspec_core.chat.messages import words
+from moaspec_core.errors import DataError
 
 Ngram = tuple[str, ...]
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
+from moaspec_core.chat.messages import MalformedError, Message, normal_messages, normal_tool, short
 
 CALLERS = ("function_call", "tool_call")  # roles whose text is a tool call
 SHAREGPT_ROLES = {

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from moaspec.data.row_shapes import ROW_COLUMNS
-from moaspec.errors import DataError, InputError
-from moaspec.model.checkpoint.user_files import open_file
-from moaspec.support.causes import system_reason
-from moaspec.support.extras import install_command
-from moaspec.support.hub import HUB, hub_rows, require_datasets
+from moaspec_core.checkpoint.user_files import open_file
+from moaspec_core.errors import DataError, InputError
+from moaspec_core.support.causes import system_reason
+from moaspec_core.support.extras import install_command
+from moaspec_core.support.hub import HUB, hub_rows, require_datasets
 
 SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
 PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}

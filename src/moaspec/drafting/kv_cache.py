@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import masked_attention
 from moaspec.target.decoder_layers import Slots
+from moaspec_core.checkpoint.drafter_config import LayerConfig
 
 SLOT_BUCKET = 256  # capacities are multiples of this, so that few distinct shapes occur
 

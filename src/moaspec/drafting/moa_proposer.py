@@ -10,14 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.drafting.proposer_checks import check_num_target_layers, check_place
-from moaspec.drafting.protocols import Features, Need, RequestText
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.moa_config import check_target
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Features, Need, RequestText
 
 
 class MoAProposer(TreeProposer):

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.drafting.draft_noise import SHARPNESS
-from moaspec.drafting.protocols import RequestText
 from moaspec.sampling.choose import temperatures
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.processors import survivors
+from moaspec_core.drafting.draft_noise import SHARPNESS
+from moaspec_core.drafting.protocols import RequestText
 
 AGREEMENT = (
     (-1.84, 0.42),

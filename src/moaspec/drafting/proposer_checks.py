@@ -1,9 +1,9 @@
 """What a drafter and a target must have in common, and what a drafter can do beside its target."""
 
-from moaspec.errors import InputError
-from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.drafter_config import DrafterConfig
+from moaspec_core.errors import InputError
 
 
 def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:

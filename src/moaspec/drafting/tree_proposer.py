@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.kv_cache import KVCache, StoredAttention, tree_mask
 from moaspec.drafting.path_scores import Ranking
-from moaspec.drafting.protocols import CachingProposer, RequestText
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import CachingProposer, RequestText
 
 READ_CHUNK_TOKENS = 512
 """Most tokens of a text in one pass of the drafter; bounds the memory of mask and activations."""

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moaspec.drafting.draft_tree import children, walk
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.sampling.choose import next_tokens
-from moaspec.sampling.params import Alternatives
 from moaspec.sampling.processors import Prefix
+from moaspec_core.drafting.draft_tree import children, walk
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.sampling.params import Alternatives
 
 
 def accept_greedy(

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, KVWriter, PassSizes, tree_mask
-from moaspec.drafting.protocols import (
+from moaspec.engine.accept import accept, accept_greedy
+from moaspec.target.decoder_layers import Slots
+from moaspec.target.target import Target, plain_torch
+from moaspec_core.drafting.draft_tree import causal
+from moaspec_core.drafting.protocols import (
     CachingProposer,
     Need,
     Proposer,
@@ -23,10 +26,7 @@ from moaspec.drafting.protocols import (
     VerifyRequest,
     VerifyResult,
 )
-from moaspec.engine.accept import accept, accept_greedy
-from moaspec.engine.position_rules import PositionRules
-from moaspec.target.decoder_layers import Slots
-from moaspec.target.target import Target, plain_torch
+from moaspec_core.engine.position_rules import PositionRules
 
 CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 256, 2048
 """See `Verifier.prompt_tokens`."""

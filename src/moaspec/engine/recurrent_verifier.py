@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.kv_cache import KVCache, KVWriter
-from moaspec.drafting.protocols import Proposer, VerifyRequest, VerifyResult
 from moaspec.engine.local_verifier import PREFILL_CHUNK_TOKENS, LocalVerifier, PassRow
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState, num_bytes
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import Proposer, VerifyRequest, VerifyResult
 
 
 def local_verifier(target: Target, proposer: Proposer | None = None) -> LocalVerifier:

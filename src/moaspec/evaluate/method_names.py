@@ -4,15 +4,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
-from moaspec.drafting.policy.policies import FreeBranches
-from moaspec.drafting.protocols import Proposer
-from moaspec.drafting.tree_shapes import parse_shape
-from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.drafting.tree_shapes import parse_shape
+from moaspec_core.errors import InputError
+from moaspec_core.policy.policies import FreeBranches
 
 LOOKUP_TOKENS = 10  # drafts of transformers' prompt lookup, as in its documentation
 

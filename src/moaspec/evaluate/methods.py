@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
-from moaspec.drafting.protocols import Proposer
-from moaspec.engine.request_state import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
 from moaspec.generation.api import generate
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.families import forget_growth
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.engine.request_state import GenerationResult, Timing
+from moaspec_core.policy.policies import DraftSettings, FreeBranches
+from moaspec_core.sampling.params import GREEDY, SamplingParams
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.data.conversations import parse
-from moaspec.data.messages import Message
 from moaspec.data.row_sources import Record, data_files, read_records, stem
-from moaspec.errors import DataError
-from moaspec.support.hub import HUB, hub_rows
+from moaspec_core.chat.messages import Message
+from moaspec_core.errors import DataError
+from moaspec_core.support.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"

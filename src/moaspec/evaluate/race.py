@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from moaspec.drafting.protocols import Proposer
-from moaspec.engine.request_state import Source
 from moaspec.evaluate.correctness.equality import Equality, judge
 from moaspec.generation.api import start
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.incremental_text import TextStream
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.engine.request_state import Source
+from moaspec_core.sampling.incremental_text import TextStream
 
 
 @dataclass(frozen=True, kw_only=True)

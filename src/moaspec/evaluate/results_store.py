@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.methods import MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.model.checkpoint.weight_files import replace_file
-from moaspec.support.locks import claimed
+from moaspec_core.errors import InputError
+from moaspec_core.support.locks import claimed
 
 RUNS, SETTINGS = "runs.jsonl", "settings.json"
 

@@ -5,17 +5,17 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import AuditedText, audit, compare
 from moaspec.evaluate.method_names import require_known_noise
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Outcome, Report
 from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
-from moaspec.generation.generate_options import sampling_params
-from moaspec.sampling.params import SamplingParams
-from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.target import Target
+from moaspec_core.engine.generate_options import sampling_params
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 """The warm-up: largest number of tokens of the first prompt, and new tokens."""

@@ -4,18 +4,18 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Event, GenerationResult
-from moaspec.generation.generate_options import (
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.shaping import shaping_for
+from moaspec.target.target import Target
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.generate_options import (
     Options,
     check_num_choices,
     check_options,
     row_settings,
     token_ids,
 )
-from moaspec.generation.local_engine import local_engine
-from moaspec.generation.shaping import shaping_for
-from moaspec.target.target import Target
+from moaspec_core.engine.request_state import Event, GenerationResult
 
 
 @overload

@@ -2,11 +2,11 @@
 
 from moaspec.model.baselines import Baseline, IndependentDrafter
 from moaspec.model.checkpoint.published import Form, published_problem
-from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.moa import MoADrafter
 from moaspec.target.families import is_family
-from moaspec.target.names import SUPPORTED_FAMILIES
 from moaspec.target.spec import TargetSpec
+from moaspec_core.checkpoint.drafter_config import DrafterConfig
+from moaspec_core.tokens.names import SUPPORTED_FAMILIES
 
 FORMS: tuple[Form, ...] = ("raw", "vllm")
 

@@ -4,24 +4,19 @@ import logging
 from pathlib import Path
 
 from moaspec.backends.fast_baselines import baseline_drafting
-from moaspec.drafting.protocols import Proposer
-from moaspec.errors import InputError, UnknownModelError
-from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.baselines import Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
-from moaspec.model.checkpoint.directory import (
-    CONFIG_FILE,
-    DEVICE_SECTION,
-    is_directory,
-    read_config,
-)
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
-from moaspec.support.causes import first_line
-from moaspec.support.hub import cached_if_offline
 from moaspec.target.registry import read_skeleton
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target, plain_torch
+from moaspec_core.bundled import bundled_drafters
+from moaspec_core.checkpoint.directory import CONFIG_FILE, DEVICE_SECTION, is_directory, read_config
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.errors import InputError, UnknownModelError
+from moaspec_core.support.causes import first_line
+from moaspec_core.support.hub import cached_if_offline
 
 log = logging.getLogger(__name__)
 _OTHER_ADAPTER = (

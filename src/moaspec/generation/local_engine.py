@@ -2,13 +2,13 @@
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import PROPOSER_METHODS, Proposer
-from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.recurrent_verifier import local_verifier
-from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
+from moaspec_core.drafting.protocols import PROPOSER_METHODS, Proposer
+from moaspec_core.engine.engine import Engine
+from moaspec_core.errors import InputError
 
 
 def local_engine(

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from moaspec.drafting.policy.policies import DraftSettings
+from moaspec_core.policy.policies import DraftSettings
 
 LOG = logging.getLogger(__name__)
 

@@ -3,18 +3,18 @@
 from collections.abc import Generator, Sequence
 from typing import Unpack
 
-from moaspec.drafting.protocols import Proposer
-from moaspec.engine.request_state import Event, GenerationResult
-from moaspec.generation.generate_options import (
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.shaping import shaping_for
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.engine.generate_options import (
     GenerateOptions,
     check_options,
     row_settings,
     token_ids,
 )
-from moaspec.generation.local_engine import local_engine
-from moaspec.generation.shaping import shaping_for
-from moaspec.model.moa import MoADrafter
-from moaspec.target.target import Target
+from moaspec_core.engine.request_state import Event, GenerationResult
 
 
 class Session:

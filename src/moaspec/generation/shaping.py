@@ -7,13 +7,13 @@ from moaspec.backends.fast_target import same_bits
 from moaspec.calibration.assumed_costs import assumed_costs, sure_costs
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.first_use import measure_again, measure_once
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.observed_times import ObservedTimes
-from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.proposer_checks import drafts_behind
-from moaspec.drafting.protocols import Proposer
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.policy.observed_times import ObservedTimes
+from moaspec_core.policy.policies import DraftSettings, FreeBranches
 
 
 @plain_torch()

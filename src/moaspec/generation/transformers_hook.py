@@ -34,18 +34,18 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
-from moaspec.drafting.protocols import Proposer
-from moaspec.engine.engine import Engine
-from moaspec.errors import InputError
 from moaspec.generation.local_engine import local_engine
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import LogitsProcessor, SamplingParams
-from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.target import plain_torch
+from moaspec.target.thread_limiter import ThreadLimiter
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.engine.engine import Engine
+from moaspec_core.errors import InputError
+from moaspec_core.policy.policies import DraftSettings, FreeBranches
+from moaspec_core.sampling.params import LogitsProcessor, SamplingParams
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _STATEFUL = (

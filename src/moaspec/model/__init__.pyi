@@ -1,7 +1,7 @@
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.checkpoint.published import save_published
-from moaspec.model.drafter_config import DrafterConfig, LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
+from moaspec_core.checkpoint.drafter_config import DrafterConfig, LayerConfig, TargetIdentity
 
 __all__ = [
     "DrafterConfig",

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.layers import DecoderLayer, SelfAttend, masked_attention, scaled_rope
 from moaspec.model.masks import text_mask
+from moaspec_core.checkpoint.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
+from moaspec_core.errors import ShapeError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import DrafterConfig, LayerConfig
+from moaspec_core.checkpoint.drafter_config import DrafterConfig, LayerConfig
+from moaspec_core.errors import ShapeError
 
 CosSin = tuple[Tensor, Tensor]
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -28,8 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import DrafterConfig
 from moaspec.model.layers import (
     CosSin,
     CrossAttend,
@@ -43,6 +41,8 @@ from moaspec.model.layers import (
     scaled_rope,
 )
 from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, text_mask
+from moaspec_core.checkpoint.drafter_config import DrafterConfig
+from moaspec_core.errors import ShapeError
 
 AGGREGATE_CHUNK_TOKENS = 512
 """Tokens whose layers are aggregated at once; bounds memory for long prompts."""

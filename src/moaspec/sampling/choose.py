@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moaspec.sampling.kernels import SamplerParams, registered
 from moaspec.sampling.noise import gumbel, seed_bits
-from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors
+from moaspec_core.sampling.params import SamplingParams
 
 COLDEST = 1e-200
 """Smallest temperature that is used. Float32 logits divided by it still fit float64, and any two

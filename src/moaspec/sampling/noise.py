@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moaspec.sampling.kernels import registered
-from moaspec.sampling.philox import noise_bits
+from moaspec_core.sampling.philox import noise_bits
 
 
 def uniform(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:

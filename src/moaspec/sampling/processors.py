@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moaspec.errors import InputError
-from moaspec.sampling.params import SamplingParams
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import SamplingParams
 
 CANDIDATES = 512
 """Number of best tokens that top-p sorts first; sorting the whole vocabulary is slow and rarely

@@ -1,5 +1,5 @@
 """The frozen target. The only package that imports transformers' models."""
 
-from moaspec.support.lazy import attach
+from moaspec_core.support.lazy import attach
 
 __getattr__, __all__ = attach(__name__)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.model.layers import CosSin
 from moaspec.model.masks import text_mask, window_mask
-from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 from moaspec.target.rope_fields import require_rope
+from moaspec_core.errors import UnsupportedTargetError
+from moaspec_core.tokens.names import FAMILIES, SUPPORTED_FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ROTARY_LOCK = Lock()
@@ -62,7 +62,7 @@ def require_supported(config: Any, name: str) -> None:
 
 
 def is_family(config: Any) -> bool:
-    """Whether a model belongs to a family of `moaspec.target.names`."""
+    """Whether a model belongs to a family of `moaspec_core.tokens.names`."""
     return config.model_type in FAMILIES
 
 

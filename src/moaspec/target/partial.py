@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
-from moaspec.errors import InputError, MismatchError
 from moaspec.model.checkpoint.weight_files import require_enough
 from moaspec.target.decoder_layers import LMHead, frozen_linear
 from moaspec.target.target import Target
 from moaspec.target.weights.int8_rows import Int8Embedding, Int8Linear, quantise
+from moaspec_core.errors import InputError, MismatchError
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
 SCALE = ".row_scale"  # what the name of a quantised weight's scales ends with

@@ -20,16 +20,9 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
-from moaspec.model.checkpoint.directory import is_directory
-from moaspec.model.checkpoint.user_files import why_not_files
-from moaspec.support.causes import first_line
-from moaspec.support.hub import cached_if_offline, hub_file
 from moaspec.target.families import is_family, require_supported
-from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.generic.rules import require_generic_config
-from moaspec.target.names import ALIASES, Alias, local_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import PROCESS_SETTINGS, Target
@@ -45,6 +38,13 @@ from moaspec.target.weights.gguf import (
     require_readable_tokenizer,
 )
 from moaspec.target.weights.quantised import prepare_config, widen
+from moaspec_core.checkpoint.directory import is_directory
+from moaspec_core.checkpoint.user_files import why_not_files
+from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
+from moaspec_core.support.causes import first_line
+from moaspec_core.support.hub import cached_if_offline, hub_file
+from moaspec_core.tokens.generation_defaults import without_defaults
+from moaspec_core.tokens.names import ALIASES, Alias, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

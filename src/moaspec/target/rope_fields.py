@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moaspec.errors import UnknownModelError
-from moaspec.target.names import FAMILIES
+from moaspec_core.errors import UnknownModelError
+from moaspec_core.tokens.names import FAMILIES
 
 TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 OLDER_TYPES = {"phi3": ("su", "yarn")}  # names of LongRoPE in the first configs of a family

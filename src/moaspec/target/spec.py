@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from moaspec.model.drafter_config import TargetIdentity
 from moaspec.target import families
-from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec_core.checkpoint.drafter_config import TargetIdentity
+from moaspec_core.tokens.generation_defaults import GenerationDefaults
 
 
 class TargetSpec:

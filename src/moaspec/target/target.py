@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask
 from moaspec.model.moa import LayerFeatures, TargetPass, positions
-from moaspec.support.thread_limiter import ThreadLimiter
 from moaspec.target import families
 from moaspec.target.decoder_layers import DecoderLayers, LMHead, TextPass, WatchLayer, WriteKV
 from moaspec.target.spec import TargetSpec
+from moaspec.target.thread_limiter import ThreadLimiter
+from moaspec_core.errors import UnsupportedTargetError
 
 PROCESS_SETTINGS = threading.RLock()
 """Held while transformers builds a model (torch's default dtype is then its own) or is patched."""

@@ -25,8 +25,8 @@ from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.fast_drafter import FastAttentionBlock, fast_layer
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import CrossAttentionLayer, DecoderLayer, Rope, masked_attention, rotate
+from moaspec_core.checkpoint.drafter_config import LayerConfig
 
 pytestmark = [needs_kernels, pytest.mark.kernels]
 

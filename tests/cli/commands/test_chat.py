@@ -13,14 +13,14 @@ from transformers.utils import logging
 import moaspec
 import tiny
 from commands import load_targets_by
-from moaspec.cli.commands.chat_command import LocalChat
-from moaspec.cli.main import run
-from moaspec.cli.prompts import conversation_ids
-from moaspec.engine.engine import Engine
-from moaspec.errors import InputError
-from moaspec.generation.generate_options import GenerateOptions
+from moaspec.cli.chat import LocalChat
 from moaspec.generation.session import Session
 from moaspec.target.target import Target
+from moaspec_core.cli.main import run
+from moaspec_core.cli.prompts import conversation_ids
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.generate_options import GenerateOptions
+from moaspec_core.errors import InputError
 
 NEW = 6
 ROLES = "{{ {'system': 'w1', 'user': 'w2', 'assistant': 'w3'}[message.role] }} "

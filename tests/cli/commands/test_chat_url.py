@@ -10,11 +10,11 @@ import pytest
 
 import serving
 from edges import Edge
-from moaspec.cli.commands.chat_url import TAKEN_BACK, ServerChat, _Printer
-from moaspec.cli.main import run
-from moaspec.cli.terminal.console import escape_unsafe
-from moaspec.errors import InputError, ServerError
-from moaspec.generation.generate_options import GenerateOptions
+from moaspec.cli.chat_url import TAKEN_BACK, ServerChat, _Printer
+from moaspec_core.cli.main import run
+from moaspec_core.cli.terminal.console import escape_unsafe
+from moaspec_core.engine.generate_options import GenerateOptions
+from moaspec_core.errors import InputError, ServerError
 from serving import Served
 
 SETTINGS: GenerateOptions = {"max_new_tokens": 12, "temperature": 0.0}

@@ -17,10 +17,10 @@ import torch
 
 import chat_tokenizers
 from commands import complaints, interrupt_after
-from moaspec.cli.main import run
-from moaspec.cli.terminal.writing_progress import WritingProgress
-from moaspec.engine.engine import Engine
-from moaspec.train.dataset.response_writer import ResponseWriter
+from moaspec_core.cli.main import run
+from moaspec_core.engine.engine import Engine
+from moaspec_train.cli.writing_progress import WritingProgress
+from moaspec_train.dataset.response_writer import ResponseWriter
 
 COMMANDS = ("synth", "regenerate", "stats", "overlap")
 Cli = Callable[..., tuple[int, str, str]]
@@ -172,7 +172,7 @@ def test_sigterm_says_what_is_saved(
 def test_synth_gives_up_and_shows_what_it_discards(
     cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.data.SAMPLES_PER_PROMPT", 1)
+    monkeypatch.setattr("moaspec_train.cli.data.SAMPLES_PER_PROMPT", 1)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, *SMALL)
     code, _, err = cli("data", "synth", "--num", "8", *out)
     assert code == 1
@@ -193,7 +193,7 @@ def test_synth_counts_prompts_before_their_group_ends(
         shown.append(self.task.completed)
 
     monkeypatch.setattr(WritingProgress, "add", watched)
-    monkeypatch.setattr("moaspec.cli.commands.data.SAMPLES_PER_PROMPT", 1)
+    monkeypatch.setattr("moaspec_train.cli.data.SAMPLES_PER_PROMPT", 1)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, "--max-new-tokens", "16")
     assert cli("data", "synth", "--num", "64", *out)[0] == 1
     assert 0 < max(shown) < 64
@@ -383,7 +383,7 @@ def test_stats_of_the_rows_before_ctrl_c(
     cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", [{"prompt_ids": [20], "response_ids": [21, 22]}] * 3)
-    interrupt_after(2, "moaspec.train.dataset.read_examples._check_ids", monkeypatch)
+    interrupt_after(2, "moaspec_train.dataset.read_examples._check_ids", monkeypatch)
     code, out, err = cli("data", "stats", data, "--model", model, "--json")
     assert code == 130
     facts = json.loads(out)

@@ -20,9 +20,9 @@ import chat_tokenizers
 import moaspec
 from commands import Cli
 from endpoints import Fields, completion, fake, moaspec_server
-from moaspec.cli.terminal.writing_progress import WritingProgress
 from moaspec.target import registry
 from moaspec.target.target import Target
+from moaspec_train.cli.writing_progress import WritingProgress
 
 SMALL = ("--max-new-tokens", "8", "--batch", "2", "--group-size", "4")
 

@@ -15,9 +15,9 @@ import torch
 
 import chat_tokenizers
 from commands import complaints
-from moaspec.cli.main import run
 from moaspec.data.conversations import read_conversations
-from moaspec.support.extras import install_command
+from moaspec_core.cli.main import run
+from moaspec_core.support.extras import install_command
 
 Result = tuple[int, str, str]
 Q, A = {"role": "user", "content": "w20"}, {"role": "assistant", "content": "w30 w31"}

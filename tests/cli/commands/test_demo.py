@@ -18,14 +18,13 @@ from rich.console import Console
 
 import tiny
 from commands import Cli, load_targets_by, text_target
-from moaspec.cli.commands import demo
-from moaspec.cli.terminal import panes, race_verdict
-from moaspec.cli.terminal.panes import Pane
-from moaspec.engine.engine import Engine
+from moaspec.cli import demo, panes, race_verdict
+from moaspec.cli.panes import Pane
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding
 from moaspec.target.target import Target
+from moaspec_core.engine.engine import Engine
 
 ESCAPE = "\x1b"
 SAME = Equality("identical")

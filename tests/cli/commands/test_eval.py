@@ -13,11 +13,11 @@ import tiny
 from commands import Cli, interrupt_after, load_targets_by
 from moaspec.backends import load
 from moaspec.cli.method_loading import MethodSources, check_methods
-from moaspec.drafting.draft_tree import DraftTree, walk
-from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, walk
+from moaspec_core.errors import InputError
 
 PROMPT = "w5 w9 w2"
 

@@ -11,7 +11,7 @@ import transformers
 
 import chat_tokenizers
 from commands import Cli, complaints
-from moaspec.cli.terminal import console
+from moaspec_core.cli.terminal import console
 
 ROWS = [{"prompt_ids": [20], "response_ids": [21, 22, 23]}] * 3
 

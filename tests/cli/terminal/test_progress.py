@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.progress import Progress
 
-from moaspec.cli.terminal.console import Screen
-from moaspec.cli.terminal.progress_bar import ProgressBar, TimeLeft, duration
+from moaspec_core.cli.terminal.console import Screen
+from moaspec_core.cli.terminal.progress_bar import ProgressBar, TimeLeft, duration
 
 
 class Clock:

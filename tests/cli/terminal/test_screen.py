@@ -16,12 +16,12 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-import moaspec.cli
+import moaspec_core.cli
 from commands import Cli
-from moaspec.cli.terminal import console
-from moaspec.cli.terminal.console import Screen, escape_unsafe
-from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import quiet_libraries
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.console import Screen, escape_unsafe
+from moaspec_core.cli.terminal.progress_bar import ProgressBar
+from moaspec_core.cli.terminal.status import quiet_libraries
 
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;title\x07",
@@ -136,6 +136,6 @@ def test_names_in_errors(arguments: tuple[str, ...], cli: Cli) -> None:
 
 
 def test_all_consoles_are_screens() -> None:
-    (folder,) = moaspec.cli.__path__
+    (folder,) = moaspec_core.cli.__path__
     made = [path.name for path in Path(folder).glob("*.py") if " Console(" in path.read_text()]
     assert made == []

@@ -8,7 +8,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from moaspec.cli.terminal.status import show_log_records
+from moaspec_core.cli.terminal.status import show_log_records
 
 
 @pytest.mark.parametrize("terminal", [False, True])

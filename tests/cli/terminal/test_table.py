@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moaspec.cli.terminal.tables.table import Table, rendered
+from moaspec_core.cli.terminal.table import Table, rendered
 
 WIDTHS = st.integers(60, 140)
 WORDS = st.text("abcdefgh,./@%-", min_size=1, max_size=20)

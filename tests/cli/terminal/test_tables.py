@@ -9,17 +9,13 @@ import pytest
 import tiny
 from edge_bench.command import _cuts_table
 from moaspec.cli.loading import num_threads
-from moaspec.cli.terminal.console import Screen
-from moaspec.cli.terminal.tables.report_tables import (
-    methods_costs_table,
-    methods_table,
-    parts_table,
-)
-from moaspec.cli.terminal.tables.table import rendered
+from moaspec.cli.report_tables import methods_costs_table, methods_table, parts_table
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report
 from moaspec.evaluate.runner import EvalSettings, measure
+from moaspec_core.cli.terminal.console import Screen
+from moaspec_core.cli.terminal.table import rendered
 
 
 @pytest.fixture(scope="module")

@@ -21,22 +21,22 @@ import moaspec.generation.local_engine
 import tiny
 from golden import TOLERANCE, needs_golden
 from moaspec.backends.fast_baselines import baseline_drafting
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.other_proposers.baseline_proposers import (
     EagleProposer,
     IndependentProposer,
 )
-from moaspec.drafting.policy.policies import COPIES, DraftPolicy
-from moaspec.drafting.protocols import RequestText
-from moaspec.errors import CorruptCheckpointError, MismatchError
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.baselines import Baseline, EagleDrafter, StackConfig
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import positions
-from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
-from moaspec.train.students.losses import divergence, feature_loss
+from moaspec_core.checkpoint.drafter_config import LayerConfig
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.errors import CorruptCheckpointError, MismatchError
+from moaspec_core.policy.policies import COPIES, DraftPolicy
+from moaspec_train.students.drafter_sizes import DrafterSizes, stack_config
+from moaspec_train.students.losses import divergence, feature_loss
 
 KINDS = ("eagle", "independent")
 

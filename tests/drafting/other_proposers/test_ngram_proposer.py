@@ -7,9 +7,9 @@ import pytest
 import moaspec
 import tiny
 from moaspec import Chain, NgramProposer, Tree
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import RequestText
-from moaspec.errors import InputError
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.errors import InputError
 
 
 def test_the_longest_suffix_wins_over_a_later_one() -> None:

@@ -10,9 +10,9 @@ import torch
 import moaspec
 import tiny
 from moaspec import Chain, OracleProposer, Tree
-from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix
-from moaspec.errors import InputError
 from moaspec.sampling.noise import uniform
+from moaspec_core.drafting.draft_tree import DraftTree, ancestor_matrix
+from moaspec_core.errors import InputError
 
 pytestmark = pytest.mark.kernels
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from costs import table
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.policy.cost_model import (
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.errors import InputError
+from moaspec_core.policy.cost_model import (
     GAIN,
     MAX_DEPTH,
     AcceptanceRates,
@@ -18,7 +19,6 @@ from moaspec.drafting.policy.cost_model import (
     RoundCosts,
     chain_speedups,
 )
-from moaspec.errors import InputError
 
 HALF = np.array([0.5])
 

@@ -9,15 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from costs import table
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.policy.cost_model import CostTable, KnownCosts
-from moaspec.drafting.policy.observed_times import (
-    FIRST_COMPARED,
-    INTERVAL,
-    ObservedTimes,
-    RoundTime,
-)
-from moaspec.drafting.policy.policies import AdaptivePolicy
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.policy.cost_model import CostTable, KnownCosts
+from moaspec_core.policy.observed_times import FIRST_COMPARED, INTERVAL, ObservedTimes, RoundTime
+from moaspec_core.policy.policies import AdaptivePolicy
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
 SLOPED = table(

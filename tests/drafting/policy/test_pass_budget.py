@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import moaspec
 import tiny
 from costs import by_cost, table
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.policy.pass_budget import PassBudget, share_slots
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import Chain, PricedTree, without
 from moaspec.generation.local_engine import local_engine
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.drafting.tree_shapes import Chain, PricedTree, without
+from moaspec_core.policy.pass_budget import PassBudget, share_slots
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
 

@@ -11,9 +11,12 @@ import pytest
 import moaspec
 import tiny
 from costs import by_cost, table
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.policy.cost_model import MAX_DEPTH, KnownCosts
-from moaspec.drafting.policy.policies import (
+from moaspec.generation.local_engine import local_engine
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.tree_shapes import DEFAULT_TREE, Chain
+from moaspec_core.errors import InputError, ShapeError
+from moaspec_core.policy.cost_model import MAX_DEPTH, KnownCosts
+from moaspec_core.policy.policies import (
     COPIES,
     CREDIT_TOKENS,
     FIRST_WINDOW,
@@ -22,10 +25,7 @@ from moaspec.drafting.policy.policies import (
     AdaptivePolicy,
     DraftSettings,
 )
-from moaspec.drafting.tree_shapes import DEFAULT_TREE, Chain
-from moaspec.errors import InputError, ShapeError
-from moaspec.generation.local_engine import local_engine
-from moaspec.sampling.params import SamplingParams
+from moaspec_core.sampling.params import SamplingParams
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
 """Encoding at 1% of a plain round per token."""

@@ -12,16 +12,16 @@ import moaspec.engine.accept
 import moaspec.engine.local_verifier
 import moaspec.sampling.choose
 import tiny
-from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, children
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.engine.request_state import RequestState
 from moaspec.evaluate.correctness.check_target import Check, CheckedText, StopTokenProposer
 from moaspec.sampling.kernels import SamplerParams
 from moaspec.sampling.processors import Prefix
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, ancestor_matrix, children
+from moaspec_core.drafting.protocols import VerifyRequest
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.request_state import RequestState
 
 NEW = 8
 PROMPTS = tiny.PROMPTS[:2]

@@ -20,8 +20,8 @@ from moaspec.evaluate.correctness.equality import (
     judge,
 )
 from moaspec.generation.local_engine import local_engine
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
+from moaspec_core.sampling.params import GREEDY, SamplingParams
 
 PROMPT, OWN = list(tiny.PROMPTS[0]), list(tiny.own_texts("llama")[0])
 POSITION, TWIN = 4, 62

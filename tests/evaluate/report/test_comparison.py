@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moaspec.errors import DataError
 from moaspec.evaluate.report.comparison import (
     METHOD_KEYS,
     REPORT_KEYS,
@@ -17,6 +16,7 @@ from moaspec.evaluate.report.comparison import (
     interval,
     read_report,
 )
+from moaspec_core.errors import DataError
 
 PLACE = {
     "target": "t",

@@ -18,16 +18,16 @@ from torch.testing import assert_close
 
 import tiny
 from block_drafts import block_logits
-from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
 from moaspec.model.checkpoint.moa_config import SECTION
 from moaspec.model.checkpoint.published import published_problem
 from moaspec.model.checkpoint.tensor_names import to_module_name, to_published_name
 from moaspec.model.checkpoint.weight_files import replace_file
-from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.checkpoint.drafter_config import LayerConfig, TargetIdentity
+from moaspec_core.errors import CheckpointError, CorruptCheckpointError, MismatchError
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BIASES = {

@@ -15,12 +15,12 @@ import tiny
 from golden import drafter as golden_drafter
 from golden import needs_golden
 from golden import target as golden_target
-from moaspec.errors import CheckpointError
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.checkpoint.published import Form, recorded, save_published
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config
+from moaspec_core.errors import CheckpointError
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config
 
 PUBLISHED_SIZES: dict[str, Any] = {"lsa_heads": 4}
 """The published rule gives every attention the target's number of heads."""

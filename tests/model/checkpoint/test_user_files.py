@@ -15,14 +15,14 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.cli.options import read_file
 from moaspec.data.row_sources import numbered_lines
-from moaspec.errors import CheckpointError, DataError, InputError, UnknownModelError
 from moaspec.evaluate.report.comparison import read_report
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.model.checkpoint.user_files import why_not_tensors
-from moaspec.remote.server.auth import CallAuth
+from moaspec_core.checkpoint.user_files import why_not_tensors
+from moaspec_core.cli.options import read_file
+from moaspec_core.errors import CheckpointError, DataError, InputError, UnknownModelError
+from moaspec_edge.server.auth import CallAuth
 
 
 def fifo(path: Path) -> None:

@@ -20,25 +20,25 @@ import tiny
 from bundles import save_bundle, save_target
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.load import load_target
-from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import Features, Proposer, RequestText, VerifyRequest
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.baselines import KINDS, Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device.bundle_place import is_bundle, replacing
-from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
 from moaspec.target.weights.int8_rows import ALIGNMENT, Int8Linear, quantise
-from moaspec.train.students.drafter_sizes import DrafterSizes, drafter_config, stack_config
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import Features, Proposer, RequestText, VerifyRequest
+from moaspec_core.engine.engine import run_now
+from moaspec_core.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_core.tokens.names import ALIASES, local_gguf
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device.bundle_place import is_bundle, replacing
+from moaspec_train.students.drafter_sizes import DrafterSizes, drafter_config, stack_config
 
 SHAPE = Tree(depth=4, breadth=3, total_tokens=12)
 PROMPT = tiny.PROMPTS[1]
@@ -195,9 +195,9 @@ import json, sys
 from pathlib import Path
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.protocols import RequestText
-from moaspec.remote.device.bundle import load_device
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_edge.device.bundle import load_device
 bundle = load_device(sys.argv[1])
 import torch
 drafter = bundle.drafting()
@@ -482,7 +482,7 @@ def test_an_interrupted_export_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moaspec.remote.device.bundle.write_config", interrupted)
+        patch.setattr("moaspec_edge.device.bundle.write_config", interrupted)
         for directory in (tmp_path / "new" / "bundle", bundle):
             with pytest.raises(KeyboardInterrupt):
                 export_bundle(*models, directory, int8=True)

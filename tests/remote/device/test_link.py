@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from links import QUICK
-from moaspec.remote.device.events import LinkStats
-from moaspec.remote.device.link import ServerLink
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec_edge.device.events import LinkStats
+from moaspec_edge.device.link import ServerLink
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.transport import Connection, InProcessTransport, Transport
 
 
 class Silent:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.remote.device.link_policy import (
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_edge.device.link_policy import (
     FIRST_LOSS,
     LOSS_PER_TOKEN,
     MAX_BUDGET,
@@ -13,8 +14,7 @@ from moaspec.remote.device.link_policy import (
     STREAM_SLACK_S,
     LinkPolicy,
 )
-from moaspec.remote.protocol.wire import chain
-from moaspec.support.limits import MAX_FURTHER
+from moaspec_edge.protocol.wire import chain
 
 
 def policy(

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import tiny
-from moaspec.errors import InputError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import TargetService
+from moaspec_core.errors import InputError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.prefix_cache import BLOCK_TOKENS, PrefixStore
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import TargetService
 
 PROMPT = [(7 * i * i + 3 * i) % tiny.VOCAB for i in range(2 * BLOCK_TOKENS + 9)]
 SIZE = 6
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_nothing_but_the_cache(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moaspec.remote.device.prefix_cache.tempfile.mkstemp", full)
+    monkeypatch.setattr("moaspec_edge.device.prefix_cache.tempfile.mkstemp", full)
     store(tmp_path).save(PROMPT, records(0))
     assert list(store(tmp_path).load(PROMPT)) == []
     (tmp_path / "file").write_text("")

@@ -9,15 +9,15 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.remote.device.draft_ahead import AheadDrafter
-from moaspec.remote.device.events import LinkStats, now
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.remote_verifier import RemoteVerifier
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.wire import chain
-from moaspec.sampling.params import GREEDY
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.sampling.params import GREEDY
+from moaspec_edge.device.draft_ahead import AheadDrafter
+from moaspec_edge.device.events import LinkStats, now
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.remote_verifier import RemoteVerifier
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.wire import chain
 
 
 def verdict_on(

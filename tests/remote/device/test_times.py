@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.engine.position_rules import PositionRules
-from moaspec.remote.device.draft_ahead import AheadDrafter
-from moaspec.remote.device.events import LinkStats, RoundTrip
-from moaspec.remote.protocol.wire import chain
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.engine.position_rules import PositionRules
+from moaspec_edge.device.draft_ahead import AheadDrafter
+from moaspec_edge.device.events import LinkStats, RoundTrip
+from moaspec_edge.protocol.wire import chain
 
 
 def waited(stats: LinkStats, seconds: float, drafted: int, dropped: int = 0) -> None:

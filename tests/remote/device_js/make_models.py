@@ -22,15 +22,15 @@ from transformers import PreTrainedTokenizerFast
 import moaspec
 import tiny
 from moaspec.backends.load import load_target
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.privacy import Vault
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_device import OnnxDevice
-from moaspec.remote.device_onnx.onnx_ops import Weights
-from moaspec.train.dataset.examples import Example
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.privacy import Vault
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_device import OnnxDevice
+from moaspec_edge.device_onnx.onnx_ops import Weights
+from moaspec_train.dataset.examples import Example
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from moaspec.backends.load import load_target
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 
 async def serve(directory: Path) -> None:

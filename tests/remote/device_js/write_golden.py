@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.path_scores import Ranking
-from moaspec.drafting.protocols import RequestText
-from moaspec.errors import InputError
-from moaspec.generation.generate_options import sampling_params
-from moaspec.privacy import Vault, default
-from moaspec.remote.device.link_policy import LinkPolicy
-from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import ActivationLayout
-from moaspec.remote.protocol.codec import CODECS, Codec
-from moaspec.remote.protocol.fleet import Fleet, key_of
 from moaspec.sampling.noise import seed_bits, uniform
-from moaspec.sampling.params import SamplingParams
-from moaspec.sampling.philox import philox
-from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.engine.generate_options import sampling_params
+from moaspec_core.errors import InputError
+from moaspec_core.privacy import Vault, default
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_core.sampling.philox import philox
+from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_edge.device.link_policy import LinkPolicy
+from moaspec_edge.protocol import wire
+from moaspec_edge.protocol.activation_layout import ActivationLayout
+from moaspec_edge.protocol.codec import CODECS, Codec
+from moaspec_edge.protocol.fleet import Fleet, key_of
 from privacy import test_attacks, test_recognisers, test_vault
 
 GOLDEN = Path(__file__).parents[3] / "packages" / "device-js" / "test" / "golden.json"
@@ -293,7 +293,7 @@ def _hidden(vault: Vault, text: str) -> str | None:
 
 
 def _private_texts() -> Iterator[tuple[bool, list[str]]]:
-    """What the tests of `moaspec.privacy` hide, and random texts."""
+    """What the tests of `moaspec_core.privacy` hide, and random texts."""
     marks = (
         *test_attacks.HIDDEN_MARKS,
         *test_attacks.REFUSED_MARKS,

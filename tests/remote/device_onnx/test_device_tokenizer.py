@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 import tiny
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.errors import CorruptCheckpointError
-from moaspec.remote.device_onnx.device_tokenizer import DeviceTokenizer
-from moaspec.remote.device_onnx.onnx_device import _GenerationConfig
-from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.errors import CorruptCheckpointError
+from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_edge.device_onnx.device_tokenizer import DeviceTokenizer
+from moaspec_edge.device_onnx.onnx_device import _GenerationConfig
 
 TEMPLATE = """\
 {%- if bos_token is defined %}{{ bos_token }}{% endif %}

@@ -16,15 +16,15 @@ from torch import nn
 import tiny
 from bundles import save_drafter_and_target, save_target
 from moaspec.backends.load import load_target
-from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.baselines import KINDS
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
-from moaspec.remote.device.bundle import export_bundle, load_device
-from moaspec.remote.device_onnx.manifest import GRAPH_FILE, MOST, is_onnx_bundle, read_manifest
-from moaspec.remote.protocol.identity import PROTOCOL, SAMPLING_VERSION
-from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
+from moaspec_core.errors import CheckpointError, CorruptCheckpointError, InputError
+from moaspec_edge.device.bundle import export_bundle, load_device
+from moaspec_edge.device_onnx.manifest import GRAPH_FILE, MOST, is_onnx_bundle, read_manifest
+from moaspec_edge.protocol.identity import PROTOCOL, SAMPLING_VERSION
+from moaspec_train.students.drafter_sizes import DrafterSizes, stack_config
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
@@ -32,8 +32,8 @@ pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installe
 import onnx
 import onnxruntime
 
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_ops import BLOCK, TWELVE_BITS, GraphBuilder, Weights
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_ops import BLOCK, TWELVE_BITS, GraphBuilder, Weights
 
 
 def exported(directory: Path, weights: Weights = "float32") -> Path:

@@ -15,25 +15,25 @@ import tiny
 from bundles import save_drafter_and_target
 from links import FaultyTransport
 from moaspec.backends.load import load_target
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
-from moaspec.remote.device.device_parts import Device
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device_onnx.manifest import MANIFEST_FILE
-from moaspec.remote.protocol.transport import InProcessTransport
-from moaspec.remote.server.service import TargetService
-from moaspec.sampling.params import SamplingParams
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import CorruptCheckpointError, InputError
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_edge.device.device_parts import Device
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device_onnx.manifest import MANIFEST_FILE
+from moaspec_edge.protocol.transport import InProcessTransport
+from moaspec_edge.server.service import TargetService
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
 
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_device import OnnxDevice
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 PATIENT = LinkOptions(dead_after_s=30.0, backoff_s=0.01, max_backoff_s=0.05)

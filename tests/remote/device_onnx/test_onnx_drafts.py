@@ -17,25 +17,25 @@ import tiny
 from bundles import save_drafter_and_target
 from moaspec.backends.load import load_target
 from moaspec.drafting.moa_proposer import MoAProposer
-from moaspec.drafting.protocols import RequestText, VerifyRequest
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
-from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.local_parts import DeviceMoAProposer
-from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import RequestText, VerifyRequest
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import run_now
+from moaspec_core.errors import InputError
+from moaspec_core.tokens.names import ALIASES, local_gguf
+from moaspec_edge.device.local_parts import DeviceMoAProposer
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
 
-from moaspec.remote.device_onnx.draft_graph import TOP
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx
-from moaspec.remote.device_onnx.onnx_drafter import FIRST_SLOTS, OnnxDrafter
-from moaspec.remote.device_onnx.onnx_ops import Weights
-from moaspec.remote.protocol.activation_layout import Activations
+from moaspec_edge.device_onnx.draft_graph import TOP
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx
+from moaspec_edge.device_onnx.onnx_drafter import FIRST_SLOTS, OnnxDrafter
+from moaspec_edge.device_onnx.onnx_ops import Weights
+from moaspec_edge.protocol.activation_layout import Activations
 
 DEPTH = 4
 POSITIONS = 4 * FIRST_SLOTS
@@ -366,7 +366,7 @@ def test_positions_that_no_text_has(tiny_bundle: Path, tokens: list[int], start:
 @pytest.mark.slow
 def test_drafting_needs_no_pytorch(tiny_bundle: Path) -> None:
     code = (
-        "import sys; from moaspec.remote.device_onnx.onnx_drafter import OnnxDrafter; "
+        "import sys; from moaspec_edge.device_onnx.onnx_drafter import OnnxDrafter; "
         "OnnxDrafter(sys.argv[1]).run([1, 2], 0); "
         "print({'torch', 'transformers', 'onnx', 'safetensors'} & set(sys.modules))"
     )

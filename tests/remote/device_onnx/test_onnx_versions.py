@@ -15,30 +15,30 @@ import pytest
 import moaspec
 import tiny
 from bundles import save_target
-from moaspec.drafting.protocols import RequestText
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import CorruptCheckpointError, RefusedError
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.device_parts import Device, DeviceProposer
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.fleet import Fleet
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
 from moaspec.target.target import Target
+from moaspec_core.drafting.protocols import RequestText
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import CorruptCheckpointError, RefusedError
+from moaspec_edge.device.device_parts import Device, DeviceProposer
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.fleet import Fleet
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
 pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
 
-from moaspec.remote.device_onnx.manifest import GRAPH_FILE, MANIFEST_FILE, read_manifest
-from moaspec.remote.device_onnx.onnx_bundle import export_onnx, packed_version
-from moaspec.remote.device_onnx.onnx_device import OnnxDevice
-from moaspec.remote.device_onnx.onnx_ops import Weights
+from moaspec_edge.device_onnx.manifest import GRAPH_FILE, MANIFEST_FILE, read_manifest
+from moaspec_edge.device_onnx.onnx_bundle import export_onnx, packed_version
+from moaspec_edge.device_onnx.onnx_device import OnnxDevice
+from moaspec_edge.device_onnx.onnx_ops import Weights
 
 PROMPT = tiny.PROMPTS[1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "temperature": 0.0}
@@ -279,7 +279,7 @@ def test_a_server_says_once_what_it_cannot_send(
         assert found == [("new", packed_version(version, "onnx/1/int8/0"))] * 3
         other = TargetService(target, first)
         other.adopt(version, "new")
-        monkeypatch.setitem(sys.modules, "moaspec.remote.device_onnx.onnx_bundle", None)
+        monkeypatch.setitem(sys.modules, "moaspec_edge.device_onnx.onnx_bundle", None)
         assert await other.device_weights("onnx/1/int8/0") == ("new", b"")
         assert "is not installed" in caplog.text
         for one in (service, other):

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from moaspec.errors import InputError, WireError
-from moaspec.remote.protocol.activation_layout import ActivationLayout
-from moaspec.remote.protocol.codec import CODECS, GROUP, MAX_FP16, Codec
-from moaspec.remote.server.activation_records import WireEncoder, encoded
+from moaspec_core.errors import InputError, WireError
+from moaspec_edge.protocol.activation_layout import ActivationLayout
+from moaspec_edge.protocol.codec import CODECS, GROUP, MAX_FP16, Codec
+from moaspec_edge.server.activation_records import WireEncoder, encoded
 
 SHAPES = st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 40).map(lambda n: 2 * n))
 

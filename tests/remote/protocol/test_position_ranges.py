@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.remote.protocol.position_ranges import PositionSet
+from moaspec_edge.protocol.position_ranges import PositionSet
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 5)), max_size=8)
 

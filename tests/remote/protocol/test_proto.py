@@ -9,7 +9,7 @@ import pytest
 
 import protoc
 
-PROTO = "moaspec/remote/protocol/target.proto"
+PROTO = "moaspec_edge/protocol/target.proto"
 
 
 @pytest.mark.parametrize("name", ["target_pb2.py", "target_pb2.pyi"])

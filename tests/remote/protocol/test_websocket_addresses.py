@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from lying_http import Lie, lying
-from moaspec.errors import InputError, LinkError, RefusedError
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.auth import Credentials
+from moaspec_core.errors import InputError, LinkError, RefusedError
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.auth import Credentials
 
 SWITCH = b"HTTP/1.1 101 X\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
 LIES: dict[str, Lie] = {

@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 
 import tiny
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.server.activation_records import WireEncoder
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_edge.device.server_text import RemoteText
+from moaspec_edge.server.activation_records import WireEncoder
+from moaspec_edge.server.service import TargetService
 
 WINDOW = 6
 

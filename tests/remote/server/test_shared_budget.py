@@ -15,14 +15,14 @@ import moaspec
 import tiny
 from costs import table
 from links import Restartable
-from moaspec.drafting.policy.pass_budget import PassBudget
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.drafting.tree_shapes import Chain, without
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.server.service import TargetService
+from moaspec_core.drafting.protocols import VerifyRequest
+from moaspec_core.drafting.tree_shapes import Chain, without
+from moaspec_core.policy.pass_budget import PassBudget
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device.server_text import RemoteText
+from moaspec_edge.server.service import TargetService
 from simulated_time import run_simulated
 
 STEEP = table(pass_s=((0.010, 0.024, 0.048, 0.192),) * 2, encode_s=(0.0001, 0.0008, 0.0016, 0.0064))

@@ -13,18 +13,18 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.remote.protocol import identity, wire
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Connection, pipe
-from moaspec.remote.server.server_session import DraftRequest
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions
-from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.support.limits import MAX_FURTHER
-from moaspec.target.token_rules import TokenRules
+from moaspec_core.drafting.draft_tree import DraftTree
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.tokens.token_rules import TokenRules
+from moaspec_edge.protocol import identity, wire
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Connection, pipe
+from moaspec_edge.server.server_session import DraftRequest
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import StoreOptions
+from moaspec_edge.server.shared_verifier import PassOptions
 
 PROMPT = list(tiny.PROMPTS[1])
 

@@ -9,10 +9,10 @@ import pytest
 
 import serving
 import templates
-from moaspec.data.messages import normal_messages, normal_tool
-from moaspec.data.templates.call_forms import CallForm
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.serve.openai.call_grammar import call_grammar, closed
+from moaspec_core.chat.call_forms import CallForm
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.messages import normal_messages, normal_tool
+from moaspec_serve.openai.call_grammar import call_grammar, closed
 from serving import say
 
 TOOL = normal_tool({"name": "time", "description": "Tells the time."})

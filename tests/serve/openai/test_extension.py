@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 
 import serving
-from moaspec.engine.request_state import Event
-from moaspec.serve.openai.extension import ExtensionWriter
-from moaspec.serve.openai.schema import Extension
-from moaspec.serve.openai.token_counts import TokenCounts
-from moaspec.serve.sources.source import LinkState, Update
-from moaspec.serve.sources.text_writer import TextWriter
+from moaspec_core.engine.request_state import Event
+from moaspec_serve.openai.extension import ExtensionWriter
+from moaspec_serve.openai.schema import Extension
+from moaspec_serve.openai.token_counts import TokenCounts
+from moaspec_serve.sources.source import LinkState, Update
+from moaspec_serve.sources.text_writer import TextWriter
 from serving import LONGEST, MODEL, Served, own_text, say
 
 ALL = {"sources": True, "tree": True, "stats": True}

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import edges
 import serving
-from moaspec.data.templates.call_reader import Call
-from moaspec.privacy.vault import Vault
-from moaspec.remote.protocol.transport import Connection
-from moaspec.serve.openai.chat_input import ChatInput
-from moaspec.serve.openai.redaction import AnswerRestorer, RequestRedactor
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.source import Cancel, Job, LinkState, Load, Report, Update
-from moaspec.serve.sources.text_writer import Piece
+from moaspec_core.chat.call_reader import Call
+from moaspec_core.privacy.vault import Vault
+from moaspec_edge.protocol.transport import Connection
+from moaspec_serve.openai.chat_input import ChatInput
+from moaspec_serve.openai.redaction import AnswerRestorer, RequestRedactor
+from moaspec_serve.server_context import ServeSettings
+from moaspec_serve.sources.source import Cancel, Job, LinkState, Load, Report, Update
+from moaspec_serve.sources.text_writer import Piece
 from serving import LONGEST, MODEL, Served
 
 SECRETS = ('Ada "Countess" Lovelace', "ada@example.org", "4111 1111 1111 1111")

@@ -123,8 +123,8 @@ def test_calls_and_their_results(client: OpenAI) -> None:
 
 @pytest.mark.slow
 def test_tenants_do_not_see_one_another() -> None:
-    from moaspec.serve.guard import GuardSettings
-    from moaspec.serve.server_context import ServeSettings
+    from moaspec_serve.guard import GuardSettings
+    from moaspec_serve.server_context import ServeSettings
 
     settings = ServeSettings(guarded=GuardSettings(api_keys=("one", "two")))
     with serving.serving(serving.source(), settings) as served:
@@ -138,8 +138,8 @@ def test_tenants_do_not_see_one_another() -> None:
 
 
 def test_the_oldest_responses_go(served: Served) -> None:
-    from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.responses.response_store import ResponseStore
+    from moaspec_serve.http_errors import RequestError
+    from moaspec_serve.openai.responses.response_store import ResponseStore
 
     store = ResponseStore(2)
     with served.http() as http:
@@ -159,8 +159,8 @@ def stored(name: str, text: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize(("number", "num_bytes"), [(8, 1 << 30), (256, 8 * 1400)])
 def test_a_tenant_who_stores_much_loses_nothing_of_others(number: int, num_bytes: int) -> None:
-    from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.responses.response_store import ResponseStore
+    from moaspec_serve.http_errors import RequestError
+    from moaspec_serve.openai.responses.response_store import ResponseStore
 
     store = ResponseStore(number, num_bytes)
     store.add("alice", stored("a"), serving.say("hello"))

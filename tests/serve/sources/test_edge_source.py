@@ -13,10 +13,10 @@ import pytest
 import edges
 import serving
 from edges import Edge
-from moaspec.sampling.params import SamplingParams
-from moaspec.serve.guard import GuardSettings
-from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.source import Job
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_serve.guard import GuardSettings
+from moaspec_serve.server_context import ServeSettings
+from moaspec_serve.sources.source import Job
 from serving import LONGEST, MODEL, Served, own_text, say
 
 LONG = 60

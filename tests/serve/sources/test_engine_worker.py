@@ -17,15 +17,15 @@ from torch import Tensor
 
 import serving
 from costs import rated, watch_reused
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
 from moaspec.engine.local_verifier import CPU_CLIENT_ROWS
-from moaspec.errors import BusyError, InputError
 from moaspec.generation.renewal import Renewal
-from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
-from moaspec.serve.sources.local_source import LocalSource
-from moaspec.serve.sources.source import Job, Update
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import BusyError, InputError
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.sampling.params import SamplingParams
+from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
+from moaspec_serve.sources.local_source import LocalSource
+from moaspec_serve.sources.source import Job, Update
 
 
 @pytest.fixture

@@ -19,29 +19,29 @@ import ruled_target
 import tiny
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.backends.fast_target import accelerate
-from moaspec.cli.commands.serving.target_server import _check_engine
-from moaspec.cli.learning import announce, learning_from_texts, with_learning
-from moaspec.cli.options import LoadOptions
-from moaspec.drafting.draft_tree import Tree
-from moaspec.drafting.policy.policies import DraftSettings
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.engine.engine import Engine
-from moaspec.errors import CorruptCheckpointError, InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol import wire
-from moaspec.remote.server.service import TargetService
-from moaspec.sampling.params import GREEDY, SamplingParams
-from moaspec.serve.metrics import Metrics
-from moaspec.serve.sources.local_source import LocalSource
-from moaspec.serve.sources.source import Job, Update
 from moaspec.target.target import Target
-from moaspec.target.token_rules import TokenRules
-from moaspec.train.continual import ContinualTrainer, newest_version
-from moaspec.train.learning_process import (
+from moaspec_core.cli.options import LoadOptions
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.engine.engine import Engine
+from moaspec_core.errors import CorruptCheckpointError, InputError
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.sampling.params import GREEDY, SamplingParams
+from moaspec_core.tokens.token_rules import TokenRules
+from moaspec_edge.cli.target_server import _check_engine
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol import wire
+from moaspec_edge.server.service import TargetService
+from moaspec_serve.metrics import Metrics
+from moaspec_serve.sources.local_source import LocalSource
+from moaspec_serve.sources.source import Job, Update
+from moaspec_train.cli.learning import announce, learning_from_texts, with_learning
+from moaspec_train.continual import ContinualTrainer, newest_version
+from moaspec_train.learning_process import (
     MAX_WAITING_TEXTS,
     LearningProcess,
     LearningSettings,
@@ -304,7 +304,7 @@ def test_a_process_that_fails_is_reported_and_harms_nothing(
 BUSY_SERVER = """
 import sys, threading
 from pathlib import Path
-from moaspec.train import learning_process
+from moaspec_train import learning_process
 
 class Busy(learning_process.ContinualTrainer):
     def add(self, *_):

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from costs import know, rated, table, watch_reused
 from moaspec.generation.shaping import shaping_for
-from moaspec.serve.sources.local_source import LocalSource
+from moaspec_serve.sources.local_source import LocalSource
 
 
 @pytest.mark.parametrize(("tree", "expected"), [("auto", {2}), ("chain:2", set())])

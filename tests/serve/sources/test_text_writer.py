@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import serving
-from moaspec.engine.request_state import StopReason
-from moaspec.serve.sources.source import TokenSource, Update
-from moaspec.serve.sources.text_writer import TextWriter
+from moaspec_core.engine.request_state import StopReason
+from moaspec_serve.sources.source import TokenSource, Update
+from moaspec_serve.sources.text_writer import TextWriter
 
 SOURCES: tuple[TokenSource, ...] = ("target",) * 100
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import moaspec
 import tiny
-from moaspec.errors import InputError
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.remote.protocol import identity
 from moaspec.target.target import Target
 from moaspec.target.weights.adapter import CONFIG, WEIGHTS, adapter_hash
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.students.initial_drafter import load_initial_drafter
+from moaspec_core.errors import InputError
+from moaspec_edge.protocol import identity
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.students.initial_drafter import load_initial_drafter
 
 pytest.importorskip("peft", reason="the extra adapter is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import moaspec
-from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.correctness.equality import judge
-from moaspec.target.names import ALIASES, local_gguf
 from moaspec.target.target import Target
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 ALIAS = "smollm2-135m"
 NEW_TOKENS = 24

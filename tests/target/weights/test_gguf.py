@@ -14,10 +14,10 @@ from torch.testing import assert_close
 import ggufs
 import moaspec
 import tiny
-from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.target import registry
 from moaspec.target.target import Target
 from moaspec.target.weights import gguf
+from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 
 @pytest.fixture(autouse=True)

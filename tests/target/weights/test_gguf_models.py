@@ -25,11 +25,11 @@ from torch.testing import assert_close
 import gguf_models
 import moaspec
 import tiny
-from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.evaluate.correctness.llama_cpp import log_probabilities
 from moaspec.target.target import Target
 from moaspec.target.weights import gguf
 from moaspec.target.weights.gguf_config import ARCHITECTURES
+from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(60)]
 FULL, SLIDING = "full_attention", "sliding_attention"

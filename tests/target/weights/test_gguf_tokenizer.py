@@ -17,9 +17,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import gguf_files
 import llama_cpp
 from gguf_files import CONTROL, NORMAL, UNUSED, USER_DEFINED
-from moaspec.errors import UnknownModelError
 from moaspec.target.weights.gguf_splits import SPLITS
 from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
+from moaspec_core.errors import UnknownModelError
 
 needs_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp"

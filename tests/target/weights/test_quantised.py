@@ -14,8 +14,8 @@ from torch import Tensor
 
 import moaspec
 import tiny
-from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.target.weights import quantised
+from moaspec_core.errors import InputError, UnsupportedTargetError
 
 Weights = dict[str, Tensor]
 BLOCK = 8

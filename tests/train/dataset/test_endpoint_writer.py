@@ -20,18 +20,18 @@ import tiny
 from endpoints import Fields, completion, fake, moaspec_server
 from lying_http import OK, endless, lying, whole
 from moaspec.data.conversations import Conversation
-from moaspec.errors import InputError, MoaSpecError, ServerError
-from moaspec.serve.guard import GuardSettings
-from moaspec.serve.server_context import ServeSettings
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.train.dataset import endpoint_client, endpoint_writer
-from moaspec.train.dataset.endpoint_answers import NO_END, OTHER_TEXT, OTHER_TOKENS
-from moaspec.train.dataset.endpoint_client import Endpoint
-from moaspec.train.dataset.endpoint_writer import EndpointWriter
-from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.regenerate import fingerprint, regenerate
-from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
+from moaspec_core.errors import InputError, MoaSpecError, ServerError
+from moaspec_serve.guard import GuardSettings
+from moaspec_serve.server_context import ServeSettings
+from moaspec_train.dataset import endpoint_client, endpoint_writer
+from moaspec_train.dataset.endpoint_answers import NO_END, OTHER_TEXT, OTHER_TOKENS
+from moaspec_train.dataset.endpoint_client import Endpoint
+from moaspec_train.dataset.endpoint_writer import EndpointWriter
+from moaspec_train.dataset.journal import Journal
+from moaspec_train.dataset.regenerate import fingerprint, regenerate
+from moaspec_train.dataset.response_writer import ResponseWriter, WriterOptions
 
 TALKS = [
     chat_tokenizers.talk("w20"),

@@ -12,15 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.errors import DataError
-from moaspec.train.dataset.examples import (
-    Example,
-    collate,
-    epoch_batches,
-    frequent_tokens,
-)
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.dataset.statistics import padding_share
+from moaspec_core.errors import DataError
+from moaspec_train.dataset.examples import Example, collate, epoch_batches, frequent_tokens
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.dataset.statistics import padding_share
 
 ROWS = [
     {"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6]},

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from moaspec.errors import DataError, InputError, TrainingError
-from moaspec.train.dataset.journal import Journal
+from moaspec_core.errors import DataError, InputError, TrainingError
+from moaspec_train.dataset.journal import Journal
 
 SETTINGS = {"model": "tiny", "sizes": (1, 2)}
 GROUPS: list[list[dict[str, Any]]] = [

@@ -6,9 +6,9 @@ from tokenizers import AddedToken
 
 import serving
 import templates
-from moaspec.data.messages import normal_tool
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.train.dataset.regenerate import read_answer
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.messages import normal_tool
+from moaspec_train.dataset.regenerate import read_answer
 
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
 TOOLS = [normal_tool({"name": "time"})]

@@ -11,9 +11,9 @@ import pytest
 import chat_tokenizers
 import tiny
 from moaspec.data.conversations import ReadReport
-from moaspec.errors import DataError
-from moaspec.train.dataset.examples import Example
-from moaspec.train.dataset.read_examples import read_examples
+from moaspec_core.errors import DataError
+from moaspec_train.dataset.examples import Example
+from moaspec_train.dataset.read_examples import read_examples
 
 ASKED = (0, 3, 8, 20, 1, 8, 0, 4, 8)
 TALK = {"messages": list(chat_tokenizers.talk("w20", "w30 w31").messages)}

@@ -16,22 +16,22 @@ import chat_tokenizers
 import moaspec
 import tiny
 from moaspec.data.conversations import Conversation
-from moaspec.data.messages import normal_messages, normal_tool
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Event
-from moaspec.errors import DataError, InputError
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
-from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.dataset.regenerate import (
+from moaspec_core.chat.messages import normal_messages, normal_tool
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Event
+from moaspec_core.errors import DataError, InputError
+from moaspec_train.dataset.examples import Example
+from moaspec_train.dataset.journal import Journal
+from moaspec_train.dataset.read_examples import read_examples
+from moaspec_train.dataset.regenerate import (
     check_prompts,
     fingerprint,
     regenerate,
     with_system_prompts,
 )
-from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
+from moaspec_train.dataset.response_writer import ResponseWriter, WriterOptions
 
 TALKS = [
     chat_tokenizers.talk("w20"),

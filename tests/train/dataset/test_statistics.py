@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tiny
-from moaspec.train.dataset import statistics as module
-from moaspec.train.dataset.examples import Example
-from moaspec.train.dataset.statistics import statistics
+from moaspec_train.dataset import statistics as module
+from moaspec_train.dataset.examples import Example
+from moaspec_train.dataset.statistics import statistics
 
 
 def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:

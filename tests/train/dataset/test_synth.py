@@ -10,15 +10,15 @@ import pytest
 
 import chat_tokenizers
 from chat_tokenizers import BREAK, END, START, SYSTEM, USER
-from moaspec.data.messages import words
-from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.engine.engine import Engine
-from moaspec.engine.request_state import Event
-from moaspec.errors import DataError, TrainingError
 from moaspec.target.target import Target
-from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
-from moaspec.train.dataset.synth import PromptGenerator, synth, user_turn
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.chat.messages import words
+from moaspec_core.engine.engine import Engine
+from moaspec_core.engine.request_state import Event
+from moaspec_core.errors import DataError, TrainingError
+from moaspec_train.dataset.journal import Journal
+from moaspec_train.dataset.response_writer import ResponseWriter, WriterOptions
+from moaspec_train.dataset.synth import PromptGenerator, synth, user_turn
 
 PLAIN_END = (
     "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"

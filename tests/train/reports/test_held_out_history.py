@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moaspec.train.reports.held_out_history import held_out_score, overfitting
-from moaspec.train.reports.run_log import StepMetrics
+from moaspec_train.reports.held_out_history import held_out_score, overfitting
+from moaspec_train.reports.run_log import StepMetrics
 
 
 def rows(*points: tuple[float, float]) -> list[dict[str, Any]]:

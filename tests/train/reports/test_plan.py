@@ -22,15 +22,15 @@ from transformers import (
 import generic_models
 import hybrid_models
 import tiny
-from moaspec.cli.terminal.tables.plan_table import plan_table
-from moaspec.errors import InputError
 from moaspec.target.families import is_family
 from moaspec.target.generic.generic_target import target_of
 from moaspec.target.registry import skeleton_of
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
-from moaspec.train.recipes import RECIPES, recipes
-from moaspec.train.reports.plan import (
+from moaspec_core.errors import InputError
+from moaspec_train.cli.plan_table import plan_table
+from moaspec_train.dataset.examples import Example
+from moaspec_train.recipes import RECIPES, recipes
+from moaspec_train.reports.plan import (
     GPUS,
     GPUs,
     Plan,
@@ -38,9 +38,9 @@ from moaspec.train.reports.plan import (
     cpu_operations_per_s,
     make_plan,
 )
-from moaspec.train.run_config import TrainConfig, read_train_config
-from moaspec.train.students.drafter_sizes import DrafterSizes
-from moaspec.train.trainer import Trainer
+from moaspec_train.run_config import TrainConfig, read_train_config
+from moaspec_train.students.drafter_sizes import DrafterSizes
+from moaspec_train.trainer import Trainer
 
 LENGTH = 60
 EXAMPLES = [Example(range(20), [(7 * i + j) % tiny.VOCAB for j in range(40)]) for i in range(6)]

@@ -14,10 +14,10 @@ import torch
 from torch.testing import assert_close
 
 import tiny
-from moaspec.errors import TrainingError
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
+from moaspec_core.errors import TrainingError
+from moaspec_train.dataset.examples import Example, collate
+from moaspec_train.students.target_activations import LayerMeanCache, TargetActivations
 
 EXAMPLES = [Example(p, t[:9]) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 

@@ -12,14 +12,14 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import DecoderLayer
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Example
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.students.losses import LossWeights
-from moaspec.train.students.warm_start import fit_mlp
-from moaspec.train.trainer import Trainer
+from moaspec_core.checkpoint.drafter_config import LayerConfig
+from moaspec_train.dataset.examples import Example
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.students.losses import LossWeights
+from moaspec_train.students.warm_start import fit_mlp
+from moaspec_train.trainer import Trainer
 
 STEPS = 20
 EXAMPLES = 32

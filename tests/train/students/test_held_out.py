@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import torch
 
-from moaspec.train.data_order import TrainBatch, fixed_blocks
-from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
-from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import Student, StudentOutput
+from moaspec_train.data_order import TrainBatch, fixed_blocks
+from moaspec_train.dataset.examples import Example, collate
+from moaspec_train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
+from moaspec_train.students.losses import ExitStates
+from moaspec_train.students.students import Student, StudentOutput
 
 
 def test_prefixes_of_whole_blocks_by_hand() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from moaspec.train.students.losses import (
+from moaspec_train.students.losses import (
     ExitStates,
     LossSums,
     LossWeights,

@@ -12,12 +12,8 @@ from moaspec.model.layers import masked_attention
 from moaspec.model.masks import text_mask
 from moaspec.model.moa import MoADrafter, positions
 from moaspec.target.target import Target
-from moaspec.train.dataset.examples import Batch, Example, collate
-from moaspec.train.students.warm_start import (
-    copy_first_layer,
-    fit_linear,
-    warm_start,
-)
+from moaspec_train.dataset.examples import Batch, Example, collate
+from moaspec_train.students.warm_start import copy_first_layer, fit_linear, warm_start
 
 
 def test_regression_recovers_a_linear_map() -> None:

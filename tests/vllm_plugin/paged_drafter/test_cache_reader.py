@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from block_drafts import layer_features
-from moaspec.errors import ServingError
-from moaspec.vllm_plugin.paged_drafter.cache_reader import (
+from moaspec_core.errors import ServingError
+from moaspec_vllm.paged_drafter.cache_reader import (
     CacheReader,
     HeadShare,
     require_kept,

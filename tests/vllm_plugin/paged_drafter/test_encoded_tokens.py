@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moaspec.vllm_plugin.paged_drafter.encoded_tokens import EncodedTokens
+from moaspec_vllm.paged_drafter.encoded_tokens import EncodedTokens
 
 BLOCKS = np.array([[3, 1, 4], [3, 5, 0]])
 """Of two requests that share the first block of four tokens."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bits import needs_kernels
-from moaspec.vllm_plugin.paged_drafter.vllm_target_layers import DraftHead, embedding_of
+from moaspec_vllm.paged_drafter.vllm_target_layers import DraftHead, embedding_of
 
 VOCAB, WIDTH = 20, 8
 IDS = torch.tensor([3, 17, 4, 9])

@@ -4,7 +4,7 @@ export const MANIFEST_FILE = "manifest.json";
 export const GRAPH_FILE = "drafter.onnx";
 const FORMAT = "moaspec-device-onnx";
 const FORMAT_VERSION = 1;
-/** Versions of messages and of seeded sampling (`moaspec/remote/protocol/identity.py`). */
+/** Versions of messages and of seeded sampling (`moaspec_edge/protocol/identity.py`). */
 const PROTOCOL = 1;
 const SAMPLING_VERSION = 2;
 /** Largest size of a token's key in one cache, all heads together. */
@@ -39,7 +39,7 @@ export interface CacheSizes {
   readonly head_dim: number;
 }
 
-/** Facts of an ONNX bundle; see `moaspec/remote/device_onnx/manifest.py`. */
+/** Facts of an ONNX bundle; see `moaspec_edge/device_onnx/manifest.py`. */
 export interface Manifest {
   readonly protocol: number;
   readonly law: number;

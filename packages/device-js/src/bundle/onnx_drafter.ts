@@ -78,7 +78,7 @@ function created(
 }
 
 /**
- * A drafter that runs a bundle's graph (`moaspec/remote/device_onnx/draft_graph.py`).
+ * A drafter that runs a bundle's graph (`moaspec_edge/device_onnx/draft_graph.py`).
  *
  * Caches have a fixed number of slots, which is doubled when a text outgrows it. If the runtime
  * writes outputs into given tensors, the graph writes new keys and values into the cache that it

@@ -37,7 +37,7 @@ interface AddedToken {
  * The target's tokenizer and chat template.
  *
  * Control tokens in the text of users are encoded as text, as on the server's side
- * (`moaspec/data/templates/control_tokens.py`): a noncharacter is put between their characters
+ * (`moaspec_core/chat/control_tokens.py`): a noncharacter is put between their characters
  * before rendering, and text with such noncharacters is encoded without control tokens.
  */
 export class DeviceTokenizer {

@@ -1,4 +1,4 @@
-/** Restores private text in an answer's chunks (`moaspec/serve/openai/redaction.py`). */
+/** Restores private text in an answer's chunks (`moaspec_serve/openai/redaction.py`). */
 import { beginning, PLACEHOLDER } from "../privacy/vault.js";
 import type { Vault } from "../privacy/vault.js";
 import type { Chunk, Piece } from "./messages.js";

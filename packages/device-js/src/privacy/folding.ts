@@ -1,6 +1,6 @@
 /**
  * Normalised copies of a text, with a map from each character to its place in the text
- * (`moaspec/privacy/folding.py`). All indices count UTF-16 units, as strings do.
+ * (`moaspec_core/privacy/folding.py`). All indices count UTF-16 units, as strings do.
  *
  * Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
  * angle brackets become the usual ones; accents and invisible characters are removed. In a second

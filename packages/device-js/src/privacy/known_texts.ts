@@ -1,6 +1,6 @@
 /**
  * Finds known private texts in another text, in any spelling, in one pass
- * (`moaspec/privacy/known_texts.py`).
+ * (`moaspec_core/privacy/known_texts.py`).
  */
 import { InputError } from "../errors.js";
 import { fold } from "./folding.js";

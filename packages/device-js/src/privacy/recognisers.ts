@@ -1,6 +1,6 @@
 /**
  * Recognisers of e-mail addresses, telephone numbers, payment cards and bank accounts
- * (`moaspec/privacy/recognisers.py`).
+ * (`moaspec_core/privacy/recognisers.py`).
  *
  * They find text by its form; cards and IBANs also need correct check digits. They cannot recognise
  * names, streets or diagnoses: users mark these.

@@ -1,4 +1,4 @@
-/** Private spans of a text, and the marks that set them (`moaspec/privacy/spans.py`). */
+/** Private spans of a text, and the marks that set them (`moaspec_core/privacy/spans.py`). */
 import { InputError } from "../errors.js";
 import { plainCopy } from "./folding.js";
 import type { FoldedText } from "./folding.js";

@@ -1,4 +1,4 @@
-/** Placeholders for private text; the mapping is kept in memory only (`moaspec/privacy/vault.py`). */
+/** Placeholders for private text; the mapping is kept in memory only (`moaspec_core/privacy/vault.py`). */
 import { InputError } from "../errors.js";
 import { foldedCopies } from "./folding.js";
 import { PrivateTextFinder } from "./known_texts.js";

@@ -30,7 +30,7 @@ export interface MemoryParts {
 
 /**
  * Decodes the records of tokens. A record holds key heads, then value heads, as numbers, and then
- * their scales (`moaspec/remote/protocol/codec.py`).
+ * their scales (`moaspec_edge/protocol/codec.py`).
  */
 export class ActivationCodec {
   private readonly numbers: number;

@@ -1,4 +1,4 @@
-/** Limits of messages, equal to those of the server (`moaspec/support/limits.py`). */
+/** Limits of messages, equal to those of the server (`moaspec_core/support/limits.py`). */
 
 /** Bytes of one message. */
 export const MAX_FRAME_BYTES = 4 << 20;

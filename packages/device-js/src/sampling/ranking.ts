@@ -1,7 +1,7 @@
 import { gumbel } from "./noise.js";
 import type { SamplingParams } from "./params.js";
 
-/** Factor of the drafter's log-probabilities; see `moaspec/drafting/draft_noise.py`. */
+/** Factor of the drafter's log-probabilities; see `moaspec_core/drafting/draft_noise.py`. */
 const SHARPNESS = 1.75;
 /** Smallest temperature that is used. */
 const COLDEST = 1e-200;

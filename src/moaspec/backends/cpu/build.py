@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.structures import check_layouts
-from moaspec.errors import InputError
-from moaspec.support.paths import make_private, trusted
-from moaspec.support.seals import is_sealed_file, seal_file
-from moaspec.support.switches import setting
+from moaspec_core.errors import InputError
+from moaspec_core.support.paths import make_private, trusted
+from moaspec_core.support.seals import is_sealed_file, seal_file
+from moaspec_core.support.switches import setting
 
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = SOURCES / "kernels.cpp"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.protocols import Features, Need, RequestText
 from moaspec.drafting.tree_proposer import DraftRound, DraftSlots, TokenBatch, TreeProposer
 from moaspec.model.baselines import Baseline, EagleDrafter, IndependentDrafter
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import Tree
+from moaspec_core.drafting.protocols import Features, Need, RequestText
 
 
 class EagleProposer(TreeProposer):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.protocols import TextProposer
-from moaspec.errors import InputError
-from moaspec.sampling.philox import noise_bits
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import TextProposer
+from moaspec_core.errors import InputError
+from moaspec_core.sampling.philox import noise_bits
 
 
 class OracleProposer(TextProposer):

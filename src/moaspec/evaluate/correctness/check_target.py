@@ -11,20 +11,20 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.other_proposers.ngram_proposer import NgramProposer
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
-from moaspec.drafting.policy.policies import FreeBranches
-from moaspec.drafting.protocols import Proposer, TextProposer
-from moaspec.drafting.tree_shapes import Chain, merged
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.correctness.step_times import StepTimes
 from moaspec.evaluate.methods import Method, TransformersMethod
-from moaspec.generation.generate_options import GenerateOptions, sampling_params
 from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.params import SamplingParams
 from moaspec.target.target import Target
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.ngram_proposer import NgramProposer
+from moaspec_core.drafting.protocols import Proposer, TextProposer
+from moaspec_core.drafting.tree_shapes import Chain, merged
+from moaspec_core.engine.generate_options import GenerateOptions, sampling_params
+from moaspec_core.policy.policies import FreeBranches
+from moaspec_core.sampling.params import SamplingParams
 
 SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 2, 6)}
 REPLAY_AGREEMENT = 0.8

@@ -29,12 +29,12 @@ from transformers import DynamicCache
 
 from moaspec.sampling.choose import temperatures
 from moaspec.sampling.noise import gumbel, seed_bits
-from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.processors import Prefix, processed, survivors
 from moaspec.target.families import forget_growth
 from moaspec.target.generic.hybrid_layers import mixers
 from moaspec.target.generic.rules import has_states
 from moaspec.target.target import Target
+from moaspec_core.sampling.params import GREEDY, SamplingParams
 
 FLOAT32_TIE = 1e-3
 """Largest gap that float32 rounding explains: ten times the measured difference of two logits in

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moaspec.errors import MoaSpecError
 from moaspec.evaluate.correctness.first_layers import write_first_layers
-from moaspec.support.causes import first_line
+from moaspec_core.errors import MoaSpecError
+from moaspec_core.support.causes import first_line
 
 INSTALL = "pip install xllamacpp"
 PROCESS = "moaspec.evaluate.correctness.llama_cpp_process"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moaspec.errors import DataError
 from moaspec.evaluate.report import REPORT
-from moaspec.model.checkpoint.user_files import open_file
-from moaspec.support.causes import system_reason
+from moaspec_core.checkpoint.user_files import open_file
+from moaspec_core.errors import DataError
+from moaspec_core.support.causes import system_reason
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95

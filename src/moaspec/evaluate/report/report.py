@@ -12,11 +12,11 @@ import torch
 
 import moaspec
 from moaspec.calibration.measure_costs import machine as processor_name
-from moaspec.engine.request_state import GenerationResult, acceptance_by_depth
 from moaspec.evaluate.correctness.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.results_store import PromptTurn, Sample
+from moaspec_core.engine.request_state import GenerationResult, acceptance_by_depth
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import MismatchError
 from moaspec.model.baselines import KINDS, Baseline, EagleDrafter, StackConfig
-from moaspec.model.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec.model.checkpoint.moa_checkpoint import check_whole, consistent
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
 from moaspec.model.checkpoint.weight_files import (
@@ -20,7 +18,9 @@ from moaspec.model.checkpoint.weight_files import (
     write_config,
     write_weights,
 )
-from moaspec.model.drafter_config import LayerConfig, TargetIdentity
+from moaspec_core.checkpoint.directory import BASELINE_SECTION, read_config
+from moaspec_core.checkpoint.drafter_config import LayerConfig, TargetIdentity
+from moaspec_core.errors import MismatchError
 
 _EAGLE_NAMES = (
     # (published, ours); the first that matches wins.

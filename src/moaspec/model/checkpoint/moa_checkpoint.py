@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import CorruptCheckpointError, InputError
-from moaspec.model.checkpoint.directory import BASELINE_SECTION, read_config
 from moaspec.model.checkpoint.moa_config import (
     FORMAT_VERSION,
     SECTION,
@@ -38,8 +36,10 @@ from moaspec.model.checkpoint.tensor_names import (
     to_published_name,
 )
 from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
-from moaspec.model.drafter_config import DrafterConfig, TargetIdentity
 from moaspec.model.moa import MoADrafter, is_moment
+from moaspec_core.checkpoint.directory import BASELINE_SECTION, read_config
+from moaspec_core.checkpoint.drafter_config import DrafterConfig, TargetIdentity
+from moaspec_core.errors import CorruptCheckpointError, InputError
 
 ON_DEVICE = ("decoder.", "exits.")
 """Beginnings of the names of weights that run on a device; the encoder runs on the server."""

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
-from moaspec.model.checkpoint.directory import CONFIG_FILE
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
-from moaspec.model.drafter_config import (
+from moaspec_core.checkpoint.directory import CONFIG_FILE
+from moaspec_core.checkpoint.drafter_config import (
     DrafterConfig,
     LayerConfig,
     Rates,
@@ -23,6 +22,7 @@ from moaspec.model.drafter_config import (
     norm_eps,
     text_rope,
 )
+from moaspec_core.errors import CheckpointError, CorruptCheckpointError, MismatchError
 
 FORMAT_VERSION = 1
 SECTION = "moaspec"  # section of `config.json` in our checkpoints

@@ -8,12 +8,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from moaspec.errors import CheckpointError, MismatchError, ShapeError
 from moaspec.model.checkpoint.moa_checkpoint import published_parameters, published_tensors
 from moaspec.model.checkpoint.moa_config import infer_config
 from moaspec.model.checkpoint.weight_files import write_config, write_weights
-from moaspec.model.drafter_config import DrafterConfig, TargetIdentity, activation_name
 from moaspec.model.moa import MoADrafter
+from moaspec_core.checkpoint.drafter_config import DrafterConfig, TargetIdentity, activation_name
+from moaspec_core.errors import CheckpointError, MismatchError, ShapeError
 
 Form = Literal["raw", "vllm"]
 _NOT_SIZES = {

@@ -1,6 +1,6 @@
 """Names of a drafter's tensors: published ones on disk, module paths in memory."""
 
-from moaspec.errors import CorruptCheckpointError
+from moaspec_core.errors import CorruptCheckpointError
 
 DRAFT_TOKENS = "draft_token_ids"
 HEAD_MOMENT = "head_moment"

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
-from moaspec.model.checkpoint.directory import CONFIG_FILE
 from moaspec.model.checkpoint.tensor_names import PROJECTION
-from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
+from moaspec_core.checkpoint.directory import CONFIG_FILE
+from moaspec_core.checkpoint.user_files import read_json, why_not_tensors
+from moaspec_core.errors import CheckpointError, CorruptCheckpointError, InputError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

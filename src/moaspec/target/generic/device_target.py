@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from moaspec.errors import UnsupportedTargetError
-from moaspec.model.drafter_config import TargetIdentity
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
@@ -29,6 +27,8 @@ from moaspec.target.partial import (
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 from moaspec.target.weights.int8_rows import Int8Embedding
+from moaspec_core.checkpoint.drafter_config import TargetIdentity
+from moaspec_core.errors import UnsupportedTargetError
 
 FACTOR = "factor"  # name of the number that a model's embedding multiplies its rows with
 

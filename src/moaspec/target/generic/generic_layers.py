@@ -11,10 +11,10 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV, cache_argument
 from moaspec.target.generic.pass_cache import KVShape, PassCache
 from moaspec.target.generic.pass_masks import PassMasks, masks_of_pass
+from moaspec_core.errors import UnsupportedTargetError
 
 
 class GenericLayers(DecoderLayers):

@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.families import is_family
 from moaspec.target.generic import rules
@@ -20,12 +19,13 @@ from moaspec.target.generic.pass_masks import attend_by_pass
 from moaspec.target.generic.self_test import require_equal
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
+from moaspec_core.errors import UnsupportedTargetError
 
 
 def target_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> Target:
-    """A `Target` for a family of `moaspec.target.names`, a `GenericTarget` for other models.
+    """A `Target` for a family of `moaspec_core.tokens.names`, a `GenericTarget` for other models.
 
     Raises:
         UnsupportedTargetError: says why this model cannot be drafted for.

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import WriteKV
 from moaspec.target.generic.generic_layers import GenericLayers
 from moaspec.target.generic.pass_cache import KVShape, PassCache
 from moaspec.target.generic.recurrent_states import MixerCache, StepPass, SteppedWrite
+from moaspec_core.errors import UnsupportedTargetError
 
 UNLIMITED = (0.0, math.inf)
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.decoder_layers import WriteKV
+from moaspec_core.errors import UnsupportedTargetError
 
 
 @dataclass(frozen=True)

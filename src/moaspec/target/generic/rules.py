@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from moaspec.errors import UnsupportedTargetError
 from moaspec.target.families import scaled_length
 from moaspec.target.generic.pass_masks import NAMES
+from moaspec_core.errors import UnsupportedTargetError
 
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import UnsupportedTargetError
-from moaspec.support.causes import first_line
 from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.generic.hybrid_layers import HybridLayers
 from moaspec.target.generic.pass_cache import KVShape
 from moaspec.target.generic.recurrent_states import StepPass, StepRow, TextState, num_bytes
 from moaspec.target.target import plain_torch
+from moaspec_core.errors import UnsupportedTargetError
+from moaspec_core.support.causes import first_line
 
 if TYPE_CHECKING:
     from moaspec.target.generic.generic_target import GenericTarget

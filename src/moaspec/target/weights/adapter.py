@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moaspec.errors import InputError
-from moaspec.model.checkpoint.user_files import read_json, why_not_tensors
-from moaspec.support.causes import first_line
-from moaspec.support.extras import require
-from moaspec.target.names import ALIASES
+from moaspec_core.checkpoint.user_files import read_json, why_not_tensors
+from moaspec_core.errors import InputError
+from moaspec_core.support.causes import first_line
+from moaspec_core.support.extras import require
+from moaspec_core.tokens.names import ALIASES
 
 log = logging.getLogger(__name__)
 

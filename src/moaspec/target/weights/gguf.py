@@ -14,22 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from moaspec.errors import MoaSpecError, UnknownModelError
-from moaspec.model.checkpoint.directory import is_directory
-from moaspec.support.causes import first_line
-from moaspec.support.paths import (
+from moaspec.target.weights.gguf_config import architecture_of, read_config
+from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
+from moaspec.target.weights.gguf_tensors import parameters, sources
+from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
+from moaspec.target.weights.gguf_tokens import UnreadableError
+from moaspec_core.checkpoint.directory import is_directory
+from moaspec_core.errors import MoaSpecError, UnknownModelError
+from moaspec_core.support.causes import first_line
+from moaspec_core.support.paths import (
     VARIABLE,
     make_private,
     require_room,
     require_writable,
     trusted,
 )
-from moaspec.support.seals import cached_directory, is_whole
-from moaspec.target.weights.gguf_config import architecture_of, read_config
-from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
-from moaspec.target.weights.gguf_tensors import parameters, sources
-from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
-from moaspec.target.weights.gguf_tokens import UnreadableError
+from moaspec_core.support.seals import cached_directory, is_whole
 
 log = logging.getLogger(__name__)
 CONVERSION = 3

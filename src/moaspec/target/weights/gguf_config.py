@@ -11,8 +11,6 @@ from typing import Any, Literal
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moaspec.errors import UnknownModelError, UnsupportedTargetError
-from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_fields import Fields
 from moaspec.target.weights.gguf_file import GGUFFile
 from moaspec.target.weights.gguf_rope import (
@@ -23,6 +21,8 @@ from moaspec.target.weights.gguf_rope import (
     rope_parameters,
     same_factors,
 )
+from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
+from moaspec_core.support.causes import first_line
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 Values = dict[str, Any]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moaspec.errors import UnknownModelError, UnsupportedTargetError
+from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 IRRELEVANT = frozenset(
     {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.errors import UnknownModelError, UnsupportedTargetError
+from moaspec_core.errors import UnknownModelError, UnsupportedTargetError
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.errors import UnknownModelError
 from moaspec.target.weights.gguf_fields import Fields
 from moaspec.target.weights.gguf_file import GGUFFile
+from moaspec_core.errors import UnknownModelError
 
 FACTORS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"

@@ -13,8 +13,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
-from moaspec.errors import UnknownModelError
-from moaspec.support.causes import first_line
 from moaspec.target.weights.gguf_merges import merges_by_score
 from moaspec.target.weights.gguf_special import SPACE, add_special
 from moaspec.target.weights.gguf_splits import SPLITS, Splits
@@ -24,6 +22,8 @@ from moaspec.target.weights.gguf_tokens import (
     Tokens,
     UnreadableError,
 )
+from moaspec_core.errors import UnknownModelError
+from moaspec_core.support.causes import first_line
 
 _KINDS = ("gpt2", "llama", "gemma4")
 _NAMED = {

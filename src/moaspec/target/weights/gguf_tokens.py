@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from moaspec.errors import InputError
+from moaspec_core.errors import InputError
 
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from moaspec.errors import InputError, UnsupportedTargetError
+from moaspec_core.errors import InputError, UnsupportedTargetError
 
 PACKAGES = {
     "fp8": "accelerate",

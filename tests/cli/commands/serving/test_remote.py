@@ -20,20 +20,20 @@ import tiny
 from bundles import save_bundle
 from commands import Cli
 from moaspec.backends.load import load_target
-from moaspec.cli import device_options
-from moaspec.cli.commands.serving.remote import _Show
-from moaspec.cli.device_options import DeviceOptions
-from moaspec.engine.request_state import Source
-from moaspec.errors import RefusedError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.moa import MoADrafter
-from moaspec.privacy.vault import Vault
-from moaspec.remote.device.bundle import DeviceBundle
-from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.emulation import ShapedTransport
-from moaspec.support.paths import cache_dir
-from moaspec.support.ports import bind
+from moaspec_core.engine.request_state import Source
+from moaspec_core.errors import RefusedError
+from moaspec_core.privacy.vault import Vault
+from moaspec_core.support.paths import cache_dir
+from moaspec_core.support.ports import bind
+from moaspec_edge.cli import device_options
+from moaspec_edge.cli.device_options import DeviceOptions
+from moaspec_edge.cli.remote import _Show
+from moaspec_edge.device.bundle import DeviceBundle
+from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.emulation import ShapedTransport
 from server_in_thread import server_in_thread
 
 PROMPT = "w1 w2 <private>w3</private> w4"
@@ -96,14 +96,16 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(bundle.parent / "drafter", directory)
     target = load_target(bundle.parent / "target", dtype="bfloat16", packed=False)
     for load in ("load_target", "read_skeleton"):
-        monkeypatch.setattr(f"moaspec.remote.device.bundle.{load}", lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.device_options.bundled_drafters", lambda: {"tiny": directory})
+        monkeypatch.setattr(f"moaspec_edge.device.bundle.{load}", lambda *_, **__: target)
+    monkeypatch.setattr(
+        "moaspec_edge.cli.device_options.bundled_drafters", lambda: {"tiny": directory}
+    )
     return directory
 
 
 @pytest.fixture(autouse=True)
 def _a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.serving.edge.bind", lambda *_: bind("127.0.0.1", 0))
+    monkeypatch.setattr("moaspec_edge.cli.edge.bind", lambda *_: bind("127.0.0.1", 0))
 
 
 def test_a_planted_bundle_is_not_loaded(
@@ -147,7 +149,7 @@ def test_edge_loads_a_bundle_and_never_the_target(
 ) -> None:
     served: list[Any] = []
     monkeypatch.setattr(
-        "moaspec.serve.uvicorn_server.serve", lambda source, *_, **__: served.append(source)
+        "moaspec_serve.uvicorn_server.serve", lambda source, *_, **__: served.append(source)
     )
     output = cli("edge", "--model", "tiny", "--give-up-s", "5")
     assert output.code == 0, output.err
@@ -184,7 +186,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
         made.append(arguments)
         return ShapedTransport(*arguments)
 
-    monkeypatch.setattr("moaspec.remote.emulation.ShapedTransport", shaped)
+    monkeypatch.setattr("moaspec_edge.emulation.ShapedTransport", shaped)
     arguments = ("remote", "w1", "--server", address, "--bundle", str(bundle))
     for asked in ((), ("--link", "lan"), ("--cut-after", "50")):
         made.clear()
@@ -224,7 +226,7 @@ def test_the_line_of_a_text_ends_however_the_stream_does(
 def test_a_server_that_is_not_there(
     cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
+    monkeypatch.setattr("moaspec_edge.cli.remote.PATIENCE_S", 0.1)
     arguments = ("--server", "127.0.0.1:1", "--bundle", str(bundle), "--give-up-s", "1")
     output = cli("remote", "w1", *arguments)
     assert output.code == 1
@@ -242,7 +244,7 @@ def test_a_server_that_goes_away(cli: Cli, bundle: Path, monkeypatch: pytest.Mon
         def shown(self: _Show, event: RemoteEvent) -> None:
             show(self, event)
             if len(self.text) > 2:
-                monkeypatch.setattr("moaspec.cli.commands.serving.remote.PATIENCE_S", 0.1)
+                monkeypatch.setattr("moaspec_edge.cli.remote.PATIENCE_S", 0.1)
                 stack.close()
 
         show = _Show.event

@@ -16,12 +16,12 @@ import pytest
 import moaspec
 import tiny
 from commands import Cli, text_target
-from moaspec.cli.commands.serving.target_server import _end_process
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.cli.target_server import _end_process
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol.transport import Transport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from commands import Cli
 from moaspec.model.baselines import EagleDrafter
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.train.students.drafter_sizes import DrafterSizes, stack_config
-from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
+from moaspec_train.students.drafter_sizes import DrafterSizes, stack_config
+from moaspec_vllm.vllm_settings import VLLMServeSettings
 
 
 def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ import pytest
 from websockets.asyncio.client import connect
 
 import tiny
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.websocket_transport import SUBPROTOCOL, WebSocketTransport
-from moaspec.remote.server.auth import CallAuth, Credentials
-from moaspec.remote.server.listeners.admission import Admission
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
-from moaspec.remote.server.session_store import NoRoomError
-from moaspec.remote.server.telemetry import Telemetry
-from moaspec.support import limits
-from moaspec.support.tasks import RefusalDelay
+from moaspec_core.support import limits
+from moaspec_core.support.tasks import RefusalDelay
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.websocket_transport import SUBPROTOCOL, WebSocketTransport
+from moaspec_edge.server.auth import CallAuth, Credentials
+from moaspec_edge.server.listeners.admission import Admission
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
+from moaspec_edge.server.session_store import NoRoomError
+from moaspec_edge.server.telemetry import Telemetry
 
 TOKEN = "good"
 GUARD = CallAuth(

@@ -17,22 +17,22 @@ from prometheus_client import generate_latest
 import moaspec
 import tiny
 from certificates import Authority
-from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.device.server_text import RemoteText
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.protocol.websocket_transport import WebSocketTransport
-from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.remote.server.session_store import StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions
+from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError, LinkError, RefusedError
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device.server_text import RemoteText
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Transport
+from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.auth import CallAuth, Credentials, server_tls
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
+from moaspec_edge.server.session_store import StoreOptions
+from moaspec_edge.server.shared_verifier import PassOptions
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS

@@ -15,11 +15,11 @@ import pytest
 
 import tiny
 from browsing import chromium
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.identity import PROTOCOL
-from moaspec.remote.server.auth import CallAuth
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import TargetService
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.identity import PROTOCOL
+from moaspec_edge.server.auth import CallAuth
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import TargetService
 
 pytestmark = pytest.mark.browser
 

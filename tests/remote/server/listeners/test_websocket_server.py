@@ -23,22 +23,22 @@ import moaspec
 import tiny
 from certificates import Authority
 from links import Faults, FaultyTransport
-from moaspec.drafting.tree_shapes import Chain
-from moaspec.errors import InputError, LinkError, RefusedError, WireError
-from moaspec.remote.device.link import LinkOptions
-from moaspec.remote.device.local_parts import LocalDevice
-from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.transport import Transport
-from moaspec.remote.protocol.websocket_transport import (
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.errors import InputError, LinkError, RefusedError, WireError
+from moaspec_core.support import limits
+from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.local_parts import LocalDevice
+from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.protocol import target_pb2 as pb
+from moaspec_edge.protocol.transport import Transport
+from moaspec_edge.protocol.websocket_transport import (
     SUBPROTOCOL,
     WebSocketConnection,
     WebSocketTransport,
 )
-from moaspec.remote.server.auth import CallAuth, Credentials, server_tls
-from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
-from moaspec.remote.server.service import ServiceOptions, TargetService
-from moaspec.support import limits
+from moaspec_edge.server.auth import CallAuth, Credentials, server_tls
+from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
+from moaspec_edge.server.service import ServiceOptions, TargetService
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS

@@ -1,0 +1,181 @@
+"""`moaspec calibrate`: measures the costs of passes and drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli.loading import load
+from moaspec.cli.report_tables import in_ms
+from moaspec_core.cli.options import Device, Json, LoadOptions, with_options
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.interrupts import deferred_interrupts
+from moaspec_core.cli.terminal.status import measuring
+from moaspec_core.cli.terminal.table import Table, show_table
+from moaspec_core.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.calibration.choose_exit import Exit
+    from moaspec_core.policy.cost_model import CostTable
+
+BUSY = (
+    "Other processes used the CPU meanwhile, so these costs are too high. They are used until a "
+    "command that drafts by them finds the CPU free and measures again."
+)
+KEPT = (
+    "Other processes used the CPU meanwhile, so this measurement is dropped. Shown are the earlier "
+    "costs, which were measured while the CPU was free; they are still used."
+)
+
+
+@with_options
+def calibrate(
+    *,
+    asked: LoadOptions,
+    num_target_layers: Annotated[
+        int | None, "N, target layers that the drafter reuses; default: each N that it has."
+    ] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure the costs of a round.
+
+    --tree auto chooses drafts by these costs. They are kept for this machine, target, drafter,
+    dtype, --quantize, device and number of threads, and replace earlier ones. A drafter with
+    several N is measured with each, and --tree auto takes the best.
+
+    Run nothing else meanwhile. Costs measured while other processes use the CPU replace no others,
+    and the next command that drafts while the CPU is free measures again.
+
+    Example: moaspec calibrate --threads 2
+    """
+    target, module = load(asked, device=device)
+    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.measure_costs import calibrate as measure
+    from moaspec.calibration.measure_costs import stored_costs
+    from moaspec.drafting.proposer_checks import check_trained
+    from moaspec.model.moa import MoADrafter
+
+    if module is not None and not isinstance(module, MoADrafter):
+        raise InputError(
+            f"{asked.drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
+            "because only they draft by cost. Name one, or leave --drafter out."
+        )
+    if module is not None:
+        check_trained(num_target_layers, module.config)
+    if target.crowded:
+        said = "Other processes use the CPU: the costs will be too high. Better stop them first."
+        console.warn(said)
+    with measuring() as advance, deferred_interrupts() as stopped:
+        measured = measure(
+            target,
+            module,
+            num_target_layers=num_target_layers,
+            advance=advance,
+            stopped=lambda: bool(stopped),
+        )
+    costs = stored_costs(target, module, num_target_layers=num_target_layers) or measured
+    exits = []
+    if module is not None:
+        exits = known_exits(target, module, num_target_layers=num_target_layers)
+    if as_json:
+        console.out.print(json.dumps(_facts(costs, exits)))
+    else:
+        _show(costs, exits)
+    if measured.busy:
+        console.warn(BUSY if costs.busy else KEPT)
+    if stopped:
+        said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
+        console.warn(said)
+        raise typer.Exit(130)
+
+
+def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
+    """The costs that --tree auto uses, and the expected speed-up of each exit."""
+    from moaspec.calibration.choose_exit import chosen_exit
+
+    if not exits:
+        return asdict(costs)
+    chosen = chosen_exit(exits)
+    return {
+        **asdict(chosen.costs or costs),
+        "num_target_layers": chosen.num_target_layers,
+        "speedups": {one.num_target_layers: one.speedup for one in exits},
+    }
+
+
+def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
+    show_table(_passes_table(costs, exits))
+    drafted = [one for one in exits if one.costs is not None]
+    if drafted:
+        console.out.print()
+        show_table(_drafting_table(drafted))
+    if exits:
+        _show_promises(exits)
+
+
+def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
+    """Times of the target and the drafter's encoder, by the tokens of a pass."""
+    lines = [
+        *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
+        ("head and choice", costs.head_s),
+        *(
+            (f"{_exit_prefix(one, exits)}encoding them", one.costs.encode_s)
+            for one in exits
+            if one.costs is not None
+        ),
+    ]
+    rows = [(name, *map(in_ms, line)) for name, line in lines]
+    return Table(("tokens in a pass", *map(str, costs.tokens)), rows, "milliseconds")
+
+
+def _drafting_table(exits: Sequence[Exit]) -> Table:
+    """Times of the levels of a draft, by their nodes."""
+    widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
+    rows = [
+        (
+            f"{_exit_prefix(one, exits)}drafting",
+            *map(in_ms, (one.costs.root_s, *map(one.costs.step_s_of, widths))),
+        )
+        for one in exits
+        if one.costs
+    ]
+    return Table(("nodes in a level", "first level", *map(str, widths)), rows, "milliseconds")
+
+
+def _show_promises(exits: Sequence[Exit]) -> None:
+    from moaspec.calibration.choose_exit import chosen_exit
+
+    for one in exits:
+        console.print_wrapped(f"{_exit_prefix(one, exits)}{_promise(one)}", "dim")
+    chosen = chosen_exit(exits)
+    with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
+    _, speedup = chosen.best_chain or (0, 0.0)
+    decision = (
+        f"auto will decode plainly: drafts{with_n} do not pay here ({speedup:.2f}x), unless a text "
+        "accepts more of them than expected."
+    )
+    if speedup > 1:
+        decision = f"auto will draft{with_n} as far as it pays: about {speedup:.2f}x is expected."
+    console.print_wrapped(decision, "dim")
+
+
+def _exit_prefix(one: Exit, exits: Sequence[Exit]) -> str:
+    """The beginning of a line on one exit of several."""
+    return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
+
+
+def _promise(one: Exit) -> str:
+    from moaspec_core.drafting.tree_shapes import Chain
+
+    if one.best_chain is None:
+        return "not measured"
+    length, speedup = one.best_chain
+    rates = "by the rates that the checkpoint records"
+    if not one.recorded:
+        rates = "the checkpoint records no rates; by those of other drafts"
+    return f"{rates} {Chain(length)} alone would bring {speedup:.2f}x"

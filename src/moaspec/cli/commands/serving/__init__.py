@@ -1,1 +1,0 @@
-"""Commands of servers, and of devices that use them."""

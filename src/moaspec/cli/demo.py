@@ -1,0 +1,268 @@
+"""`moaspec demo`: plain and speculative decoding side by side, and one verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moaspec.cli import panes
+from moaspec.cli.loading import num_threads
+from moaspec.cli.race_verdict import show_verdict
+from moaspec.cli.report_tables import show
+from moaspec.evaluate.prompt_suites import Prompt, read_prompts
+from moaspec_core.cli.entry import exit_on_interrupt
+from moaspec_core.cli.options import MODEL, Dtype, Threads, with_options
+from moaspec_core.cli.prompts import chat_ids
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.console import Screen
+from moaspec_core.cli.terminal.interrupts import deferred_interrupts
+from moaspec_core.cli.terminal.progress_bar import ProgressBar
+from moaspec_core.cli.terminal.status import quiet_libraries, require_threads, set_threads
+from moaspec_core.cli.terminal.timed_steps import TimedSteps
+from moaspec_core.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.evaluate.methods import Method
+    from moaspec.evaluate.race import Race, Races
+    from moaspec.evaluate.report.report import Report
+    from moaspec.model.moa import MoADrafter
+    from moaspec.target.target import Target
+
+
+INTRODUCTION = (
+    "A small language model answers the same prompts twice: plainly, token by token, and with "
+    "speculative decoding, which drafts several tokens and checks them in one pass."
+)
+FAIRNESS = "They take turns, one pass each. Each clock counts only its own passes."
+DECODING_S = 12.0  # seconds of decoding that the demo aims at
+LONGEST_S = 20.0  # after which no further prompt begins: other processes began to use the CPU
+MIN_PROMPTS, MAX_PROMPTS = 3, 6
+MIN_TOKENS, MAX_TOKENS = 32, 96
+WARM_UP_TOKENS = 8
+METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
+
+
+@with_options
+def demo(
+    max_new_tokens: Annotated[
+        int | None, "Tokens per prompt; by default as many as a short demo has time for."
+    ] = None,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    details: Annotated[
+        bool, "Then also measure transformers' own generate, and print tables per method."
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
+) -> None:
+    """Race plain and speculative decoding.
+
+    Both decode the same prompts, side by side. The first run compiles kernels for this CPU,
+    dequantises the model's weights and measures the machine; later runs find all of this ready.
+    Ctrl-C ends the demo and keeps what was shown.
+
+    Example: moaspec demo
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
+    require_threads(threads)
+    screen = Screen(quiet=True) if as_json else new_screen()
+    screen.print(INTRODUCTION)
+    steps = TimedSteps(console.err)
+    with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
+        quiet_libraries()
+    set_threads(threads)
+    setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
+    with steps("Timing the first tokens of both"):
+        number, tokens = plan(_pair_s(setting), max_new_tokens)
+    prompts = setting.prompts[:number]
+    screen.print(f"{setting}.")
+    limit_s = LONGEST_S if max_new_tokens is None else float("inf")
+    with deferred_interrupts() as interrupts:
+        with steps("Decoding the prompts, in turns") if as_json else nullcontext():
+            races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts), limit_s)
+        if races.each:
+            show_verdict(races, screen, details=details, unmeasured=setting.unmeasured)
+        report = None
+    if details and not interrupts:
+        report = _details(setting, prompts, tokens)
+    if as_json:
+        facts = _facts(setting, races, steps)
+        facts["report"] = report and report.as_json()
+        console.out.print(json.dumps(facts))
+    elif report is not None:
+        show(report)
+    if interrupts:
+        raise typer.Exit(130)
+    if not races.lossless:
+        raise typer.Exit(1)
+
+
+def new_screen() -> Screen:
+    """A console that breaks lines between words; in files and pipes it breaks none."""
+    soft_wrap = not sys.stdout.isatty()
+    return Screen(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models and settings of the demo."""
+
+    target: Target
+    drafter: MoADrafter
+    methods: Sequence[Method]
+    prompts: Sequence[Prompt]
+    trusted: Callable[[], Target]  # loads the target that says which of two texts is right
+    # Why drafts are not chosen by measured costs; None if they are.
+    unmeasured: str | None = None
+
+    def __str__(self) -> str:
+        import torch
+
+        from moaspec.evaluate.report.report import machine
+
+        threads = num_threads(torch.get_num_threads())
+        return (
+            f"{self.target.name} in {self.target.precision} on {threads} of "
+            f"{machine()['processor']}"
+        )
+
+
+def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
+    """Compile, dequantise, load and measure, each only where it was not done before."""
+    from moaspec.backends.cpu.build import must_compile, why_not
+    from moaspec.backends.fast_target import same_bits
+    from moaspec.backends.load import chosen_dtype
+    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.first_use import expected_s, measure_once
+    from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
+    from moaspec.model.moa import MoADrafter
+    from moaspec.target.registry import find_weights, must_dequantise
+
+    if must_compile():
+        with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
+            why_not()
+    if must_dequantise(MODEL):
+        with steps("Dequantising the model's weights", "once; timed elsewhere: 15 to 60 s"):
+            find_weights(MODEL)
+    with steps(f"Loading {MODEL} and its drafter"):
+        sources = MethodSources(MODEL, dtype=chosen_dtype(dtype))
+        methods = load_methods(names, sources)
+    target, drafter = methods[-1].target, methods[-1].drafter
+    assert isinstance(drafter, MoADrafter), "one is bundled"
+    unmeasured = None
+    unknown = any(one.costs is None or one.costs.busy for one in known_exits(target, drafter))
+    if unknown and not same_bits(target):  # else shipped costs do, which the clock corrects
+        expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
+        with steps("Measuring what passes and drafts cost here", expected):
+            _, unmeasured = measure_once(target, drafter)
+        if unmeasured is not None:
+            console.err.print(f"Not measured, because {unmeasured}.")
+    prompts = read_prompts("bundled")
+    trusted = cache(lambda: load_reference_target(methods, sources))
+    return Setting(target, drafter, methods, prompts, trusted, unmeasured)
+
+
+def _pair_s(setting: Setting) -> float:
+    """Seconds that both decodings take for a token each, after a warm-up."""
+    from moaspec.evaluate.race import TimedDecoding, run_race
+
+    ids = chat_ids(setting.target, setting.prompts[-1].turns[0])
+    for _ in range(2):  # the first one warms up
+        plain = TimedDecoding(setting.target, None, ids, WARM_UP_TOKENS)
+        speculative = TimedDecoding(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
+        run_race(plain, speculative)
+    return sum(1 / one.stats.tokens_per_s for one in (plain, speculative))
+
+
+def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
+    """How many prompts and tokens fit; both decodings take `pair_s` seconds a token each."""
+    tokens = max_new_tokens or min(
+        MAX_TOKENS, max(MIN_TOKENS, int(DECODING_S / (MIN_PROMPTS * pair_s)))
+    )
+    prompts = int(DECODING_S / (tokens * pair_s))
+    return min(MAX_PROMPTS, max(MIN_PROMPTS, prompts)), tokens
+
+
+def _races(
+    setting: Setting,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    screen: Console,
+    stop: Callable[[], bool],
+    limit_s: float,
+) -> Races:
+    """Decode prompt after prompt. A prompt that Ctrl-C interrupts is shown but not counted.
+
+    Args:
+        limit_s: seconds after which no further prompt begins.
+    """
+    from moaspec.evaluate.race import Race, Races, TimedDecoding, compare_texts
+
+    screen.print(FAIRNESS)
+    if panes.can_redraw(screen):
+        screen.print(panes.legend(screen))
+    races: list[Race] = []
+    started_s = time.perf_counter()
+    for number, prompt in enumerate(prompts, 1):
+        if races and time.perf_counter() - started_s > limit_s:
+            screen.print(f"Ended after {len(races)} of {len(prompts)} prompts: the CPU is busy.")
+            break
+        heading = f"Prompt {number} of {len(prompts)}: {prompt.turns[0]}"
+        ids = chat_ids(setting.target, prompt.turns[0])
+        plain = TimedDecoding(setting.target, None, ids, tokens)
+        speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
+        last = number == len(prompts)
+        if not panes.show_race(heading, plain, speculative, screen, stop=stop, last=last):
+            break
+        equality = compare_texts(
+            plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted
+        )
+        race = Race(
+            name=prompt.category or prompt.question_id,
+            prompt=prompt.turns[0],
+            plain=plain.stats,
+            speculative=speculative.stats,
+            equality=equality,
+        )
+        races.append(race)
+        screen.print(panes.result_line(number, race))
+    return Races(races)
+
+
+def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
+    """Measure the same prompts by `measure`, transformers' own generate included."""
+    from moaspec.cli.method_loading import chat_encoder
+    from moaspec.evaluate.runner import EvalSettings, measure
+
+    with ProgressBar("measuring", len(setting.methods) * len(prompts)) as bar:
+        return measure(
+            setting.methods,
+            prompts,
+            chat_encoder(setting.target, "default"),
+            EvalSettings(max_new_tokens=tokens),
+            trusted=setting.trusted(),
+            advance=bar.advance,
+        )
+
+
+def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
+    """The settings, the seconds of each step and all measurements, for `--json`."""
+    from moaspec.evaluate.report.report import surroundings
+
+    return {
+        "target": setting.target.name,
+        "dtype": setting.target.precision,
+        **surroundings(),
+        "steps_s": steps.seconds,
+        "unmeasured": setting.unmeasured,
+        **races.as_json(),
+    }

@@ -1,1 +1,0 @@
-"""Tables: their form in a terminal, and those of reports and plans."""

@@ -1,1 +1,0 @@
-"""Chat templates: rendering messages, and reading tool calls back."""

@@ -1,5 +1,0 @@
-"""Client-server: the decoder on the device, encoder and target on a server."""
-
-from moaspec.support.lazy import attach
-
-__getattr__, __all__ = attach(__name__)

@@ -1,5 +1,0 @@
-"""Train drafters on the text and activations of a frozen target."""
-
-from moaspec.support.lazy import attach
-
-__getattr__, __all__ = attach(__name__)

@@ -1,0 +1,1 @@
+"""What decoding needs without PyTorch: requests, drafting policies, sampling, chat, commands."""

@@ -1,0 +1,1 @@
+"""The parts of checkpoints that need no PyTorch: configuration, directories, user files."""

@@ -1,0 +1,118 @@
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the text's last n-gram.
+
+`NgramIndex` looks them up in one growing text. `NgramProposer` drafts by it alone; the engine's
+n-gram branches add its candidates to those of any proposer.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.protocols import RequestText, TextProposer
+from moaspec_core.drafting.tree_shapes import merged
+from moaspec_core.errors import InputError
+
+NUM_COMPARED = 16  # occurrences of a text's end whose lengths are compared
+
+
+class NgramIndex:
+    """The positions after each n-gram of a growing text.
+
+    Args:
+        sizes: lengths of the n-grams, in look-up order.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
+        self._text: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Index the new tokens of a text; a text that changed is indexed again as a whole."""
+        read = len(self._text)
+        if list(token_ids[:read]) != self._text:
+            self._text, self._followers, read = [], {}, 0
+        self._text += token_ids[read:]
+        for place in range(read, len(self._text)):
+            for size in self._sizes:
+                if size <= place:
+                    ngram = tuple(self._text[place - size : place])
+                    self._followers.setdefault(ngram, []).append(place)
+
+    def paths(self, shape: Tree) -> list[tuple[int, ...]]:
+        """At most `breadth` different continuations of the text, each up to `depth` long.
+
+        Those after longer n-grams come first, and of each n-gram those after later occurrences.
+        """
+        paths: list[tuple[int, ...]] = []
+        for place in self._matches():
+            path = tuple(self._text[place : place + shape.depth])
+            if path not in paths:
+                paths.append(path)
+            if len(paths) == shape.breadth:
+                break
+        return paths
+
+    def longest(self, depth: int, most: int) -> tuple[int, tuple[int, ...]]:
+        """The longest end of the text that occurs earlier, among the `NUM_COMPARED` latest matches.
+
+        Returns:
+            Its length, `most` at most, and the up to `depth` tokens that followed it there; 0 and
+            no tokens if nothing matches.
+        """
+        text, best = self._text, (0, 0)
+        for place in islice(self._matches(), NUM_COMPARED):
+            size = 0
+            while size < min(most, place) and text[place - 1 - size] == text[-1 - size]:
+                size += 1
+            best = max(best, (size, place))
+        size, place = best
+        return size, tuple(text[place : place + depth]) if size else ()
+
+    def _matches(self) -> Iterator[int]:
+        """Positions after earlier occurrences of the text's last n-gram, of each size."""
+        for size in self._sizes:
+            if size <= len(self._text):
+                yield from reversed(self._followers.get(tuple(self._text[-size:]), ()))
+
+
+class NgramProposer(TextProposer):
+    """Drafts continuations copied from the request's own text: answers that repeat their prompt.
+
+    Args:
+        max_ngram: longest n-gram looked up, tried first.
+        min_ngram: shortest one.
+
+    Raises:
+        InputError: a size below 1, or `min_ngram` above `max_ngram`.
+
+    Source: prompt lookup decoding (Saxena, 2023); arXiv 2304.04487 has the same idea.
+    """
+
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise InputError(
+                "NgramProposer needs 1 <= min_ngram <= max_ngram, got "
+                f"min_ngram={min_ngram}, max_ngram={max_ngram}."
+            )
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._rows: dict[int, NgramIndex] = {}
+
+    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        """Draft for every row; only the new tokens of each are indexed."""
+        return [
+            self._draft(self._rows.setdefault(row.cache_row, NgramIndex(self._sizes)), row, shape)
+            for row in rows
+        ]
+
+    @staticmethod
+    def _draft(index: NgramIndex, row: RequestText, shape: Tree) -> DraftTree:
+        index.extend(row.token_ids)
+        return merged(index.paths(shape), shape.total_tokens)
+
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        """The continuations found, as one tree."""
+        return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
+
+    def close(self, row: int) -> None:
+        self._rows.pop(row, None)

@@ -1,0 +1,1 @@
+"""The loop over requests, and their states and results."""

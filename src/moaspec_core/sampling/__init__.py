@@ -1,0 +1,1 @@
+"""Sampling parameters, noise, grammars and stop strings."""

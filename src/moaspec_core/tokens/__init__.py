@@ -1,0 +1,1 @@
+"""Facts of a target about tokens: its names, rules and generation defaults."""

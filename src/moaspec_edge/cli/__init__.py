@@ -1,0 +1,1 @@
+"""Commands of devices and of the server that verifies for them."""

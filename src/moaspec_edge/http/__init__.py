@@ -1,0 +1,1 @@
+"""HTTP on a device: its text source, and the page that drafts in browsers."""

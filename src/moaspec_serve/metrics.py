@@ -1,0 +1,81 @@
+"""Metrics for Prometheus. They contain no user's text, and clients choose no labels."""
+
+import dataclasses
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from moaspec_serve.openai.token_counts import TokenCounts
+from moaspec_serve.sources.source import TextSource
+
+_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
+class Metrics:
+    """Metrics of one application and its source."""
+
+    def __init__(self, source: TextSource) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Gauges(source))
+        self._requests = Counter(
+            "moaspec_requests", "Texts asked for.", ["endpoint", "outcome"], registry=self.registry
+        )
+        self._tokens = Counter(
+            "moaspec_tokens", "Tokens, by who proposed them.", ["source"], registry=self.registry
+        )
+        self._prompt = Counter(
+            "moaspec_prompt_tokens", "Tokens of prompts.", ["cached"], registry=self.registry
+        )
+        self._rounds = Counter("moaspec_rounds", "Verifications.", registry=self.registry)
+        self._drafted = Counter("moaspec_drafted_tokens", "Drafts.", registry=self.registry)
+        self._first = self._histogram("moaspec_first_token_seconds", "Until the first token.")
+        self._total = self._histogram("moaspec_text_seconds", "Until the last token.")
+
+    def count(self, endpoint: str, outcome: str, prompt_tokens: int, counts: TokenCounts) -> None:
+        """Count a text whose outcome is "done", "cancelled" or "failed"."""
+        self._requests.labels(endpoint, outcome).inc()
+        self._prompt.labels("yes").inc(counts.reused)
+        self._prompt.labels("no").inc(max(prompt_tokens - counts.reused, 0))
+        own = counts.tokens - counts.accepted - counts.copied
+        for source, number in (
+            ("draft", counts.accepted),
+            ("copy", counts.copied),
+            ("target", own),
+        ):
+            self._tokens.labels(source).inc(number)
+        self._rounds.inc(counts.rounds)
+        self._drafted.inc(counts.drafted)
+        if counts.first_s is not None:
+            self._first.observe(counts.first_s - counts.started_s)
+            self._total.observe(time.perf_counter() - counts.started_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, description: str) -> Histogram:
+        return Histogram(name, description, buckets=_SECONDS, registry=self.registry)
+
+
+class _Gauges(Collector):
+    """Gauges that are read when Prometheus collects them."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        load, link = self._source.load, self._source.link
+        gauges: dict[str, float] = {
+            "moaspec_active_texts": load.active,
+            "moaspec_waiting_texts": load.waiting,
+        }
+        if link is not None:
+            gauges["moaspec_link_up"] = int(link.state == "up")
+            gauges["moaspec_link_bytes_sent"] = link.bytes_sent
+            gauges["moaspec_link_bytes_received"] = link.bytes_received
+        learning = self._source.learning
+        if learning is not None:
+            for name, value in dataclasses.asdict(learning).items():
+                gauges[f"moaspec_learning_{name}"] = float(value)
+        return [GaugeMetricFamily(name, name, value=value) for name, value in gauges.items()]

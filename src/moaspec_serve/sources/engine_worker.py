@@ -1,0 +1,393 @@
+"""A thread that owns an engine and decodes all jobs of a server in one batch.
+
+Only this thread touches the engine. Other threads send commands through a queue and receive news
+through the `report` callback of their job, which must neither block nor raise.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moaspec.generation.renewal import QUIET_S, RENEWAL_S, Renew, Renewal
+from moaspec_core.engine.engine import Engine, context_message
+from moaspec_core.engine.request_state import Event, GenerationResult
+from moaspec_core.errors import BusyError, ContextError, InputError
+from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.process_memory import end_idle_threads, return_freed_memory
+from moaspec_core.sampling.token_ids import common_length
+from moaspec_serve.sources.source import (
+    Job,
+    Load,
+    Places,
+    SourceLimits,
+    Update,
+    client_share,
+    entry_to_evict,
+)
+
+LOG = logging.getLogger(__name__)
+
+MAX_NEW_PROMPT_TOKENS = 2048
+"""Most prompt tokens that join in one step, unless they are one prompt's."""
+
+MIN_REUSED_TOKENS = 16  # shortest common prefix for which a kept row is reused
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLimits(SourceLimits):
+    """Limits of an engine."""
+
+    active: int = 64
+    waiting: int = 256
+    # Maximum size of the keys, values and recurrent states in use. The cache grows by half its
+    # size, so it may allocate half as much again.
+    cache_bytes: int = 4 * 2**30
+    # Number of ended rows whose keys and values are kept for a conversation's next turn.
+    parked: int = 4
+    # Seconds without a request after which all kept rows and caches are freed.
+    parked_s: float = 120.0
+    # Seconds without a request after which costs may be measured, and between two tries.
+    quiet_s: float = QUIET_S
+    renewal_s: float = RENEWAL_S
+
+
+@dataclass(eq=False)
+class QueuedJob:
+    """A job that waits or is decoded."""
+
+    job: Job
+    # Receives updates, or the exception that ended the job.
+    report: Callable[[Update | Exception], None]
+    handle: int | None = None  # the engine's handle; None while it waits
+    result: GenerationResult = field(default_factory=GenerationResult)  # the engine's result so far
+    ended: bool = False  # whether the last update was reported
+    last_step: int = 0  # number of the latest step that it took part in
+
+    @property
+    def slots(self) -> int:
+        return len(self.job.prompt_ids) + self.job.max_new_tokens
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """An ended row that is kept for a later prompt with the same beginning."""
+
+    handle: int
+    tenant: str
+    token_ids: tuple[int, ...]
+
+
+class EngineWorker:
+    """Decodes jobs in a thread of its own.
+
+    Args:
+        release: frees the engine's caches; called when it has no row.
+        slot_bytes: cache bytes of one token.
+        state_bytes: of one row's recurrent states.
+        client_rows: jobs of one client that a step always takes, even if others have fewer.
+        renew: called while no job is there, see `Renew`.
+        use: called with renewed settings while no row is kept.
+        on_text: called with prompt and generated ids of each whole text that the target chose
+            freely; must neither block nor raise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        release: Callable[[], None],
+        slot_bytes: int,
+        state_bytes: int,
+        client_rows: int,
+        shaping: DraftSettings,
+        stop_token_ids: frozenset[int],
+        limits: WorkerLimits,
+        renew: Renew | None = None,
+        use: Callable[[DraftSettings], None] = lambda _: None,
+        on_text: Callable[[Sequence[int], Sequence[int]], None] | None = None,
+    ) -> None:
+        self._renewal: Renewal | None = None
+        if renew is not None:
+            self._renewal = Renewal(renew, limits.quiet_s, limits.renewal_s)
+        self._use = use
+        self._on_text = on_text
+        self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
+        self._free_caches, self._limits = release, limits
+        self._slot_bytes, self._state_bytes = slot_bytes, state_bytes
+        self._client_rows = client_rows
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[QueuedJob] = deque()
+        self._active: dict[int, QueuedJob] = {}
+        self._steps = 0
+        self._parked: list[_Parked] = []
+        self._high = (0, 0)  # largest number of rows and slots that the cache held
+        self._used_s = time.monotonic()  # when the newest command came or the last step ended
+        self._places = Places("server", limits)
+        self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; call where the model was loaded."""
+        end_idle_threads()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the current step; unfinished jobs get a `BusyError`."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    @property
+    def load(self) -> Load:
+        active = len(self._active)
+        return Load(active, max(self._places.taken - active, 0))
+
+    def submit(self, batch: Sequence[QueuedJob]) -> None:
+        """Accept all jobs or none; BusyError for too many, InputError for too large ones."""
+        for queued in batch:
+            if not self._fits(1, queued.slots):
+                room = (self._limits.cache_bytes - self._state_bytes) // self._slot_bytes
+                given = (
+                    f"you requested {queued.slots} tokens ({len(queued.job.prompt_ids)} in the "
+                    f"prompt, up to {queued.job.max_new_tokens} in the completion)"
+                )
+                raise ContextError(
+                    context_message(max(room, 0), given)
+                    + "This server's cache holds no more (--cache-gib); ask for fewer."
+                )
+        (client,) = {queued.job.client for queued in batch}
+        self._places.take(client, len(batch))
+        self._inbox.put(lambda: self._waiting.extend(batch))
+
+    def cancel(self, queued: QueuedJob) -> None:
+        """Remove a job; without effect if it has ended."""
+        if not queued.ended:
+            self._inbox.put(lambda: self._drop(queued))
+
+    def between_steps(self, command: Callable[[], None]) -> None:
+        """Run a command in the worker's thread, between two steps. It must not raise."""
+        self._inbox.put(command)
+
+    def _work(self) -> None:
+        """The thread: run commands, then step the engine."""
+        while True:
+            idle = not self._active and not self._waiting
+            try:
+                command = self._inbox.get(block=idle, timeout=self._patience_s)
+            except queue.Empty:
+                if idle:
+                    self._rest()
+                else:
+                    self._advance()
+                    self._used_s = time.monotonic()
+                continue
+            self._used_s = time.monotonic()
+            if command is None:
+                break
+            command()
+        for queued in [*self._active.values(), *self._waiting]:
+            self._end(queued, BusyError("The server is shutting down."))
+        self._engine.abort_all()
+
+    @property
+    def _patience_s(self) -> float | None:
+        """Seconds to wait for a command while nothing is decoded; None: forever."""
+        waits = [] if self._renewal is None else [self._renewal.wait_s(self._used_s)]
+        if self._high[0]:  # without caches there is nothing to free
+            waits.append(self._used_s + self._limits.parked_s - time.monotonic())
+        return max(0.0, min(waits)) if waits else None
+
+    def _rest(self) -> None:
+        """What an idle server does: measure costs, and free what nobody has asked for."""
+        if self._high[0] and self._used_s + self._limits.parked_s <= time.monotonic():
+            rows = len(self._parked)
+            self._forget_all()
+            LOG.info(
+                "Caches and %d kept texts are freed after %g s without a request.",
+                rows,
+                self._limits.parked_s,
+            )
+        if self._renewal is not None and self._renewal.wait_s(self._used_s) <= 0:
+            found = self._renewal.renewed(self._shaping, lambda: not self._inbox.empty())
+            if found is None:
+                return
+            if found.num_target_layers != self._shaping.num_target_layers:
+                self._forget_all()  # what the drafter keeps of a text is that of its N
+            self._use(found)
+            self._shaping = found
+
+    def _advance(self) -> None:
+        """Run one step of the engine. An error in it ends the active jobs, not the server."""
+        try:
+            self._admit()
+            for event in self._engine.step(self._next_step()):
+                self._report(event)
+        except Exception as error:  # noqa: BLE001 - reported to the jobs
+            for queued in list(self._active.values()):
+                self._leave(queued)
+                self._end(queued, error)
+
+    def _next_step(self) -> set[int]:
+        """Handles of the jobs in the next step.
+
+        One client gets at most as many jobs as all others together, or `client_rows`; more jobs
+        take turns. So a client with many jobs does not slow the others' steps much.
+        """
+        self._steps += 1
+        by_client: defaultdict[str, list[QueuedJob]] = defaultdict(list)
+        for queued in self._active.values():
+            by_client[queued.job.client].append(queued)
+        taken: set[int] = set()
+        for jobs in by_client.values():
+            others = len(self._active) - len(jobs)
+            jobs.sort(key=lambda queued: queued.last_step)
+            for queued in jobs[: max(others, self._client_rows) if others else None]:
+                queued.last_step = self._steps
+                assert queued.handle is not None, "active jobs have joined"
+                taken.add(queued.handle)
+        return taken
+
+    def _admit(self) -> None:
+        """Let waiting jobs join the batch while there is room."""
+        left = MAX_NEW_PROMPT_TOKENS
+        while (
+            len(self._active) < self._limits.active and (queued := self._next_waiting()) is not None
+        ):
+            is_first, left = left == MAX_NEW_PROMPT_TOKENS, left - len(queued.job.prompt_ids)
+            if not self._make_room(queued) or (left < 0 and not is_first):
+                return
+            self._waiting.remove(queued)
+            self._join(queued)
+
+    def _next_waiting(self) -> QueuedJob | None:
+        """The oldest waiting job of the client with the fewest rows, if it may have more."""
+        rows = Counter(queued.job.client for queued in self._active.values())
+        candidates = [
+            queued
+            for queued in self._waiting
+            if rows[queued.job.client] < client_share(self._limits.active, queued.job.client)
+        ]
+        return min(candidates, key=lambda queued: rows[queued.job.client], default=None)
+
+    def _make_room(self, queued: QueuedJob) -> bool:
+        """Whether the cache has room for one more row of this length; evicts kept rows."""
+        while True:
+            rows = max(self._high[0], len(self._active) + len(self._parked) + 1)
+            slots = max(self._high[1], queued.slots)
+            if self._fits(rows, slots):
+                self._high = (rows, slots)
+                return True
+            if self._parked:
+                self._unpark()
+            elif self._active:
+                return False
+            else:  # the cache is unused: start with an empty one
+                self._forget_all()
+
+    def _fits(self, rows: int, slots: int) -> bool:
+        """Whether the cache may have this many rows of this many slots."""
+        row_bytes = slots * self._slot_bytes + self._state_bytes
+        return rows * row_bytes <= self._limits.cache_bytes
+
+    def _join(self, queued: QueuedJob) -> None:
+        job, after = queued.job, self._row_to_reuse(queued.job)
+        try:
+            queued.handle = self._engine.add(
+                job.prompt_ids,
+                max_new_tokens=job.max_new_tokens,
+                stop_token_ids=frozenset() if job.ignore_eos else self._stops,
+                stop=job.stop,
+                sampling=job.sampling,
+                shape=self._shaping.policy(job.sampling) if job.speculation else None,
+                free_branches=self._shaping.branches(job.sampling) if job.speculation else None,
+                keep=True,
+                after=after,
+            )
+        except InputError as error:
+            if after is not None:
+                self._engine.forget(after)
+            self._end(queued, error)
+            return
+        queued.result = self._engine.result(queued.handle)
+        self._active[queued.handle] = queued
+
+    def _row_to_reuse(self, job: Job) -> int | None:
+        """The tenant's kept row with the longest common prefix with the prompt."""
+        own = [old for old in self._parked if old.tenant == job.tenant]
+        best = max(own, key=lambda old: common_length(old.token_ids, job.prompt_ids), default=None)
+        if best is None or common_length(best.token_ids, job.prompt_ids) < MIN_REUSED_TOKENS:
+            return None
+        self._parked.remove(best)
+        return best.handle
+
+    def _report(self, event: Event) -> None:
+        queued = self._active[event.handle]
+        first = len(queued.result.token_ids) == len(event.token_ids)
+        update = Update(
+            token_ids=event.token_ids,
+            sources=event.sources,
+            logprobs=event.logprobs,
+            top_logprobs=event.top_logprobs,
+            round=None if first else event,
+            stop_reason=event.stop_reason,
+            num_reused_tokens=queued.result.num_reused_tokens,
+        )
+        if event.stop_reason is not None:
+            free = not (queued.job.sampling.changes_logits or queued.job.ignore_eos)
+            if self._on_text is not None and free:
+                self._on_text(queued.job.prompt_ids, queued.result.token_ids)
+            self._park(queued)
+            self._end(queued, update)
+        else:
+            queued.report(update)
+
+    def _park(self, queued: QueuedJob) -> None:
+        assert queued.handle is not None, "only jobs that joined can end"
+        text = (*queued.job.prompt_ids, *queued.result.token_ids)
+        self._parked.append(_Parked(queued.handle, queued.job.tenant, text))
+        if len(self._parked) > self._limits.parked:
+            self._unpark()
+
+    def _unpark(self) -> None:
+        old = entry_to_evict(self._parked, lambda row: row.tenant)
+        self._engine.forget(old.handle)
+        self._parked.remove(old)
+
+    def _forget_all(self) -> None:
+        """Free all kept rows and the caches. No job may be active."""
+        while self._parked:
+            self._unpark()
+        self._free_caches()
+        return_freed_memory()
+        self._high = (0, 0)
+
+    def _drop(self, queued: QueuedJob) -> None:
+        """Remove a cancelled job and free its row."""
+        if queued in self._waiting:
+            self._waiting.remove(queued)
+            self._release(queued)
+        elif queued.handle in self._active:
+            self._leave(queued)
+            self._release(queued)
+
+    def _leave(self, queued: QueuedJob) -> None:
+        """Remove an unfinished job from the engine without keeping its row."""
+        assert queued.handle is not None, "only jobs that joined can leave"
+        # After a failed step some rows may have ended already.
+        with contextlib.suppress(InputError):
+            self._engine.abort(queued.handle)
+        with contextlib.suppress(InputError):
+            self._engine.forget(queued.handle)
+
+    def _end(self, queued: QueuedJob, last: Update | Exception) -> None:
+        self._release(queued)
+        queued.ended = True
+        queued.report(last)
+
+    def _release(self, queued: QueuedJob) -> None:
+        if queued.handle is not None:
+            self._active.pop(queued.handle, None)
+        self._places.free(queued.job.client)

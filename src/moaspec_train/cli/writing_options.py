@@ -1,0 +1,155 @@
+"""Who writes rows for `moaspec data synth | regenerate`: a target here, or a server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from moaspec_core.cli.options import (
+    MODEL,
+    Adapter,
+    Device,
+    Dtype,
+    GenerationConfig,
+    Model,
+    Threads,
+    Tokenizer,
+    generation_defaults,
+    read_lines,
+    sent_api_key,
+)
+from moaspec_core.cli.terminal.status import loading
+from moaspec_core.errors import InputError
+from moaspec_core.support.locks import writing
+from moaspec_core.support.paths import require_writable_file
+from moaspec_train.dataset.journal import resumed
+from moaspec_train.stopping import parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.target.spec import TargetSpec
+    from moaspec.target.target import Target
+    from moaspec_train.dataset.endpoint_client import Endpoint
+    from moaspec_train.dataset.response_writer import WriterOptions
+
+KEY = "MOASPEC_API_KEY"
+LOCAL = ("drafter", "adapter", "dtype", "device", "threads")  # no effect with --endpoint
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    """Options of the target that writes rows."""
+
+    out: Annotated[Path, "JSONL file to write (.gz allowed)."]
+    model: Model = MODEL
+    drafter: Annotated[str | None, "Drafter, for speed: alias, directory or hub id."] = None
+    system_prompts: Annotated[Path | None, "Text file, one system prompt per line."] = None
+    batch: Annotated[int, "Conversations decoded together, or asked of --endpoint together."] = 8
+    group_size: Annotated[int, "Conversations saved together."] = 64
+    generation_config: GenerationConfig = "auto"
+    adapter: Adapter = None
+    tokenizer: Tokenizer = None
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+    threads: Threads = None
+    for_: Annotated[
+        str | None, typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h.")
+    ] = None
+
+    def checked(
+        self, context: typer.Context, **sampling: Any
+    ) -> tuple[WriterOptions, float | None]:
+        """How to write, and for how many seconds; refuses a file that cannot be written.
+
+        Args:
+            context: of the command, until whose end no other may write the file.
+            **sampling: the other fields of `WriterOptions`.
+        """
+        from moaspec_train.dataset.response_writer import WriterOptions
+
+        require_writable_file("--out", self.out)
+        seconds = None if self.for_ is None else parse_duration(self.for_)
+        options = WriterOptions(batch_size=self.batch, group_size=self.group_size, **sampling)
+        asked = {name: value for name, value in asdict(options).items() if value is not None}
+        own = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
+        known = {"target": self.model, "drafter": self.drafter, **own, **asked}
+        context.with_resource(writing(self.out))
+        resumed(self.out, known, complete=False)  # refuses the file of another run
+        return options, seconds
+
+    def systems(self) -> list[str]:
+        path = self.system_prompts
+        return [] if path is None else read_lines("--system-prompts", path)
+
+    @property
+    def auto(self) -> Literal["auto"] | None:
+        """The Python value of --generation-config."""
+        return generation_defaults(self.generation_config)
+
+    def load(self) -> tuple[Target, Any]:
+        with loading(self.model, self.threads):
+            from moaspec.backends.load import load_target
+            from moaspec.generation.drafters import check_drafter, load_any_drafter
+
+            drafter = self.drafter and check_drafter(
+                self.drafter, self.model, tokenizer=self.tokenizer
+            )
+            target = load_target(
+                self.model,
+                dtype=self.dtype,
+                device=self.device,
+                adapter=self.adapter,
+                tokenizer=self.tokenizer,
+                generation_config=self.auto,
+            )
+        return target, drafter and load_any_drafter(drafter, target=target)
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """The server that writes, if one does."""
+
+    endpoint: Annotated[
+        str | None,
+        "URL of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, moaspec serve) that "
+        f"writes in place of this process; --model is then read for its tokenizer. ${KEY}: key.",
+    ] = None
+    endpoint_model: Annotated[str | None, "The server's name of the model, if it has several."] = (
+        None
+    )
+
+    def checked(self, writing: WritingOptions) -> Endpoint | None:
+        """The server, or None.
+
+        Raises:
+            InputError: no URL, or options that do not go together.
+        """
+        if self.endpoint is None:
+            if self.endpoint_model is not None:
+                raise InputError("--endpoint-model needs --endpoint.")
+            return None
+        for one in fields(writing):
+            if one.name in LOCAL and getattr(writing, one.name) != one.default:
+                raise InputError(
+                    f"--{one.name} is for decoding here, --endpoint decodes elsewhere."
+                )
+        from moaspec_train.dataset.endpoint_client import Endpoint
+
+        return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
+
+
+def read_spec(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> TargetSpec:
+    """A target's config and tokenizer; see `read_skeleton`."""
+    with loading(model):
+        from moaspec.target.registry import read_skeleton
+
+        return read_skeleton(
+            model, dtype="float32", tokenizer=tokenizer, generation_config=generation_config
+        )

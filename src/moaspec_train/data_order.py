@@ -1,0 +1,175 @@
+"""Examples and blocks of each step, and their split over processes and micro-batches.
+
+Random numbers are drawn for the whole step and are the same in every process, so the number of
+processes does not change the training data.
+
+Legend: B batch, T tokens, N blocks of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec_train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
+from moaspec_train.run_config import TrainConfig, staircase_probability
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A partition of every response into blocks, per query."""
+
+    # s(i), the last position whose target activations query i may read. In a block that begins at b
+    # it is b - 1: token b plays the newest token, which has no activations when a round starts.
+    # Outside the responses s(i) = i.
+    last_verified_BT: Tensor
+    step_BT: Tensor  # index of the draft of query i in its round, from 0
+    # Bool, queries with loss: response tokens that are followed by another of theirs.
+    loss_BT: Tensor
+
+
+def random_blocks(
+    batch: Batch, *, shortest: int, longest: int, generator: torch.Generator
+) -> Blocks:
+    """Draw block lengths uniformly from shortest..longest (the paper: 5..15).
+
+    Source: arXiv 2410.03804, section 4.2 and appendix (training with T-step bounded masks).
+    """
+    rows = batch.input_ids_BT.shape[0]
+    num = batch.input_ids_BT.shape[1] // shortest + 1
+    lengths = torch.randint(shortest, longest + 1, (rows, num), generator=generator)
+    # The first block is shortened randomly, so that block borders can be anywhere.
+    lengths[:, 0] = (lengths[:, 0] * torch.rand(rows, generator=generator)).long() + 1
+    starts_BN = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
+    offset_BT = index_BT - start_BT
+    which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
+    return _blocks(batch.response_BT, index_BT, offset_BT - starts_BN.gather(1, which))
+
+
+def fixed_blocks(batch: Batch, length: int) -> Blocks:
+    """Cut responses into blocks of one length, for evaluation."""
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
+    return _blocks(batch.response_BT, index_BT, (index_BT - start_BT) % length)
+
+
+def blocks_at(batch: Batch, begins_BT: Tensor) -> Blocks:
+    """Cut responses where `begins_BT` marks a token; every response begins with a block."""
+    index_BT, start_BT = _indices_and_starts(batch.response_BT)
+    first_BT = torch.where(begins_BT, index_BT, 0).cummax(1)[0]
+    return _blocks(batch.response_BT, index_BT, index_BT - torch.maximum(first_BT, start_BT))
+
+
+def _blocks(response_BT: Tensor, index_BT: Tensor, step_BT: Tensor) -> Blocks:
+    last_verified_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
+    followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))
+    return Blocks(last_verified_BT.clamp(min=0), step_BT, response_BT & followed_BT)
+
+
+def _indices_and_starts(response_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of each token, and start of its response, or of the last response before it."""
+    index_BT = torch.arange(response_BT.shape[1], device=response_BT.device).expand_as(response_BT)
+    before_BT = torch.nn.functional.pad(response_BT[:, :-1], (1, 0))
+    return index_BT, torch.where(response_BT & ~before_BT, index_BT, 0).cummax(1)[0]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Rows of a step: all of them, or those of one pass of one process."""
+
+    batch: Batch
+    blocks: Blocks
+    staircase_B: Tensor | None  # bool, rows whose SA sees its own block only; None for none
+
+    def to(self, device: torch.device) -> TrainBatch:
+        return map_tensors(self, lambda tensor: tensor.to(device))
+
+
+class DataOrder:
+    """The examples of a run, shuffled once, held-out ones first; InputError if these are all."""
+
+    def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
+        config.require_enough(len(examples))
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
+        self.examples = [examples[i] for i in order.tolist()]
+        self.held_out_ids = list(range(config.held_out))
+        self.train_ids = list(range(config.held_out, len(examples)))
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed + 1)
+        self._queue: list[list[int]] = []
+
+    def next_batch(self, step: int) -> TrainBatch:
+        batch = collate(self.examples, self._next_ids())
+        blocks = random_blocks(
+            batch,
+            shortest=self._config.shortest_block,
+            longest=self._config.longest_block,
+            generator=self._generator,
+        )
+        if not self._config.staircase:
+            return TrainBatch(batch, blocks, None)
+        drawn_B = torch.rand(len(batch.example_ids), generator=self._generator)
+        return TrainBatch(batch, blocks, drawn_B < staircase_probability(self._config, step))
+
+    def _next_ids(self) -> list[int]:
+        if not self._queue:
+            batches = epoch_batches(
+                [self.examples[i] for i in self.train_ids],
+                batch_size=self._config.batch_size,
+                batch_tokens=self._config.batch_tokens,
+                generator=self._generator,
+            )
+            self._queue = [[self.train_ids[i] for i in ids] for ids in batches]
+        return self._queue.pop()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(repr(example.pieces).encode())
+        return digest.hexdigest()[:16]
+
+    def state(self) -> dict[str, Any]:
+        """The position in the epoch, as JSON."""
+        return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        queue = [list(map(int, ids)) for ids in state["queue"]]
+        if not {i for ids in queue for i in ids} <= set(self.train_ids):
+            raise ValueError("the order names examples that are not there")
+        self._queue = queue
+
+
+def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
+    """Split rows into `number` passes, sorted by length to reduce padding.
+
+    Passes without rows get one row without loss, because every process must take part in every
+    pass.
+    """
+    lengths = part.batch.attention_mask_BT.sum(1).tolist()
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # If passes are unequal, the larger ones hold the shortest rows.
+    ends = [-(-len(rows) * (i + 1) // number) for i in range(number)]
+    groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [
+        _select_rows(part, group) if group else _without_loss(_select_rows(part, rows[:1]))
+        for group in groups
+    ]
+
+
+def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
+    """Select rows and cut padding that only the other rows needed."""
+    longest = int(part.batch.attention_mask_BT[rows].sum(1).max())
+    chosen = map_tensors(part, lambda x: x[rows, :longest] if x.ndim == 2 else x[rows])
+    example_ids = tuple(part.batch.example_ids[row] for row in rows)
+    return replace(chosen, batch=replace(chosen.batch, example_ids=example_ids))
+
+
+def _without_loss(part: TrainBatch) -> TrainBatch:
+    silent = torch.zeros_like(part.blocks.loss_BT)
+    return replace(part, blocks=replace(part.blocks, loss_BT=silent))

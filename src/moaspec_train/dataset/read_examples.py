@@ -1,0 +1,130 @@
+"""Read training examples from data in any supported format."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moaspec.data.conversations import Conversation, ReadReport, read_conversations
+from moaspec.data.loss_mask import masked_tokens
+from moaspec.data.row_sources import OnMalformed, refuse
+from moaspec_core.chat.chat_template import ChatTemplate
+from moaspec_core.errors import DataError
+from moaspec_train.dataset.examples import Example
+from moaspec_train.progress import REPORT_EVERY_S
+
+log = logging.getLogger(__name__)
+
+
+def read_examples(
+    sources: Iterable[str | Path],
+    *,
+    vocab_size: int,
+    max_length: int,
+    tokenizer: Any = None,
+    stop_token_ids: Collection[int] = (),
+    on_malformed: OnMalformed = refuse,
+    report: ReadReport | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Example]:
+    """Read every source, cutting examples to `max_length` tokens.
+
+    Examples without a response of two tokens are left out and counted.
+
+    Args:
+        sources: files and data sets, see `read_conversations`.
+        vocab_size: of the target; larger ids are refused.
+        max_length: tokens of one example.
+        tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
+        on_malformed: called for each malformed row.
+        report: counts columns, files and examples that are not used.
+        stopped: called before each row; True ends the reading.
+
+    Raises:
+        DataError: a source is missing, or a row is malformed; the message names file and line.
+    """
+    found: list[Example] = []
+    report = ReadReport() if report is None else report
+    template = ChatTemplate(tokenizer)
+    previous = Conversation(where="")
+    names = list(map(str, sources))
+    told, started = 0.0, time.monotonic()
+    for number, conversation in enumerate(read_conversations(names, on_malformed, report)):
+        if stopped():
+            break
+        elapsed = time.monotonic() - started
+        if elapsed >= told + REPORT_EVERY_S:
+            told = elapsed
+            log.info("Read %d rows in %.0f s; now at %s", number, elapsed, conversation.where)
+        try:
+            example = _example(conversation, template, stop_token_ids, report, max_length)
+            _check_ids(example, vocab_size, conversation.where)
+        except DataError as error:
+            on_malformed(error)
+            continue
+        if _follows(previous, conversation):
+            example = _joined(found, example)
+        found.append(example)
+        previous = conversation
+    kept = list(_cut(found, max_length, report))
+    report.forget_columns_of(template.source)
+    if not kept:
+        raise DataError(
+            f"No usable training examples in {', '.join(names)}: every source was empty or its "
+            "prompts too long. Give other data, or a larger max_length."
+        )
+    return kept
+
+
+def _example(
+    conversation: Conversation,
+    template: ChatTemplate,
+    stop_token_ids: Collection[int],
+    report: ReadReport,
+    max_length: int,
+) -> Example:
+    if not conversation.prompt_ids:
+        masked = masked_tokens(template, conversation, stop_token_ids, max_length)
+        report.turns_without_loss += masked.turns - masked.turns_with_loss
+        return Example.from_mask(masked.token_ids, masked.written)
+    if conversation.response_ids is None:
+        raise DataError(
+            f"{conversation.where}: 'prompt_ids' without 'response_ids'. Let the target write "
+            "responses: moaspec data regenerate."
+        )
+    return Example(conversation.prompt_ids, conversation.response_ids)
+
+
+def _check_ids(example: Example, vocab_size: int, where: str) -> None:
+    for token in example.token_ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"{where}: token id {token} is outside 0..{vocab_size - 1}. "
+                "The row is another target's: name that one, or give text."
+            )
+
+
+def _follows(previous: Conversation, conversation: Conversation) -> bool:
+    """Whether both are token rows of one conversation."""
+    named = bool(conversation.name) and conversation.name == previous.name
+    return named and bool(conversation.prompt_ids and previous.prompt_ids)
+
+
+def _joined(found: list[Example], example: Example) -> Example:
+    """Append a turn to its conversation's example if its prompt starts with that example."""
+    prompt, response = example.pieces
+    earlier = found[-1].token_ids
+    if prompt[: len(earlier)] != earlier:
+        return example
+    return Example(*found.pop().pieces, prompt[len(earlier) :], response)
+
+
+def _cut(examples: Iterable[Example], max_length: int, report: ReadReport) -> Iterator[Example]:
+    for example in examples:
+        kept = example.cut(max_length)
+        if kept is None:
+            report.without_response += 1
+            continue
+        report.cut += len(example) > max_length
+        yield kept

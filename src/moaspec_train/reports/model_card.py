@@ -1,0 +1,107 @@
+"""The model card of an exported drafter."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+import transformers
+
+import moaspec
+from moaspec.generation.api import generate
+from moaspec.generation.drafters import load_any_drafter
+from moaspec.target.target import Target
+from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.tokens.names import ALIASES
+from moaspec_train.run_config import TrainConfig
+from moaspec_train.students.held_out import BLOCK_LENGTH
+from moaspec_train.students.students import Student
+
+CARD_FILE = "README.md"
+CURVE_ROWS = 20
+DECODED_PROMPTS, DECODED_TOKENS = 8, 48
+"""Held-out prompts that `decoded_tau` continues, and tokens of each."""
+
+log = logging.getLogger(__name__)
+
+_TEMPLATE = Path(__file__).with_suffix(".md.jinja")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def write_card(
+    directory: Path,
+    student: Student,
+    config: TrainConfig,
+    facts: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    tau: float | None = None,
+) -> None:
+    """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results."""
+    measured = [row for row in rows if row.get("held_out_accuracy")]
+    target = student.target
+    source = _TEMPLATE.read_text(encoding="utf-8")
+    # Autoescaping is for HTML; this is Markdown from the run's own numbers.
+    template = jinja2.Environment(autoescape=False).from_string(source)  # noqa: S701
+    text = template.render(
+        target=target,
+        identity=target.identity,
+        base_model=hub_id(config.target),
+        config=config,
+        facts=facts,
+        parameters=f"{sum(p.numel() for p in student.module.parameters()) / 1e6:.1f}M",
+        vocabulary=student.vocab_size,
+        versions=f"moaspec {moaspec.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        measured=measured[-1] if measured else None,
+        tau=tau,
+        decoded=(DECODED_PROMPTS, DECODED_TOKENS, BLOCK_LENGTH),
+        curve=rows[:: max(1, len(rows) // CURVE_ROWS)],
+        settings=json.dumps(facts["config"], indent=2),
+    )
+    (directory / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def hub_id(name: str) -> str | None:
+    """The hub id of a target's name, or None for a file or directory."""
+    if name in ALIASES:
+        return ALIASES[name].hub_id
+    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
+
+
+def decoded_tau(directory: Path, target: Target, prompts: Sequence[Sequence[int]]) -> float | None:
+    """Decode prompts by greedy chains with this drafter; None without usable prompts.
+
+    The chains are as long as those of simulated tau. The first prompts are decoded.
+
+    Args:
+        prompts: token ids; a prompt that leaves too little of the context is left out.
+
+    Returns:
+        Tokens per round.
+    """
+    room = target.max_positions - DECODED_TOKENS - BLOCK_LENGTH
+    chosen = [prompt for prompt in prompts if 0 < len(prompt) <= room][:DECODED_PROMPTS]
+    if not chosen:
+        return None
+    try:
+        results = generate(
+            target,
+            chosen,
+            drafter=load_any_drafter(directory, target=target),
+            tree=Chain(BLOCK_LENGTH),
+            free_branches=False,
+            max_new_tokens=DECODED_TOKENS,
+            temperature=0.0,
+        )
+    except torch.OutOfMemoryError:
+        log.warning(
+            "Too little memory to decode held-out prompts: the card has simulated tau only."
+        )
+        return None
+    rounds = sum(result.num_rounds for result in results)
+    return sum(sum(result.accept_lengths) for result in results) / rounds if rounds else None

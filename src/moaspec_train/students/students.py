@@ -1,0 +1,332 @@
+"""Students: creation, training pass and checkpoints of each kind of drafter.
+
+Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabulary.
+"""
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.backends.linear_backends import compute_dtype
+from moaspec.model.baselines import KINDS, Baseline
+from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.masks import reused_layer_mask, text_mask
+from moaspec.model.moa import MoADrafter, TargetPass, positions
+from moaspec.target.families import keys_rotate_alike
+from moaspec.target.target import Target
+from moaspec_train.data_order import TrainBatch
+from moaspec_train.dataset.examples import Example, frequent_tokens
+from moaspec_train.run_config import TrainConfig, lsa_is_frozen
+from moaspec_train.students.drafter_sizes import drafter_config, stack_config
+from moaspec_train.students.initial_drafter import load_initial_drafter, record_length
+from moaspec_train.students.losses import (
+    ExitStates,
+    LossSums,
+    exit_loss,
+    logit_chunk_size,
+    mean_over_exits,
+    summary_loss,
+)
+from moaspec_train.students.target_activations import LayerMeanCache, TargetActivations
+from moaspec_train.students.warm_start import (
+    fit_exits,
+    layer_inputs,
+    non_massive_states,
+    random_weights,
+    skip_further_layers,
+    warm_start,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StudentOutput:
+    """Output of one training pass."""
+
+    exits: Sequence[ExitStates]
+    # Aggregates and the target's final states of real tokens, (tokens, E) each; None for drafters
+    # without aggregates.
+    summary: tuple[Tensor, Tensor] | None = None
+
+
+class Student(ABC):
+    """A drafter in training, as the training loop uses it.
+
+    Args:
+        examples: of the run, in a fixed order.
+        train_ids: numbers of those whose responses determine a trimmed draft vocabulary.
+
+    Attributes:
+        activations: the target's, for these examples.
+        exits: the N of each exit.
+        draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
+        vocab_size: number of tokens that it can draft.
+        chunk: queries whose logits are in memory at once.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        config: TrainConfig,
+        examples: Sequence[Example],
+        train_ids: Sequence[int],
+    ) -> None:
+        config.require_vocabulary(target)
+        self.target, self._config = target, config
+        kept = config.activation_cache and config.frozen_lsa < 1.0  # else the means are enough
+        directory = Path(config.output) / "activations" if kept else None
+        before = [n for n in config.num_target_layers if n]
+        self.activations = TargetActivations(
+            target, examples, directory, before, finals_only=config.drafter != "moa"
+        )
+        self.module = self._make_module([examples[i] for i in train_ids])
+        self.exits = config.num_target_layers
+        self.draft_token_ids: Tensor | None = self.module.draft_token_ids
+        ids = self.draft_token_ids
+        self.vocab_size = target.vocab_size if ids is None else len(ids)
+        self.chunk = logit_chunk_size(self.vocab_size, target.device)
+        self._head = DraftVocabularyHead(target, ids)
+
+    @property
+    def simulates_chain(self) -> bool:
+        """Whether a training pass drafts as a real chain does, which simulated tau needs.
+
+        In real chains EAGLE reads its own predictions, in training the target's states.
+        """
+        return self._config.drafter != "eagle"
+
+    @cached_property
+    def full_head(self) -> "DraftVocabularyHead":
+        """The target's LM head for all tokens."""
+        return DraftVocabularyHead(self.target, None)
+
+    def _make_module(self, counted: Sequence[Example]) -> Any:
+        return new_drafter(self.target, self._config, counted)
+
+    def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
+        """Initialise a new module from the target and the examples of these ids."""
+
+    @abstractmethod
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
+        """Make a training pass with `model`, the wrapped `module`."""
+
+    def loss(
+        self, result: StudentOutput, whole: TrainBatch, *, processes: int = 1
+    ) -> tuple[Tensor, LossSums]:
+        """The loss of one training pass, as a part of the mean over all tokens of the step.
+
+        Args:
+            whole: all rows of the step.
+            processes: gradients are averaged over them, so the loss is multiplied by their number.
+
+        Returns:
+            A scalar to backpropagate, see `exit_loss`, and the pass's sums.
+        """
+        weights = self._config.loss
+        scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
+        proxies, parts = [], []
+        for exit_states in result.exits:
+            proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self.chunk)
+            proxies.append(proxy)
+            parts.append(found)
+        if result.summary is not None and weights.summary:
+            tokens = int(whole.batch.attention_mask_BT.sum())
+            proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
+        return torch.stack(proxies).sum(), mean_over_exits(parts)
+
+    def record(  # noqa: B027 - checkpoints of baselines do not store measurements
+        self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None
+    ) -> None:
+        """Store held-out acceptance by exit and rank, and the first exit's moment."""
+
+    def save(
+        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
+    ) -> None:
+        """Write a bf16 checkpoint with gathered weights on the CPU."""
+        module = self.module  # may be sharded
+        ids = module.draft_token_ids
+        drafter = type(module)(module.config, None if ids is None else ids.cpu())
+        drafter.load_state_dict(weights)
+        if isinstance(drafter, MoADrafter):
+            drafter.head_moment = module.head_moment
+        save = save_drafter if isinstance(drafter, MoADrafter) else save_baseline
+        limit = self._config.shard_bytes
+        save(drafter, directory, dtype=torch.bfloat16, training=facts, shard_bytes=limit)
+
+
+def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
+    """Create a drafter with random weights, its vocabulary counted in the examples' responses."""
+    torch.manual_seed(config.seed)
+    vocabulary = frequent_tokens(
+        examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
+    )
+    drafter = unfilled_drafter(target, config, vocabulary)
+    if isinstance(drafter, MoADrafter) and keys_rotate_alike(target.config):
+        record_length(drafter, examples)
+    random_weights(drafter)
+    if isinstance(drafter, MoADrafter):
+        skip_further_layers(drafter)
+    return drafter.float().to(target.device)
+
+
+def unfilled_drafter(
+    target: Target, config: TrainConfig, vocabulary: Tensor | None
+) -> MoADrafter | Baseline:
+    """Build a drafter of the kind `config.drafter`, with weights as PyTorch leaves them."""
+    if config.drafter == "moa":
+        shape = drafter_config(target, config.sizes, config.num_target_layers)
+        return MoADrafter(shape, vocabulary)
+    stack = stack_config(target, config.sizes, config.drafter)
+    return KINDS[config.drafter](stack, vocabulary)
+
+
+class DraftVocabularyHead:
+    """The target's LM head for the draft vocabulary.
+
+    On a CPU without bf16 instructions the rows of a bf16 target are kept in float32, because
+    emulated products are ten times slower; states are not rounded then.
+
+    Args:
+        token_ids: the draft vocabulary; None for the full one.
+    """
+
+    def __init__(self, target: Target, token_ids: Tensor | None) -> None:
+        self._target, self._dtype = target, target.dtype
+        if target.device.type == "cpu":
+            self._dtype = compute_dtype(target.dtype)
+        if token_ids is None and self._dtype != target.dtype:
+            token_ids = torch.arange(target.vocab_size)
+        self._rows = None if token_ids is None else target.lm_head.rows(token_ids).to(self._dtype)
+
+    def __call__(self, states_ME: Tensor) -> Tensor:
+        """(M, E) states -> (M, V) float32 logits."""
+        states_ME = states_ME.to(self._dtype)
+        if self._rows is None:
+            return self._target.head(states_ME)
+        return self._target.logits(states_ME, self._rows)
+
+
+class MoAStudent(Student):
+    """A Mixture-of-Attentions drafter in training."""
+
+    _former_n: int | None = None
+    _means: LayerMeanCache | None = None
+
+    def _make_module(self, counted: Sequence[Example]) -> Any:
+        if not self._config.initial:
+            return super()._make_module(counted)
+        module, self._former_n = load_initial_drafter(self.target, self._config, counted)
+        return module
+
+    @torch.no_grad()
+    def start(self, ids: Sequence[int]) -> None:
+        """Apply the warm start, and set each exit's scale of states."""
+        config = self._config
+        sample = self.activations.sample(ids, config.warm_start_tokens)
+        if config.initial:
+            if self._former_n is not None:
+                fit_exits(self.target, self.module, sample, former_n=self._former_n)
+            return
+        if config.warm_start:
+            log.info("Warm start: reading up to %d tokens", config.warm_start_tokens)
+            warm_start(self.target, self.module, list(sample))
+        elif self.module.exits:
+            _, result = next(self.activations.sample(ids, 1))
+            for n in self.exits:
+                adapter: Any = self.module.exits[str(n)]
+                nn.init.eye_(adapter.linear.weight)
+                _, scale = non_massive_states(layer_inputs(result, n)[0])
+                adapter.scale.fill_(scale)
+
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
+        """Run all exits; while LSA is frozen its means are read from the cache."""
+        batch, blocks, target = part.batch, part.blocks, self.target
+        kv_or_means, result = self._encoder_input(part, step)
+        aggregated_BTE, *outputs = model(
+            target.embed(batch.input_ids_BT).float(),
+            kv_or_means,
+            batch.attention_mask_BT,
+            blocks.last_verified_BT,
+            staircase_B=part.staircase_B,
+        )
+        hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
+        return StudentOutput(
+            [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)],
+            (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
+        )
+
+    def _encoder_input(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
+        """The argument `kv_or_means` of `MoADrafter.forward`, and the target's pass."""
+        if not lsa_is_frozen(self._config, step):
+            result = self.activations.passes(part.batch)
+            return result.kv_BTLK, result
+        if self._means is None:
+            directory = Path(self._config.output) / "means"
+            bf16 = self._config.mixed_precision == "bf16"
+            self._means = LayerMeanCache(
+                self.activations, self.module.encoder, directory, bf16=bf16
+            )
+        return self._means.read(part.batch)
+
+    def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
+        """Final states of an exit at the queries with loss, after the reused layers."""
+        loss_BT, inner = part.blocks.loss_BT, None
+        final_BTE = states_BTE
+        if n:
+            inner = (states_BTE[loss_BT].float(), result.before[n][loss_BT].float())
+            mask_BT = part.batch.attention_mask_BT
+            final_BTE = self.target.reuse_layers(
+                states_BTE.to(self.target.dtype),
+                positions(mask_BT),
+                mask=reused_layer_mask(text_mask(mask_BT), part.blocks.last_verified_BT),
+                kv_BTLK=result.kv_BTLK,
+                num=n,
+            )
+        return ExitStates(
+            final_BTE[loss_BT].float(),
+            result.hidden_BTE[loss_BT].float(),
+            self._head,
+            inner=inner,
+            relative=bool(self.module.exits),
+        )
+
+    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
+        """Store the rates that weigh drafts, and the moment that guides the head's quantisation."""
+        first, *further = ((by_rank,) for by_rank in acceptance)
+        self.module.config = dataclasses.replace(
+            self.module.config, acceptance=first, further_acceptance=tuple(further)
+        )
+        self.module.head_moment = moment_EE
+
+
+class BaselineStudent(Student):
+    """EAGLE's head, or an independent small language model.
+
+    Their attention ignores blocks, which only select the queries with loss.
+    """
+
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
+        """Run over whole texts; EAGLE reads the target's states."""
+        batch = part.batch
+        hidden_BTE = self.activations.final_states(batch).float()
+        mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
+        inputs = [self.target.embed(batch.input_ids_BT).float()]
+        if self.module.kind == "eagle":
+            inputs.append(hidden_BTE)
+        states_BTE = model(*inputs, positions(mask_BT), mask_BT)
+        found = ExitStates(
+            states_BTE[loss_BT].float(),
+            hidden_BTE[loss_BT],
+            self._head,
+        )
+        return StudentOutput([found])

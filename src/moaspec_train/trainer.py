@@ -1,0 +1,337 @@
+"""The training loop: distil the frozen target into a drafter, on one process or many."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from moaspec.target.target import Target
+from moaspec_core.errors import InputError, TrainingError
+from moaspec_core.support.locks import claimed
+from moaspec_train.data_order import DataOrder, TrainBatch, split_batch
+from moaspec_train.dataset.examples import Example
+from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
+from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
+from moaspec_train.reports.model_card import DECODED_PROMPTS, decoded_tau, write_card
+from moaspec_train.reports.run_log import OnStep, RunLog, StepMetrics, step_metrics, tracker_values
+from moaspec_train.reports.run_notes import run_notes
+from moaspec_train.run_config import TrainConfig, learning_rate, num_passes
+from moaspec_train.run_failures import explain_failures
+from moaspec_train.stopping import StopCause, StopCondition
+from moaspec_train.students.held_out import HeldOutMetrics, measure_held_out
+from moaspec_train.students.losses import LossSums
+from moaspec_train.students.students import BaselineStudent, MoAStudent, Student
+from moaspec_train.training_state import StateFiles, damaged_state
+
+log = logging.getLogger(__name__)
+
+LAST, BEST = "drafter", "best"
+"""Directories of the last weights, and of those with the highest held-out simulated tau."""
+
+FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed", "optimizer")
+"""Settings that a resumed run must share with the saved one, as it must examples and target."""
+
+LARGE_STATE_BYTES = 1e9
+"""Saving a larger state takes seconds, and a record tells of it."""
+
+MOMENT = "head_moment"  # name of the head's input moment among the tensors of a saved state
+
+
+class Trainer:
+    """Trains one drafter; resumes exactly from the last state in `config.output`.
+
+    Args:
+        examples: training data; the first `held_out` after a seeded shuffle are held out.
+        accelerator: of the run's processes; None creates it.
+
+    Raises:
+        InputError: settings do not fit the target, the data or the run to resume.
+        TrainingError: the saved state is damaged or of another run.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        examples: Sequence[Example],
+        config: TrainConfig,
+        *,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.config, self.target, self.output = config, target, Path(config.output)
+        self.accelerator = accelerator or new_accelerator(config)
+        with self.accelerator.main_process_first():
+            self.output.mkdir(parents=True, exist_ok=True)
+        self.data = DataOrder(examples, config)
+        self.states = StateFiles(self.output / "state", config.shard_bytes)
+        saved = self.states.load()
+        kind = MoAStudent if config.drafter == "moa" else BaselineStudent
+        self.student: Student = kind(target, config, self.data.examples, self.data.train_ids)
+        self.step = self.tokens = 0
+        self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
+        self._head_moment_EE: Tensor | None = None
+        self.best: BestStep | None = None
+        if saved is None:
+            self.student.start(self.data.train_ids)
+        self.strategy = new_strategy(self.accelerator, self.student.module, config)
+        if saved is not None:
+            self._resume(*saved)
+        self.log = RunLog(self.output / "log.jsonl")
+
+    def notes(self) -> list[str]:
+        """Notes for the user before the first step, one sentence each."""
+        return run_notes(self.student, self.config, self.data)
+
+    def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:
+        """Train until `config.steps`, a signal or the time limit; then write the drafter.
+
+        `drafter/` has the last weights, `best/` those of the highest held-out simulated tau.
+
+        Args:
+            report: called with every step's metrics.
+            seconds: time limit, after which the run can be resumed.
+
+        Raises:
+            InputError: another process trains in the same directory.
+            TrainingError: the run failed; its saved state is intact.
+        """
+        stop, ending = StopCondition(seconds), StopCause.FINISHED
+        self._start_trackers()
+        with self._locked(), explain_failures("while training", self.states.sentence):
+            with stop.on_signals():
+                while self.step < self.config.steps and ending is StopCause.FINISHED:
+                    ending = self._train_and_report(stop, report)
+            self.export(decode=ending is StopCause.FINISHED)
+        self.accelerator.end_training()
+        return ending
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the directory, and cut the log to the step at which the run resumes."""
+        if not self.accelerator.is_main_process:
+            yield
+            return
+        refusal = f"Another run trains in {self.output}; wait for it, or use another output."
+        file = claimed(self.output / ".lock", refusal)
+        try:
+            self.log.cut(self.step)
+            yield
+        finally:
+            os.close(file)
+
+    def _train_and_report(self, stop: StopCondition, report: OnStep) -> StopCause:
+        """Train a step, log it, and save if that is due or the run ends."""
+        started = time.perf_counter()
+        parts = self.train_step()
+        elapsed = time.perf_counter() - started
+        due = self.step % self.config.save_every == 0 or self.step == self.config.steps
+        ending = self._agree(stop.due)
+        progress = step_metrics(self.step, self.tokens, elapsed, parts)
+        if due:
+            progress = dataclasses.replace(progress, **self._held_out())
+        if self.accelerator.is_main_process:
+            self.log.write(dataclasses.asdict(progress))
+        self.accelerator.log(tracker_values(progress), step=self.step)
+        if progress.held_out_accuracy:
+            self._export_if_best(progress)
+        if due or ending is not StopCause.FINISHED:
+            self.save()
+        report(progress)
+        return ending
+
+    def _export_if_best(self, progress: StepMetrics) -> None:
+        """Export the weights if they are the best so far; warn of overfitting."""
+        score = held_out_score(progress)
+        if self.best is None or score > self.best.score:
+            self.best = BestStep(self.step, score)
+            self.export(BEST)
+        if self.accelerator.is_main_process:
+            warning = overfitting(self.log.rows())
+            if warning is not None:
+                log.warning(warning)
+
+    def train_step(self) -> LossSums:
+        """One optimiser step over all processes and accumulation steps.
+
+        Returns:
+            Sums over the whole step.
+
+        Raises:
+            TrainingError: loss or gradients are not finite; the weights are unchanged.
+        """
+        whole = self.data.next_batch(self.step)
+        self.strategy.begin(learning_rate(self.config, self.step))
+        sums, mine = torch.zeros(5, dtype=torch.float64), self._micro_batches(whole)
+        for number, part in enumerate(mine, start=1):
+            with self.strategy.gradient_sync(last=number == len(mine)):
+                sums += self._backward(part, whole).as_tensor()
+        parts = LossSums(*sum_over_processes(self.accelerator, sums).tolist())
+        norm = self.strategy.update(self.config.clip) if math.isfinite(parts.total) else math.nan
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
+                f"{self.states.sentence()} Resume with a lower learning_rate; if that fails too, "
+                "the run had gone wrong before: begin again, in another output directory."
+            )
+        self.step += 1
+        self.tokens += int(parts.count)
+        return parts
+
+    def _micro_batches(self, whole: TrainBatch) -> list[TrainBatch]:
+        """Split a step into this process's passes; every process has the same number."""
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        rows = len(whole.batch.example_ids)
+        tokens = int(whole.batch.attention_mask_BT.sum())
+        passes = min(num_passes(self.config, tokens, processes), -(-rows // processes))
+        parts = split_batch(whole, passes * processes)[rank::processes]
+        return [part.to(self.accelerator.device) for part in parts]
+
+    def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
+        """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
+        result = self.student.run(self.strategy.model, part, self.step)
+        loss, sums = self.student.loss(result, whole, processes=self.accelerator.num_processes)
+        self.strategy.backward(loss)
+        return sums
+
+    def measure(self) -> dict[int, HeldOutMetrics]:
+        found = measure_held_out(
+            self.student,
+            self.strategy,
+            self.data.examples,
+            self.data.held_out_ids,
+            step=self.step,
+            batch_size=self.config.batch_size,
+        )
+        return dict(zip(self.student.exits, found, strict=False))
+
+    def _held_out(self) -> dict[str, Any]:
+        if self.data.held_out_ids:
+            log.info("Measuring %d held-out conversations", len(self.data.held_out_ids))
+        found = self.measure()
+        if not found:
+            return {}
+        first = found[self.student.exits[0]]
+        self._acceptance = tuple(metrics.acceptance for metrics in found.values())
+        self._head_moment_EE = first.moment_EE
+        return {
+            "held_out_accuracy": first.accuracy,
+            "held_out_tau": {
+                str(n): metrics.tau if self.student.simulates_chain else None
+                for n, metrics in found.items()
+            },
+        }
+
+    def save(self) -> None:
+        """Write the state for an exact resume, atomically."""
+        tensors = self._finite_state()
+        facts = {
+            "run": self._resume_facts,
+            "step": self.step,
+            "tokens": self.tokens,
+            "order": self.data.state(),
+            "acceptance": self._acceptance,
+            "best": None if self.best is None else dataclasses.asdict(self.best),
+        }
+        if self._head_moment_EE is not None:
+            tensors[MOMENT] = self._head_moment_EE
+        if self.accelerator.is_main_process:
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            if num_bytes >= LARGE_STATE_BYTES:
+                log.info("Saving step %d: %.1f GB", self.step, num_bytes / 1e9)
+            self.states.save(self.step, tensors, facts)
+        self.accelerator.wait_for_everyone()
+
+    def _finite_state(self) -> dict[str, Tensor]:
+        """Gather the state; TrainingError where a weight is not finite."""
+        tensors = self.strategy.state()
+        wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if wrong:
+            raise TrainingError(
+                f"After step {self.step}, {wrong[0]} is not finite, so this step is not saved. "
+                f"{self.states.sentence()} Resume with a lower learning_rate."
+            )
+        return tensors
+
+    def export(self, name: str = LAST, *, decode: bool = False) -> None:
+        """Write the drafter's checkpoint, which `load_drafter` reads, and its model card.
+
+        Args:
+            name: directory in `config.output`.
+            decode: measure tau by decoding held-out prompts with it.
+        """
+        weights, _ = split_state(self._finite_state())
+        if self.accelerator.is_main_process:
+            facts = {
+                "config": dataclasses.asdict(self.config),
+                "steps": self.step,
+                "loss_tokens": self.tokens,
+                "examples": len(self.data.train_ids),
+            }
+            directory = self.output / name
+            if self._acceptance:
+                self.student.record(self._acceptance, self._head_moment_EE)
+            self.student.save(weights, directory, facts)
+            prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
+            if decode and prompts:
+                num_decoded = min(len(prompts), DECODED_PROMPTS)
+                log.info("Decoding %d held-out prompts with the drafter", num_decoded)
+            tau = decoded_tau(directory, self.target, prompts) if decode else None
+            write_card(directory, self.student, self.config, facts, self.log.rows(), tau=tau)
+        self.accelerator.wait_for_everyone()
+
+    @property
+    def _resume_facts(self) -> dict[str, Any]:
+        """Facts that a resumed run must share with the saved one, as JSON."""
+        settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
+        identity = {
+            **settings,
+            "examples": self.data.fingerprint(),
+            "target": self.student.activations.target_hash,
+        }
+        found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
+        return found
+
+    def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        was, now = facts.get("run", {}), self._resume_facts
+        was.setdefault("target", now["target"])  # states of an earlier version do not name it
+        changed = [name for name in now if was.get(name) != now[name]]
+        if changed:
+            raise InputError(
+                f"{self.output} holds a run with other {', '.join(changed)}, and a resumed one "
+                "would train on what was held out. Use the same, or another output directory; "
+                "initial=DIRECTORY goes on from a drafter with new data."
+            )
+        self._head_moment_EE = tensors.pop(MOMENT, None)
+        self.strategy.load(tensors)
+        try:
+            self.data.restore(facts["order"])
+            self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
+            self._acceptance = tuple(map(tuple, facts["acceptance"]))
+            self.best = facts["best"] and BestStep(**facts["best"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise damaged_state(self.states.directory, error) from error
+
+    def _agree(self, ending: StopCause) -> StopCause:
+        """Agree on a cause with all processes: all stop as soon as one must."""
+        if self.accelerator.num_processes == 1:
+            return ending
+        mine = torch.tensor([int(ending)], device=self.accelerator.device)
+        everyone: Tensor = self.accelerator.gather(mine)
+        return StopCause(int(everyone.max()))
+
+    def _start_trackers(self) -> None:
+        if self.config.trackers:
+            simple = {
+                key: value if isinstance(value, int | float | str) else str(value)
+                for key, value in dataclasses.asdict(self.config).items()
+            }
+            self.accelerator.init_trackers("moaspec", config=simple)
