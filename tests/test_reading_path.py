@@ -13,26 +13,27 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.engine.engine import Engine
 
-PACKAGE = Path(moaspec.__file__).parent
+SOURCES = Path(moaspec.__file__).parents[1]
 PATH = {
-    "model/moa.py",
-    "model/layers.py",
+    "moaspec/model/moa.py",
+    "moaspec/model/layers.py",
     "moaspec_core/engine/engine.py",
     "moaspec_core/engine/request_state.py",
     "moaspec_core/drafting/protocols.py",
-    "drafting/tree_proposer.py",
-    "drafting/moa_proposer.py",
+    "moaspec/drafting/tree_proposer.py",
+    "moaspec/drafting/moa_proposer.py",
     "moaspec_core/drafting/draft_tree.py",
-    "engine/local_verifier.py",
-    "engine/accept.py",
-    "target/target.py",
-    "target/decoder_layers.py",
-    "drafting/kv_cache.py",
+    "moaspec/engine/local_verifier.py",
+    "moaspec/engine/accept.py",
+    "moaspec/target/target.py",
+    "moaspec/target/decoder_layers.py",
+    "moaspec/drafting/kv_cache.py",
+    "moaspec_core/support/torch_settings.py",
 }
 
 
 def files_of_a_round() -> set[str]:
-    """The package's files with functions that a greedy round by PyTorch calls."""
+    """Our files with functions that a greedy round by PyTorch calls."""
     target = tiny.target()
     proposer = MoAProposer(tiny.random_drafter(target), target)
     verifier = LocalVerifier(target, proposer)
@@ -48,9 +49,9 @@ def files_of_a_round() -> set[str]:
     finally:
         sys.setprofile(before)
     return {
-        Path(name).relative_to(PACKAGE).as_posix()
+        Path(name).relative_to(SOURCES).as_posix()
         for name in called
-        if Path(name).is_relative_to(PACKAGE)
+        if Path(name).is_relative_to(SOURCES)
     }
 
 

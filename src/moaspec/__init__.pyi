@@ -1,3 +1,4 @@
+from moaspec import errors as errors
 from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target
@@ -7,7 +8,6 @@ from moaspec.generation.drafters import load_drafter
 from moaspec.generation.session import Session
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.target import Target
-from moaspec_core import errors as errors
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.ngram_proposer import NgramProposer
 from moaspec_core.drafting.tree_shapes import Chain

@@ -1,10 +1,24 @@
-"""Drafters that ship inside the package."""
+"""Drafters that are installed, in packages that register them."""
 
-import importlib.resources
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+
+GROUP = "moaspec.drafters"
+"""Entry points that name packages with a directory for each drafter."""
 
 
 def bundled_drafters() -> dict[str, Path]:
-    """Drafters that ship inside the package, by the alias of their target."""
-    root = Path(str(importlib.resources.files("moaspec"))) / "bundled"
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+    """Installed drafters, by the alias of their target."""
+    return {
+        config.parent.name: config.parent
+        for point in entry_points(group=GROUP)
+        for folder in _folders(point.module)
+        for config in sorted(folder.glob("*/config.json"))
+    }
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a package is; it is not imported."""
+    spec = find_spec(package)
+    return [] if spec is None else list(map(Path, spec.submodule_search_locations or ()))

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-import moaspec
+import moaspec_core
 from moaspec_serve import http_errors
 from moaspec_serve.http_errors import RequestError
 from moaspec_serve.openai.schema import About, CutRequest
@@ -49,7 +49,7 @@ def router(context: ServerContext) -> APIRouter:
         """Describe the server for the page."""
         facts, load = context.facts, context.source.load
         return About(
-            version=moaspec.__version__,
+            version=moaspec_core.__version__,
             model=facts.name,
             mode=facts.mode,
             speculation=facts.speculates,

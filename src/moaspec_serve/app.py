@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import moaspec
+import moaspec_core
 from moaspec_serve import about, http_errors
 from moaspec_serve.guard import HttpGuard
 from moaspec_serve.openai import chat_endpoint, completions_endpoint
@@ -71,7 +71,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
 
     app = FastAPI(
         title="moaspec",
-        version=moaspec.__version__,
+        version=moaspec_core.__version__,
         description="OpenAI-compatible endpoints over Mixture of Attentions speculative decoding.",
         lifespan=lifespan,
         docs_url=None,  # their pages load scripts from other origins
@@ -112,7 +112,7 @@ def with_headers(app: ASGIApp, headers: Mapping[str, str]) -> ASGIApp:
 
 def page_directory() -> Path:
     """Directory of the page's files."""
-    return Path(str(importlib.resources.files("moaspec"))) / "serve" / "page"
+    return Path(str(importlib.resources.files("moaspec_serve"))) / "page"
 
 
 def _page_files() -> ASGIApp:

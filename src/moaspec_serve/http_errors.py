@@ -13,7 +13,7 @@ from starlette.routing import Match
 from moaspec_core.errors import BusyError, ContextError, InputError, MoaSpecError
 from moaspec_serve.openai.schema import ErrorResponse
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("moaspec.http_errors")
 
 STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)  # all error statuses of the endpoints
 

@@ -32,7 +32,7 @@ from moaspec_train.continual import (
     version_directory,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.learning_process")
 
 MAX_WAITING_TEXTS = 64
 """Most texts that wait for the process. Further ones are dropped: a server never waits for it."""

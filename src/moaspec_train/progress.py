@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.progress")
 
 REPORT_EVERY_S = 5.0
 """Seconds between two records."""

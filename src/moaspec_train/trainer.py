@@ -33,7 +33,7 @@ from moaspec_train.students.losses import LossSums
 from moaspec_train.students.students import BaselineStudent, MoAStudent, Student
 from moaspec_train.training_state import StateFiles, damaged_state
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.trainer")
 
 LAST, BEST = "drafter", "best"
 """Directories of the last weights, and of those with the highest held-out simulated tau."""

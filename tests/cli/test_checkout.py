@@ -44,8 +44,8 @@ def test_an_installed_package_hides_options_of_a_checkout(
 
 
 def test_an_installed_package_shows_only_commands_that_it_has(tmp_path: Path) -> None:
-    """A copy of the package without the files around it."""
-    shutil.copytree(Path(moaspec.__file__).parent, tmp_path / "lib" / "site" / "moaspec")
+    """A copy of the packages without the files around them."""
+    shutil.copytree(Path(moaspec.__file__).parents[1], tmp_path / "lib" / "site")
     code = """
 from typer.testing import CliRunner
 from moaspec_core.cli.main import app

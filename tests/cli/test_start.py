@@ -169,10 +169,11 @@ assert not {"torch", "transformers"} & sys.modules.keys()
 
 
 def test_all_that_packages_export_can_be_had() -> None:
-    for part in ("target", "model", "evaluate", "train", "remote"):
-        package = importlib.import_module(f"moaspec.{part}")
+    names = ("moaspec.target", "moaspec.model", "moaspec.evaluate", "moaspec_train", "moaspec_edge")
+    for name in names:
+        package = importlib.import_module(name)
         assert package.__all__
-        assert all(hasattr(package, name) for name in package.__all__)
+        assert all(hasattr(package, exported) for exported in package.__all__)
         assert not hasattr(package, "nothing")
     assert moaspec.load_target is load.load_target
     assert "errors" not in moaspec.__all__

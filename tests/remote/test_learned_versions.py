@@ -13,6 +13,7 @@ import ruled_target
 import tiny
 from moaspec.generation.drafters import load_drafter
 from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_edge.cli.learning import announce, learning_from_texts
 from moaspec_edge.device.bundle import export_bundle, load_device
 from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
@@ -20,7 +21,6 @@ from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import TargetService
-from moaspec_train.cli.learning import announce, learning_from_texts
 from moaspec_train.continual import fingerprints
 from moaspec_train.learning_process import MAX_WAITING_TEXTS, LearningProcess
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moaspec.cli.chat_url import ServerChat
 from moaspec.cli.generate import describe
-from moaspec.cli.loading import load, measure_once, with_model_defaults
+from moaspec.cli.loading import load, measure_once
 from moaspec_core.cli import options
+from moaspec_core.cli.model_defaults import with_model_defaults
 from moaspec_core.cli.prompts import conversation_ids, read_as_utf8
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.chat_loop import ChatLoop

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.loading import choose_drafter, print_defaults
+from moaspec.cli.loading import choose_drafter
 from moaspec.cli.reader_check import check_reader
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec_core.cli import options
+from moaspec_core.cli.model_defaults import print_defaults
 from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.progress_bar import ProgressBar

@@ -8,11 +8,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moaspec.cli.loading import print_defaults
 from moaspec.cli.report_tables import show, show_comparison
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.report import REPORT
 from moaspec_core.cli.checkout import add_tool_command, checkout_option, has_tool, import_tool
+from moaspec_core.cli.model_defaults import print_defaults
 from moaspec_core.cli.options import (
     Device,
     GenerationConfig,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.loading import load, measure_once, with_model_defaults
+from moaspec.cli.loading import load, measure_once
 from moaspec_core.cli import options
+from moaspec_core.cli.model_defaults import with_model_defaults
 from moaspec_core.cli.prompts import chat_ids, read_prompt
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from moaspec.target.target import Target
     from moaspec_core.cli.options import LoadOptions
     from moaspec_core.drafting.protocols import Proposer
-    from moaspec_core.engine.generate_options import GenerateOptions
-    from moaspec_core.tokens.generation_defaults import GenerationDefaults
-    from moaspec_edge.device.device_parts import DeviceTarget
 
 
 def load(
@@ -121,24 +118,3 @@ def warn_unmeasured(why_not: str, *, busy: bool) -> None:
             f"again, because {why_not}. Drafts may gain less than they could"
         )
     console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")
-
-
-def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
-    """Print which of the model's own generation defaults apply, if any."""
-    if defaults.words:
-        console.err.print(
-            f"Defaults of {target.name}: {defaults.words}. --generation-config none leaves them "
-            "out.",
-            style="dim",
-        )
-
-
-def with_model_defaults(settings: GenerateOptions, target: DeviceTarget) -> GenerateOptions:
-    """Fill in the temperature from the model's defaults, and print which of them apply."""
-    from moaspec_core.engine.generate_options import defaults_of
-
-    defaults = defaults_of(target, settings)
-    print_defaults(target, defaults)
-    if settings.get("temperature") is not None:
-        return settings
-    return {**settings, "temperature": defaults.temperature or 0.0}

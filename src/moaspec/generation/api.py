@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any, Unpack, overload
 
 from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import Options
 from moaspec.generation.shaping import shaping_for
 from moaspec.target.target import Target
 from moaspec_core.engine.engine import Engine
 from moaspec_core.engine.generate_options import (
-    Options,
     check_num_choices,
     check_options,
     row_settings,

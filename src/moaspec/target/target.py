@@ -8,9 +8,8 @@ Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim,
 K = 2 * H * D, V vocabulary.
 """
 
-import threading
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -25,30 +24,8 @@ from moaspec.target.decoder_layers import DecoderLayers, LMHead, TextPass, Watch
 from moaspec.target.spec import TargetSpec
 from moaspec.target.thread_limiter import ThreadLimiter
 from moaspec_core.errors import UnsupportedTargetError
-
-PROCESS_SETTINGS = threading.RLock()
-"""Held while transformers builds a model (torch's default dtype is then its own) or is patched."""
-
-
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """Disable autocast; make float32 the default dtype and the CPU the default device.
-
-    Passes then compute in the dtype of their weights under any settings of the caller. Settings
-    are global, so never `yield` to a caller or `await` inside.
-    """
-    made = torch.empty(0)  # takes less time than `torch.get_default_device`
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if made.dtype != torch.float32:
-            stack.enter_context(PROCESS_SETTINGS)
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float32)
-        if made.device.type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
+from moaspec_core.support.torch_settings import PROCESS_SETTINGS as PROCESS_SETTINGS
+from moaspec_core.support.torch_settings import plain_torch as plain_torch
 
 
 class Target(TargetSpec):

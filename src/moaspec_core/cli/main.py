@@ -1,22 +1,14 @@
 """The `moaspec` command: parse, call, print."""
 
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 
-from moaspec import __version__
-from moaspec.cli.calibrate import calibrate
-from moaspec.cli.chat import chat
-from moaspec.cli.check import check
-from moaspec.cli.checkpoint import app as checkpoint
-from moaspec.cli.demo import demo
-from moaspec.cli.evaluate import app as evaluate
-from moaspec.cli.generate import generate
-from moaspec.cli.models import models
+from moaspec_core import __version__
 from moaspec_core.cli.checkout import add_tool_command
 from moaspec_core.cli.entry import INTERRUPTED
-from moaspec_core.cli.info import info
 from moaspec_core.cli.renamed import RenamedOptions
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
@@ -30,17 +22,12 @@ from moaspec_core.errors import (
 )
 from moaspec_core.support.causes import first_line
 from moaspec_core.support.extras import has_torch, install_command
-from moaspec_edge.cli.edge import edge
-from moaspec_edge.cli.remote import remote
-from moaspec_edge.cli.target_server import target_server
-from moaspec_serve.cli.serve import serve
-from moaspec_train.cli.data import app as data
-from moaspec_train.cli.train import train
-from moaspec_vllm.cli.vllm_config import vllm_config
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
 """Errors with exit code 1: they are not caused by bad input."""
 
+GROUP = "moaspec.commands"
+"""Entry points that name commands, and groups of them, by what a user types."""
 ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
 
@@ -90,31 +77,29 @@ def settings(
         )
 
 
-for command in (
-    generate,
-    chat,
-    models,
-    info,
-    train,
-    calibrate,
-    demo,
-    check,
-    serve,
-    edge,
-    vllm_config,
-    remote,
-):
-    # `train` takes settings as options too, and refuses what is neither.
-    app.command(context_settings={"ignore_unknown_options": command is train})(command)
-app.command("target-server")(target_server)
+def add_commands() -> None:
+    """Add the commands of all installed distributions; groups come before commands in them."""
+    groups = dict[str, typer.Typer]()
+    for point in sorted(entry_points(group=GROUP), key=lambda one: (" " in one.name, one.name)):
+        command = point.load()
+        group, _, name = point.name.rpartition(" ")
+        if isinstance(command, typer.Typer):
+            groups[point.name] = command
+            app.add_typer(command, name=point.name)
+            continue
+        parent = groups.get(group) if group else app
+        if parent is not None:  # the group's own distribution may be missing
+            # `train` takes settings as options too, and refuses what is neither.
+            settings = {"ignore_unknown_options": point.name == "train"}
+            parent.command(name, context_settings=settings)(command)
+
+
+add_commands()
 add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
-app.add_typer(evaluate, name="eval")
-app.add_typer(data)
-app.add_typer(checkpoint)
 if not has_torch():
     entries: list[Any] = [*app.registered_commands, *app.registered_groups]
     for entry in entries:
-        entry.hidden = entry.callback not in (edge, info, remote)
+        entry.hidden = entry.name not in ON_DEVICES
 
 
 def run() -> None:

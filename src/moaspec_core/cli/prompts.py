@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from moaspec_core.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec_edge.device.device_parts import DeviceTarget
+    from moaspec_core.engine.device_target import DeviceTarget
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -21,8 +21,6 @@ from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moaspec.drafting.kv_cache import KVCache
-
 Need = Literal["kv", "hidden"]
 Features = Any
 """The output of a proposer's `encode` and input of its `append_features`; opaque to other code."""
@@ -199,11 +197,11 @@ class CachingProposer(Proposer):
 
     prompt_window: int = 0
 
-    def encode_and_append(self, cache: KVCache, row: int, tokens: range) -> bool:
+    def encode_and_append(self, cache: Any, row: int, tokens: range) -> bool:
         """Encode newly verified tokens of one row and store their features, in one call.
 
         Args:
-            cache: the target's.
+            cache: the target's `KVCache`.
             tokens: positions in the row.
 
         Returns:

@@ -5,10 +5,8 @@ One round drafts, verifies the drafts in one pass of the target, accepts the dra
 itself chooses, and emits them.
 """
 
-import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Coroutine, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -37,6 +35,7 @@ from moaspec_core.policy.pass_budget import share_slots
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 from moaspec_core.sampling.stop_strings import StopStrings, stop_strings
 from moaspec_core.sampling.token_ids import as_integer, as_token_ids, common_length
+from moaspec_core.support.torch_settings import plain_torch
 
 T = TypeVar("T")
 
@@ -65,7 +64,6 @@ class Engine:
         max_positions: int | None = None,
     ) -> None:
         self._verifier, self._proposer = verifier, proposer
-        self._settings = torch_settings()
         rules = PositionRules.of(target, max_positions)
         self._max_positions = rules.max_positions
         self._rules = None if rules.are_plain else rules
@@ -261,7 +259,7 @@ class Engine:
         started_s, times = time.perf_counter(), _shared_times(requests)
         if times is not None:
             times.begin_round(shared=True)
-        with self._settings():
+        with plain_torch():
             trees = self._draft(requests)
         drafted_s = time.perf_counter()
         asked = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
@@ -339,7 +337,7 @@ class Engine:
         events: list[Event] = []
         for request, sent, result in zip(requests, asked, verified, strict=True):
             if self._proposer is not None and result.features is not None:
-                with self._settings():
+                with plain_torch():
                     self._proposer.append_features(request.cache_row, result.features)
             event = request.append_verified(sent, result, self._max_positions)
             if event.stop_reason is not None:
@@ -455,15 +453,6 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return cast(T, done.value)
     coroutine.close()
     raise RuntimeError("This verifier waits for a network; use `await engine.astep()`.")
-
-
-def torch_settings() -> Callable[[], AbstractContextManager[None]]:
-    """The block that proposers run in: `plain_torch`, or nothing in a process without PyTorch."""
-    if "torch" not in sys.modules:
-        return nullcontext
-    from moaspec.target.target import plain_torch
-
-    return plain_torch
 
 
 def context_message(max_positions: int, given: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.errors import InputError, PromptError
@@ -15,10 +15,6 @@ from moaspec_core.sampling.stop_strings import stop_strings
 from moaspec_core.sampling.token_ids import as_token_ids
 from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec_core.tokens.token_rules import TokenRules
-
-if TYPE_CHECKING:
-    from moaspec.model.moa import MoADrafter
-    from moaspec_core.drafting.protocols import Proposer
 
 MAX_NUM_CHOICES = 1024  # each takes a row of the caches
 
@@ -68,24 +64,6 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Iterable[int] | None
     tree: Tree | str
     free_branches: FreeBranches
-
-
-class Options(GenerateOptions, total=False):
-    """Keyword arguments of `generate` and `stream`, in addition to `GenerateOptions`.
-
-    Attributes:
-        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Proposer`
-            protocol; None (the default) decodes plainly.
-        num_choices: continuations per prompt, each with noise of its own; with more than one,
-            every prompt gives a list of results.
-        num_target_layers: N, target layers that the drafter reuses. None takes its default: the
-            first, or with `tree="auto"` the fastest on this machine, if `moaspec calibrate` has
-            measured several.
-    """
-
-    drafter: MoADrafter | Proposer | None
-    num_choices: int
-    num_target_layers: int | None
 
 
 def check_num_choices(name: str, value: Any) -> None:

@@ -43,7 +43,7 @@ MAX_WORD_TOKENS = 256  # Tokens of one forbidden word.
 MAX_WORDS_TOKENS = 1 << 16  # Tokens of all forbidden words together.
 
 MAX_DRAFTED = 256  # Drafted tokens of one message, and of one verification.
-# Their verdicts wait until the device reads: `MAX_WAITING` of `moaspec_edge/server/response_stream.py`.
+# Their verdicts wait until the device reads: `MAX_WAITING` of the server's response_stream.py.
 MAX_FURTHER = 32  # Tokens that the target chooses unasked after one message.
 MAX_RUNS = 4096  # Runs of positions in one message.
 

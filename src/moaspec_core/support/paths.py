@@ -17,7 +17,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _HAS_OWNERS = hasattr(os, "geteuid")
 """Whether owner and mode tell who may write a file. Windows' access lists are not read."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.support.paths")
 
 
 def cache_dir() -> Path:

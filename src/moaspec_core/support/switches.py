@@ -6,7 +6,7 @@ from functools import cache
 
 OFF = ("off", "0", "false")
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.support.switches")
 
 
 def setting(variable: str, *known: str) -> str:

@@ -8,7 +8,7 @@ from moaspec_core.cli.terminal.status import loading
 from moaspec_core.process_memory import prepare_process
 from moaspec_core.support.ports import bind
 from moaspec_edge.cli import device_options
-from moaspec_serve.cli.serve import Active, HttpOptions, Port, Waiting, check_defaults
+from moaspec_serve.cli.http_options import Active, HttpOptions, Port, Waiting, check_defaults
 
 
 @options.with_options

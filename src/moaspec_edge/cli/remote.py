@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from moaspec.cli.loading import with_model_defaults
 from moaspec_core.cli import options
+from moaspec_core.cli.model_defaults import with_model_defaults
 from moaspec_core.cli.prompts import chat_ids, read_prompt
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import functools
 import json
@@ -14,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import typer
 
@@ -25,15 +25,20 @@ from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading
 from moaspec_core.errors import InputError
 from moaspec_core.process_memory import freeze_loaded_objects, prepare_process
-from moaspec_core.support.extras import require
+from moaspec_core.support.extras import install_command, require
 from moaspec_core.support.ports import held
-from moaspec_train.cli.learning import announce, learning_from_texts, with_learning
+from moaspec_edge.cli.learning import announce, learning_from_texts
+from moaspec_train.cli.learning import with_learning
 
 if TYPE_CHECKING:
     from moaspec_edge.server.listeners.websocket_server import TargetServer
     from moaspec_edge.server.service import ServiceOptions, TargetService
     from moaspec_train.learning_process import LearningProcess
 
+EngineLoader: TypeAlias = (
+    "Callable[[options.LoadOptions, ServiceOptions, int, Callable[[], None]], TargetService]"
+)
+"""Makes a service from options, limits, a number of processes, and what to do if one dies."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 
 
@@ -165,8 +170,8 @@ def target_server(
         )
         prepare_process()
         stopping = threading.Event()
-        load = functools.partial(_vllm_service, ranks=tensor_parallel_size, stopping=stopping)
-        service = (load if engine == "vllm" else _torch_service)(asked, limits)
+        ended = functools.partial(_end_process, stopping)
+        service = engine_loader(engine)(asked, limits, tensor_parallel_size, ended)
     announce(service, learning)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
@@ -223,7 +228,13 @@ def _page(
     return page_protocols(app)
 
 
-def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
+def torch_service(
+    asked: options.LoadOptions,
+    limits: ServiceOptions,
+    ranks: int,  # noqa: ARG001 - this engine is one process
+    on_failure: Callable[[], None],  # noqa: ARG001
+) -> TargetService:
+    """The target in this process, by moaspec's own passes."""
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import check_drafter, load_drafter
     from moaspec.generation.shaping import renewed_shaping, shaping_for
@@ -252,51 +263,16 @@ def _torch_service(asked: options.LoadOptions, limits: ServiceOptions) -> Target
     return service
 
 
-def _vllm_service(
-    asked: options.LoadOptions, limits: ServiceOptions, *, ranks: int, stopping: threading.Event
-) -> TargetService:
-    """The target inside vLLM, with the drafter's encoder only."""
-    from moaspec_vllm.hooks import require_version
+def engine_loader(name: str) -> EngineLoader:
+    """What makes the service of `--engine`; an engine's distribution registers it.
 
-    require_version()
-    # Standard output begins with our line.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    import torch
-
-    from moaspec.backends.load import chosen_dtype
-    from moaspec.generation.drafters import load_drafter
-    from moaspec.target.registry import find_weights, target_facts
-    from moaspec_edge.server.service import TargetService, wire_encoder
-    from moaspec_vllm.paged_drafter.cache_reader import HeadShare
-    from moaspec_vllm.vllm_settings import VLLMVerifierSettings
-    from moaspec_vllm.vllm_verifier import VLLMVerifier
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = chosen_dtype(asked.dtype, device=device, packed=False)
-    facts = target_facts(asked.model, dtype=dtype, device=device, tokenizer=asked.tokenizer)
-    if any(switch < limits.longest(facts) for switch in facts.rope_switches):
-        raise InputError(
-            f"{asked.model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} "
-            "tokens, which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
-        )
-    module = None if asked.drafter is None else load_drafter(asked.drafter, target=facts)
-    HeadShare(total=facts.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
-    engine = VLLMVerifier(
-        VLLMVerifierSettings(
-            model=find_weights(asked.model),
-            dtype=dtype,
-            max_rows=limits.fitting(facts).max_sessions,
-            max_tokens=limits.longest(facts),
-            token_bytes=limits.token_bytes(facts),
-            num_kv_heads=facts.num_kv_heads,
-            tensor_parallel_size=ranks,
-            features=module is not None,
-        ),
-        None if module is None else wire_encoder(module, facts),
-        on_failure=functools.partial(_end_process, stopping),
-    )
-    atexit.register(engine.shutdown)  # ranks that end now have not failed
-    return TargetService(facts, module, limits, engine=engine)
+    Raises:
+        InputError: the distribution is not installed.
+    """
+    found = entry_points(group="moaspec.engines", name=name)
+    if not found:
+        raise InputError(f"--engine {name} needs {install_command(name)}.")
+    return cast(EngineLoader, next(iter(found)).load())
 
 
 def _end_process(stopping: threading.Event) -> None:

@@ -1,28 +1,12 @@
 """A device as its session uses it: facts of the target, and a drafter. Needs no PyTorch."""
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
-from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_core.drafting.protocols import Proposer
-from moaspec_core.engine.position_rules import TargetFacts
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_core.engine.device_target import DeviceTarget
 from moaspec_edge.protocol.activation_layout import ActivationLayout, Activations
 from moaspec_edge.protocol.codec import CodecName
 from moaspec_edge.protocol.transport import ServerTransport
-
-
-class DeviceTarget(TargetFacts, Protocol):
-    """Facts of the target that a device drafts for, from the target itself or from a bundle."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def identity(self) -> TargetIdentity: ...
-    @property
-    def stop_token_ids(self) -> frozenset[int]: ...
-    @property
-    def generation_defaults(self) -> GenerationDefaults: ...
 
 
 class DeviceProposer(Proposer):

@@ -7,10 +7,10 @@ from typing import Any
 from moaspec_core.drafting.draft_tree import MAX_SIZES, DraftTree, Tree
 from moaspec_core.drafting.protocols import Proposer, RequestText
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_core.engine.engine import torch_settings
 from moaspec_core.engine.position_rules import PositionRules
 from moaspec_core.sampling.params import GREEDY
 from moaspec_core.sampling.token_ids import common_length
+from moaspec_core.support.torch_settings import plain_torch
 from moaspec_edge.protocol.activation_layout import Activations
 from moaspec_edge.protocol.position_ranges import PositionSet
 from moaspec_edge.protocol.wire import chain
@@ -41,7 +41,6 @@ class AheadDrafter(Proposer):
     def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
-        self._settings = torch_settings()
         self.held = PositionSet()
         self.expected: list[int] = []
         self._steps_s: deque[float] = deque(maxlen=NUM_STEPS)
@@ -105,7 +104,7 @@ class AheadDrafter(Proposer):
             return False
         started = self._clock()
         row = RequestText(self.ROW, text, self.sampling)
-        with self._settings():
+        with plain_torch():
             (tree,) = self.inner.propose([row], Chain(count))
         if not tree.tokens:
             return False

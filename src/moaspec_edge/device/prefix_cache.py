@@ -23,7 +23,7 @@ from moaspec_edge.device.draft_ahead import AheadDrafter
 from moaspec_edge.protocol.activation_layout import ActivationLayout, written
 from moaspec_edge.protocol.codec import Bytes
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.device.prefix_cache")
 
 BLOCK_TOKENS = 64
 CHECKSUM_BYTES = 16  # bytes of SHA-256 at the beginning of a file, over the rest of it

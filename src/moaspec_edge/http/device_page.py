@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import moaspec
+import moaspec_core
 from moaspec_core.errors import InputError
 from moaspec_edge.device_onnx.manifest import MANIFEST_FILE, Manifest, read_manifest
 from moaspec_serve.app import HEADERS, PAGE_POLICY, page_directory, with_headers
@@ -76,7 +76,7 @@ def find_scripts(given: Path | None = None) -> Path:
     Raises:
         InputError: there are none; the message has the command that builds them.
     """
-    checkout = Path(moaspec.__file__).parents[2] / "packages" / "device-js"
+    checkout = Path(moaspec_core.__file__).parents[2] / "packages" / "device-js"
     place = given if given is not None else checkout / SCRIPTS
     names = (*MADE, f"{WASM}.gz")
     if all((place / name).is_file() for name in names) and not _is_damaged(place):
@@ -129,7 +129,7 @@ class DevicePage:
         worker = self._files.pop(SERVICE_WORKER)
         texts = {
             "/device.json": json.dumps(
-                {"model": model, "version": moaspec.__version__, "learns": learns}
+                {"model": model, "version": moaspec_core.__version__, "learns": learns}
             ),
             "/app.webmanifest": json.dumps(_web_manifest(model)),
         }

@@ -41,7 +41,7 @@ from moaspec_serve.sources.source import (
     entry_to_evict,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.http.edge_source")
 
 UPDATE_EVERY_S = 60.0  # interval at which a device asks for a new version of its drafter
 REACH_EVERY_S = 2.0  # the same while no server has answered

@@ -9,7 +9,7 @@ from moaspec.model.checkpoint.moa_checkpoint import device_part
 from moaspec.model.moa import MoADrafter
 from moaspec_core.errors import InputError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.server.device_weights")
 
 
 class DeviceWeights:

@@ -12,7 +12,7 @@ from moaspec_edge.server.capabilities import Capabilities
 from moaspec_edge.server.server_session import DraftRequest, ServerSession, TurnRequest
 from moaspec_edge.server.telemetry import Telemetry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.server.pending_work")
 
 
 class PendingWork:

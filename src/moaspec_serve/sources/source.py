@@ -19,7 +19,7 @@ from moaspec_core.sampling.params import Alternatives, SamplingParams
 from moaspec_core.tokens.generation_defaults import GenerationDefaults
 
 if TYPE_CHECKING:
-    from moaspec_edge.device.device_parts import DeviceTarget
+    from moaspec_core.engine.device_target import DeviceTarget
     from moaspec_train.learning_process import LearningStatus
 
 T = TypeVar("T")

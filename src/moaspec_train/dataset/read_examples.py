@@ -14,7 +14,7 @@ from moaspec_core.errors import DataError
 from moaspec_train.dataset.examples import Example
 from moaspec_train.progress import REPORT_EVERY_S
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.dataset.read_examples")
 
 
 def read_examples(

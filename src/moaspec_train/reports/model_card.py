@@ -26,7 +26,7 @@ CURVE_ROWS = 20
 DECODED_PROMPTS, DECODED_TOKENS = 8, 48
 """Held-out prompts that `decoded_tau` continues, and tokens of each."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.reports.model_card")
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -46,7 +46,7 @@ from moaspec_train.students.warm_start import (
     warm_start,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.students.students")
 
 
 @dataclass(frozen=True)

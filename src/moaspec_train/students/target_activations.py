@@ -29,7 +29,7 @@ from moaspec_core.errors import TrainingError
 from moaspec_train.dataset.examples import Batch, Example, collate
 from moaspec_train.progress import reported
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.students.target_activations")
 
 HASHED_WEIGHTS = 4096
 """Values of each of the target's tensors, at most, that tell one target from another."""

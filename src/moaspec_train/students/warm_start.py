@@ -32,7 +32,7 @@ from moaspec_core.errors import InputError
 from moaspec_train.data_order import fixed_blocks
 from moaspec_train.dataset.examples import Batch
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moaspec.students.warm_start")
 
 Sample = Iterable[tuple[Batch, TargetPass]]
 """Batches of one example, and the target's passes over them."""

@@ -32,6 +32,7 @@ from moaspec_core.errors import CorruptCheckpointError, InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 from moaspec_core.tokens.token_rules import TokenRules
+from moaspec_edge.cli.learning import announce, learning_from_texts
 from moaspec_edge.cli.target_server import _check_engine
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
@@ -39,7 +40,7 @@ from moaspec_edge.server.service import TargetService
 from moaspec_serve.metrics import Metrics
 from moaspec_serve.sources.local_source import LocalSource
 from moaspec_serve.sources.source import Job, Update
-from moaspec_train.cli.learning import announce, learning_from_texts, with_learning
+from moaspec_train.cli.learning import with_learning
 from moaspec_train.continual import ContinualTrainer, newest_version
 from moaspec_train.learning_process import (
     MAX_WAITING_TEXTS,

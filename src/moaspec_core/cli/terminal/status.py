@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 
 from rich.console import Console
 from rich.status import Status
@@ -19,6 +20,8 @@ from moaspec_core.support.extras import require
 MAX_THREADS = 1024
 """PyTorch aborts without a message when it is asked for far more threads than it can start."""
 NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+SLOW_IMPORTS = "moaspec.slow_imports"
+"""Entry points that name modules whose import takes seconds."""
 QUANTIZE = ("int8", "int4")
 log = logging.getLogger("moaspec")
 
@@ -60,8 +63,8 @@ def loading(
         with exit_on_interrupt(leave):
             quiet_libraries(torch=torch)
             if torch:
-                import moaspec.generation.api
-                import moaspec.target.registry  # noqa: F401 - only the import is wanted
+                for point in entry_points(group=SLOW_IMPORTS):
+                    point.load()
         if torch:
             set_threads(threads)
         yield

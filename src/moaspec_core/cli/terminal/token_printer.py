@@ -11,15 +11,15 @@ from rich.text import Text
 from moaspec_core.cli.terminal import console
 
 if TYPE_CHECKING:
-    from moaspec.target.target import Target
     from moaspec_core.cli.terminal.interrupts import Interrupts
+    from moaspec_core.engine.device_target import DeviceTarget
     from moaspec_core.engine.request_state import Event
 
 
 class TokenPrinter:
     """Prints verified tokens; accepted drafts have another style. `after`: ids before the text."""
 
-    def __init__(self, target: Target, after: Sequence[int] = ()) -> None:
+    def __init__(self, target: DeviceTarget, after: Sequence[int] = ()) -> None:
         from moaspec_core.sampling.incremental_text import TextStream
 
         self._stream = TextStream(target.tokenizer, skip_special_tokens=True, after=after)
