@@ -34,11 +34,12 @@ from moaspec.errors import (
     RemoteError,
     ServerError,
     TrainingError,
+    WireError,
 )
 from moaspec.support.causes import first_line
 from moaspec.support.extras import has_torch, install_command
 
-FAILURES = (HubError, RemoteError, ServerError, TrainingError)
+FAILURES = (HubError, RemoteError, ServerError, TrainingError, WireError)
 """Errors with exit code 1: they are not caused by bad input."""
 
 ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch

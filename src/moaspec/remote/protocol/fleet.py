@@ -222,6 +222,7 @@ class Route:
         self._fleet, self._key = fleet, b""
         self._own: Server | None = None
         self._tried: Server | None = None
+        self.address = ""  # of the server that was tried last; "" for one without an address
         self._late = 0
         self._servers: list[Server] = []
 
@@ -245,7 +246,7 @@ class Route:
         self._servers = await self._fleet.ranked(self._key, self._own)
         error = LinkError("There is no server.")
         for server in self._servers:
-            self._tried = server
+            self._tried, self.address = server, server.address
             try:
                 connection = await self._fleet.transport(server, self._key).connect()
             except LinkError as broken:

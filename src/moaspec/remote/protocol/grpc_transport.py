@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote.protocol.transport import STREAM_S, AddressedTransport
-from moaspec.remote.protocol.wire import one_line
+from moaspec.remote.protocol.wire import refusal
 from moaspec.support.limits import MAX_FRAME_BYTES
 from moaspec.support.ports import joined_address
 
@@ -125,7 +125,7 @@ def translated_errors() -> Iterator[None]:
                 "another name."
             ) from error
         if error.code() in REFUSALS:
-            raise RefusedError(f"The server refuses: {one_line(error.details() or '')}") from error
+            raise RefusedError(refusal(error.details() or "")) from error
         raise LinkError(f"The link broke: {error.code().name}.") from error
     except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
         raise LinkError("The connection was closed.") from error
