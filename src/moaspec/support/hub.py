@@ -37,7 +37,10 @@ def cached_if_offline(hub_id: str) -> Path | None:
         config = try_to_load_from_cache(hub_id, "config.json")
         if isinstance(config, str):
             return Path(config).parent
-        raise HubError(f"The hub cannot be reached ({error}).") from error
+        raise HubError(
+            f"The hub at {HfApi().endpoint} cannot be reached, or what answers there is none "
+            f"({first_line(error)})."
+        ) from error
     return None
 
 
@@ -47,7 +50,7 @@ def hub_file(hub_id: str, name: str) -> Path:
     Raises:
         HubError: it is not here, and the hub cannot be reached or does not give it.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     known = try_to_load_from_cache(hub_id, name)
     if isinstance(known, str):
@@ -57,7 +60,7 @@ def hub_file(hub_id: str, name: str) -> Path:
         return Path(hf_hub_download(hub_id, name))
     except Exception as error:
         raise HubError(
-            f"The hub does not give {name} of {hub_id} ({first_line(error)})."
+            f"The hub at {HfApi().endpoint} does not give {name} of {hub_id} ({first_line(error)})."
         ) from error
 
 
