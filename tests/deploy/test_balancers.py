@@ -27,6 +27,7 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.fleet import Fleet
 from moaspec.remote.server.auth import Credentials, server_tls
+from moaspec.remote.server.listeners import websocket_server
 from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
@@ -69,14 +70,15 @@ def configured(directory: Path, authority: Authority, port: int) -> Path:
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
 @pytest.mark.skipif(sys.platform != "linux", reason="uses several loopback addresses")
-def test_haproxy_before_servers_that_drain(tmp_path: Path) -> None:
+def test_haproxy_before_servers_that_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket_server, "SWEEP_S", 0.1)
     authority = Authority(tmp_path, "ours")
     files: Any = authority.certificate("localhost")
     port = free_port(("127.0.0.1", *HOSTS))
     config = configured(tmp_path, authority, port)
 
     def server(host: str) -> TargetServer:
-        options = ServerOptions(host=host, port=port, tls=server_tls(*files), sweep_s=0.1)
+        options = ServerOptions(host=host, port=port, tls=server_tls(*files))
         # A farewell may be lost where a connection is reset. A device leaves a server that drains
         # within 50 ms; its text must not end before that.
         sessions, passes = StoreOptions(idle_s=0.0), PassOptions(min_pass_s=0.02)

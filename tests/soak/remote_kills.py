@@ -37,9 +37,11 @@ from moaspec.drafting.tree_shapes import Chain
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.websocket_transport import WebSocketTransport
+from moaspec.remote.server.listeners import websocket_server
 from moaspec.remote.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
+from moaspec.support import limits
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
@@ -71,9 +73,10 @@ def serve(port: int, state: Path) -> None:
 
     async def run() -> None:
         sessions = StoreOptions(idle_s=1.0)
-        options = ServiceOptions(sessions=sessions, silent_s=2.0)
+        limits.MAX_SILENCE_S, websocket_server.SWEEP_S = 2, 0.2  # of this process
+        options = ServiceOptions(sessions=sessions)
         service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
-        async with TargetServer(service, ServerOptions(port=port, sweep_s=0.2)):
+        async with TargetServer(service, ServerOptions(port=port)):
             while True:
                 facts = {
                     "sessions": len(service.sessions),
