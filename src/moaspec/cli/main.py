@@ -16,7 +16,7 @@ from moaspec.cli.commands.demo import demo
 from moaspec.cli.commands.evaluate import app as evaluate
 from moaspec.cli.commands.generate import generate
 from moaspec.cli.commands.info import info
-from moaspec.cli.commands.models import models
+from moaspec.cli.commands.models import app as models
 from moaspec.cli.commands.serving.edge import edge
 from moaspec.cli.commands.serving.remote import remote
 from moaspec.cli.commands.serving.serve import serve
@@ -93,7 +93,6 @@ def settings(
 for command in (
     generate,
     chat,
-    models,
     info,
     train,
     calibrate,
@@ -109,6 +108,7 @@ for command in (
 app.command("target-server")(target_server)
 add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
 app.add_typer(evaluate, name="eval")
+app.add_typer(models, name="models")
 app.add_typer(data)
 app.add_typer(checkpoint)
 if not has_torch():
