@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Proposer
 from moaspec.engine.request_state import Source
 from moaspec.evaluate.correctness.equality import Equality, judge
@@ -65,13 +66,20 @@ class TimedDecoding:
         drafter: MoADrafter | Proposer | None,
         prompt_ids: Sequence[int],
         max_new_tokens: int,
+        *,
+        free_branches: FreeBranches = "auto",
     ) -> None:
         self.pieces: list[tuple[str, Source]] = []
         self.done = False
         self._stream = TextStream(target.tokenizer, skip_special_tokens=True)
         started = time.perf_counter()
         engine, (self._result,) = start(
-            target, [prompt_ids], drafter=drafter, max_new_tokens=max_new_tokens
+            target,
+            [prompt_ids],
+            drafter=drafter,
+            max_new_tokens=max_new_tokens,
+            free_branches=free_branches,
+            temperature=0.0,  # whatever the model's own default is: both write one text
         )
         self._events = engine.run()
         self.seconds = time.perf_counter() - started

