@@ -16,7 +16,7 @@ MoaSpecError
 ├── HubError                 the model hub cannot be reached or refuses (exit code 1)
 ├── BusyError                a server has no room for another request now
 ├── ServerError              a server that was asked answers with an error, or not at all
-├── WireError                a message between device and server is malformed or beyond a limit
+├── WireError                a message between device and server is malformed or too long (exit 1)
 └── RemoteError              a session with a server cannot go on (exit code 1)
     ├── LinkError            there is no connection, or it broke
     └── RefusedError         the server refuses: credentials, another model, a limit

@@ -939,7 +939,7 @@ def test_train_tells_its_phases_and_what_comes_of_it(
         "This CPU has neither AVX512-BF16 nor AMX",
         "Reading examples",
         "Preparing a drafter from 4 examples",
-        "Warm start: output",
+        "Warm start: SA",
         "tokens, fewer than sizes.draft_vocab=60",
         "The drafter will work with: ",
         "It will not work with moaspec checkpoint convert: ",
@@ -997,7 +997,7 @@ NOTHING = "Nothing was saved in"
 PHASES = {
     "moaspec_train.dataset.read_examples.read_examples": NOTHING,
     "moaspec.backends.load.load_target": NOTHING,
-    "moaspec_train.students.students.fit_output": NOTHING,
+    "moaspec_train.students.warm_start.fit_output": NOTHING,
     "moaspec_train.trainer.Trainer.export": "The last saved state, step-2",
 }
 

@@ -27,6 +27,7 @@ from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.server.auth import Credentials, server_tls
+from moaspec_edge.server.listeners import websocket_server
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
@@ -69,14 +70,15 @@ def configured(directory: Path, authority: Authority, port: int) -> Path:
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
 @pytest.mark.skipif(sys.platform != "linux", reason="uses several loopback addresses")
-def test_haproxy_before_servers_that_drain(tmp_path: Path) -> None:
+def test_haproxy_before_servers_that_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket_server, "SWEEP_S", 0.1)
     authority = Authority(tmp_path, "ours")
     files: Any = authority.certificate("localhost")
     port = free_port(("127.0.0.1", *HOSTS))
     config = configured(tmp_path, authority, port)
 
     def server(host: str) -> TargetServer:
-        options = ServerOptions(host=host, port=port, tls=server_tls(*files), sweep_s=0.1)
+        options = ServerOptions(host=host, port=port, tls=server_tls(*files))
         # A farewell may be lost where a connection is reset. A device leaves a server that drains
         # within 50 ms; its text must not end before that.
         sessions, passes = StoreOptions(idle_s=0.0), PassOptions(min_pass_s=0.02)

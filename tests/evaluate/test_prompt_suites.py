@@ -21,6 +21,14 @@ def write(path: Path, *texts: str) -> Path:
     return path
 
 
+def test_bundled_prompts_about_code() -> None:
+    prompts = read_prompts("bundled-code")
+    assert [one.category for one in prompts] == ["function", "types", "bug", "tests", "explain"]
+    for prompt in prompts[1:]:
+        code = prompt.turns[0].partition("```python\n")[2].removesuffix("```")
+        compile(code, prompt.category, "exec")
+
+
 def test_bundled() -> None:
     prompts = read_prompts("bundled")
     assert len(prompts) >= 3

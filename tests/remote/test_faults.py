@@ -67,13 +67,11 @@ async def told(connection: Connection) -> pb.ServerMessage:
     return wire.parse(await connection.receive(), pb.ServerMessage())
 
 
-def beside(
-    attack: Callable[[TargetService, Connection, Connection], Awaitable[None]], **options: Any
-) -> None:
+def beside(attack: Callable[[TargetService, Connection, Connection], Awaitable[None]]) -> None:
     """Attack a service over a pipe, with an honest session beside it; then nothing is left."""
 
     async def run() -> None:
-        at = service(sessions=StoreOptions(idle_s=0.0), **options)
+        at = service(sessions=StoreOptions(idle_s=0.0))
         honest = session(InProcessTransport(at, "alice"))
         attacking = asyncio.create_task(attacked(at))
         result = await honest.generate(PROMPT, max_new_tokens=NEW)
@@ -95,7 +93,11 @@ def beside(
     asyncio.run(run())
 
 
-def test_a_flood_is_refused() -> None:
+def test_a_flood_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A pass of the honest session must not look like a flood: it sends three messages per round.
+    monkeypatch.setattr(limits, "MAX_MESSAGES_PER_S", 20.0)
+    monkeypatch.setattr("moaspec_edge.server.session_store.BURST_S", 20.0)
+
     async def flood(at: TargetService, near: Connection, far: Connection) -> None:
         async def send() -> None:
             with contextlib.suppress(LinkError):
@@ -109,12 +111,12 @@ def test_a_flood_is_refused() -> None:
         await near.close()
         await sending
 
-    # A pass of the honest session must not look like a flood: it sends three messages per round.
-    beside_flood = {"max_messages_per_s": 20.0, "burst_s": 20.0}
-    beside(flood, **beside_flood)
+    beside(flood)
 
 
-def test_a_device_that_never_reads_is_given_up() -> None:
+def test_a_device_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_MESSAGES_PER_S", 1e6)
+
     async def deaf(at: TargetService, near: Connection, far: Connection) -> None:
         async def send() -> None:
             await near.send(opening([1, 2, 3]))
@@ -128,10 +130,12 @@ def test_a_device_that_never_reads_is_given_up() -> None:
         await near.close()
         await sending
 
-    beside(deaf, max_messages_per_s=1e6)
+    beside(deaf)
 
 
-def test_a_device_that_reads_nothing_for_long_is_given_up() -> None:
+def test_a_device_that_reads_nothing_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SEND_S", 0.05)
+
     class Full:
         """A connection whose other side has stopped reading."""
 
@@ -151,7 +155,7 @@ def test_a_device_that_reads_nothing_for_long_is_given_up() -> None:
         async def close(self) -> None: ...
 
     async def run() -> None:
-        at = service(send_timeout_s=0.05)
+        at = service()
         with pytest.raises(LinkError, match=r"read nothing for 0\.05 s"):
             await at.converse("mallory", Full())
         await at.stop()
@@ -160,15 +164,16 @@ def test_a_device_that_reads_nothing_for_long_is_given_up() -> None:
 
 
 @pytest.mark.slow
-def test_a_half_open_connection_is_closed() -> None:
+def test_a_half_open_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is gone, and nobody said so."""
+    monkeypatch.setattr(limits, "MAX_SILENCE_S", 1.0)
 
     async def vanish(at: TargetService, near: Connection, far: Connection) -> None:
         await near.send(opening([1, 2, 3]))
         with pytest.raises(LinkError, match="said nothing for 1 s"):
             await at.converse("mallory", far)
 
-    beside(vanish, silent_s=1.0)
+    beside(vanish)
 
 
 def test_connections_of_one_owner_are_limited() -> None:
@@ -252,7 +257,9 @@ def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
 
 
 @pytest.mark.slow
-def test_a_token_that_expires_ends_with_its_connection() -> None:
+def test_a_token_that_expires_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CONNECTION_S", 1.0)
+
     async def turns_without_end(remote: RemoteSession) -> None:
         while True:
             await remote.generate(PROMPT, max_new_tokens=NEW)
@@ -260,7 +267,7 @@ def test_a_token_that_expires_ends_with_its_connection() -> None:
     async def run() -> None:
         until: dict[str, float] = {}
         guard = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
-        options = ServerOptions(port=0, guard=guard, connection_s=1.0)
+        options = ServerOptions(port=0, guard=guard)
         async with TargetServer(service(), options) as server:
             transport = WebSocketTransport(server.url, Credentials(token="secret"))
             remote = session(transport, on_cut="wait")
@@ -363,7 +370,9 @@ def test_a_grammar_is_compiled_beside_everything_else(monkeypatch: pytest.Monkey
     class Slow:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-        def processor(self, *_: Any) -> None:
+        def prepare(self) -> None: ...
+
+        def compiled(self, *_: Any) -> None:
             compile_now.wait(60)
             raise InputError("The grammar cannot be used.")
 

@@ -393,14 +393,7 @@ def test_a_killed_process(device_models: Path, browser: Browser, tmp_path: Path)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"alice": {"sha256": hashlib.sha256(b"secret").hexdigest()}}))
     models = ["--model", device_models / "target", "--drafter", device_models / "drafter"]
-    places = [
-        "--port",
-        0,
-        "--websocket",
-        f"127.0.0.1:{free_port()}",
-        "--page",
-        device_models / "bundle",
-    ]
+    places = ["--port", free_port(), "--page", device_models / "bundle"]
     scripts = ["--page-scripts", built_scripts(), "--tokens", tokens]
     command = [sys.executable, "-m", "moaspec", "target-server", *models, *places, *scripts]
     command += ["--dtype", "float32", "--threads", 1]

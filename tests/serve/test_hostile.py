@@ -370,7 +370,7 @@ def test_forms_that_a_server_must_refuse(strict: Served, text: bytes) -> None:
 
 
 def test_foreign_hosts(strict: Served) -> None:
-    refused = raw(strict, head(CHAT, host="evil.example:80"))
+    refused = whole(strict, head(CHAT, host="evil.example:80"))
     assert refused.startswith(b"HTTP/1.1 400")
     assert b"evil.example" in refused
     assert b"--allow-host" in refused

@@ -76,6 +76,22 @@ def test_a_message_is_continued(served: Served) -> None:
     assert answer.json()["error"]["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("images", ["aGk="]), ("prefix", True), ("partial", True)]
+)
+def test_fields_of_other_servers_are_not_ignored(served: Served, field: str, value: Any) -> None:
+    asked = {"role": "assistant", "content": "It is"}
+    with served.http() as http:
+        body = {"model": MODEL, "messages": [*say("q"), asked | {field: value}], "max_tokens": 1}
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert field in error["param"]
+    assert "not supported" in error["message"]
+    without = prompt_tokens(served, [*say("q"), asked])
+    assert prompt_tokens(served, [*say("q"), asked | {field: type(value)()}]) == without
+
+
 def test_a_conversation_that_a_template_refuses() -> None:
     with serving.serving(serving.source(template=templates.GEMMA3)) as served:
         with served.http() as http:

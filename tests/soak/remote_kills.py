@@ -34,9 +34,11 @@ import psutil
 import torch
 
 from moaspec_core.drafting.tree_shapes import Chain
+from moaspec_core.support import limits
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
+from moaspec_edge.server.listeners import websocket_server
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
@@ -71,9 +73,10 @@ def serve(port: int, state: Path) -> None:
 
     async def run() -> None:
         sessions = StoreOptions(idle_s=1.0)
-        options = ServiceOptions(sessions=sessions, silent_s=2.0)
+        limits.MAX_SILENCE_S, websocket_server.SWEEP_S = 2, 0.2  # of this process
+        options = ServiceOptions(sessions=sessions)
         service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
-        async with TargetServer(service, ServerOptions(port=port, sweep_s=0.2)):
+        async with TargetServer(service, ServerOptions(port=port)):
             while True:
                 facts = {
                     "sessions": len(service.sessions),

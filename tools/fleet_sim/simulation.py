@@ -180,7 +180,7 @@ class Server(SharedVerifier):
         budget = (
             PassBudget(fleet.costs, fleet.rate) if fleet.budget and fleet.mode != "plain" else None
         )
-        verifier: Any = SimpleNamespace(close=lambda _: None)
+        verifier: Any = SimpleNamespace(close=lambda _: None, reads_whole=False)
         super().__init__(verifier, fleet.options, budget=budget)
         self._fleet, self._found = fleet, found
         self.failed = asyncio.Event()

@@ -16,6 +16,7 @@ from moaspec_core.support.http_client import (
     broken_connection,
     message,
     one_line,
+    refusal,
 )
 
 CONNECT_S = 5.0
@@ -138,9 +139,7 @@ class ServedChat:
         try:
             answer = await self._server.ask("GET", "/v1/moaspec", most=MAX_ABOUT_BYTES, s=ABOUT_S)
             if answer.status_code != httpx.codes.OK:
-                raise ServerError(
-                    f"The server answered {answer.status_code}: {message(answer.content)}"
-                )
+                raise ServerError(f"{self._server} answered {refusal(answer, answer.content)}")
             return self._parsed(_About, answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, BadAnswerError) as error:
             cause = one_line(str(error)).rstrip(".") or type(error).__name__
@@ -173,7 +172,7 @@ class ServedChat:
             with suppress(ValueError, RecursionError):
                 event = json.loads(data)
                 if isinstance(event, dict) and event.get("error"):
-                    raise ServerError(f"The server failed: {message(data)}")
+                    raise ServerError(f"{self._server} failed: {message(data)}")
         return self._parsed(_Chunk, data)
 
     def _parsed(self, form: type[_P], data: bytes) -> _P:

@@ -19,8 +19,9 @@ from moaspec.cli.loading import num_threads
 from moaspec.cli.race_verdict import show_verdict
 from moaspec.cli.report_tables import show
 from moaspec.evaluate.prompt_suites import Prompt, read_prompts
+from moaspec_core.bundled import bundled_drafters
 from moaspec_core.cli.entry import exit_on_interrupt
-from moaspec_core.cli.options import MODEL, Dtype, Threads, with_options
+from moaspec_core.cli.options import MODEL, Dtype, Model, Threads, with_options
 from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.console import Screen
@@ -29,18 +30,24 @@ from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.status import quiet_libraries, require_threads, set_threads
 from moaspec_core.cli.terminal.timed_steps import TimedSteps
 from moaspec_core.errors import InputError
+from moaspec_core.tokens.names import ALIASES
 
 if TYPE_CHECKING:
     from moaspec.evaluate.methods import Method
-    from moaspec.evaluate.race import Race, Races
+    from moaspec.evaluate.race import Race, Races, TimedDecoding
     from moaspec.evaluate.report.report import Report
     from moaspec.model.moa import MoADrafter
     from moaspec.target.target import Target
+    from moaspec_core.policy.policies import FreeBranches
 
 
 INTRODUCTION = (
     "A small language model answers the same prompts twice: plainly, token by token, and with "
     "speculative decoding, which drafts several tokens and checks them in one pass."
+)
+COPIES = (
+    "No drafter is bundled for {}: drafts are continuations copied from the prompt and the text so "
+    "far (n-gram branches). They gain where an answer repeats its prompt, as an edited file does."
 )
 FAIRNESS = "They take turns, one pass each. Each clock counts only its own passes."
 DECODING_S = 12.0  # seconds of decoding that the demo aims at
@@ -48,11 +55,11 @@ LONGEST_S = 20.0  # after which no further prompt begins: other processes began 
 MIN_PROMPTS, MAX_PROMPTS = 3, 6
 MIN_TOKENS, MAX_TOKENS = 32, 96
 WARM_UP_TOKENS = 8
-METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
 
 
 @with_options
 def demo(
+    model: Model = MODEL,
     max_new_tokens: Annotated[
         int | None, "Tokens per prompt; by default as many as a short demo has time for."
     ] = None,
@@ -67,6 +74,8 @@ def demo(
 
     Both decode the same prompts, side by side. The first run compiles kernels for this CPU,
     dequantises the model's weights and measures the machine; later runs find all of this ready.
+    Models for code have prompts about code. Where no drafter is bundled, drafts are copied from the
+    text.
     Ctrl-C ends the demo and keeps what was shown.
 
     Example: moaspec demo
@@ -80,17 +89,26 @@ def demo(
     with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
         quiet_libraries()
     set_threads(threads)
-    setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
+    setting = _prepared(model, dtype, steps, details=details)
     with steps("Timing the first tokens of both"):
         number, tokens = plan(_pair_s(setting), max_new_tokens)
     prompts = setting.prompts[:number]
     screen.print(f"{setting}.")
+    if setting.drafter is None:
+        screen.print(COPIES.format(model))
     limit_s = LONGEST_S if max_new_tokens is None else float("inf")
     with deferred_interrupts() as interrupts:
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts), limit_s)
         if races.each:
-            show_verdict(races, screen, details=details, unmeasured=setting.unmeasured)
+            show_verdict(
+                races,
+                screen,
+                details=details,
+                unmeasured=setting.unmeasured,
+                model=model,
+                drafter=setting.drafter is not None,
+            )
         report = None
     if details and not interrupts:
         report = _details(setting, prompts, tokens)
@@ -117,12 +135,23 @@ class Setting:
     """Models and settings of the demo."""
 
     target: Target
-    drafter: MoADrafter
+    drafter: MoADrafter | None  # None: drafts are copied from the text
     methods: Sequence[Method]
     prompts: Sequence[Prompt]
     trusted: Callable[[], Target]  # loads the target that says which of two texts is right
     # Why drafts are not chosen by measured costs; None if they are.
     unmeasured: str | None = None
+
+    def decodings(self, prompt: Prompt, tokens: int) -> tuple[TimedDecoding, TimedDecoding]:
+        """A plain and a speculative one of a prompt."""
+        from moaspec.evaluate.race import TimedDecoding
+
+        ids = chat_ids(self.target, prompt.turns[0])
+        branches: FreeBranches = "auto" if self.drafter else True
+        return (
+            TimedDecoding(self.target, None, ids, tokens),
+            TimedDecoding(self.target, self.drafter, ids, tokens, free_branches=branches),
+        )
 
     def __str__(self) -> str:
         import torch
@@ -136,7 +165,7 @@ class Setting:
         )
 
 
-def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
+def _prepared(model: str, dtype: str, steps: TimedSteps, *, details: bool) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.backends.fast_target import same_bits
@@ -144,41 +173,50 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
+    from moaspec.evaluate.methods import Method
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import find_weights, must_dequantise
 
     if must_compile():
         with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
             why_not()
-    if must_dequantise(MODEL):
-        with steps("Dequantising the model's weights", "once; timed elsewhere: 15 to 60 s"):
-            find_weights(MODEL)
-    with steps(f"Loading {MODEL} and its drafter"):
-        sources = MethodSources(MODEL, dtype=chosen_dtype(dtype))
+    if must_dequantise(model):
+        times = ALIASES[model].size / ALIASES[MODEL].size
+        known = "timed elsewhere" if model == MODEL else "by its size"
+        expected = f"once; {known}: {15 * times:.0f} to {60 * times:.0f} s"
+        with steps("Dequantising the model's weights", expected):
+            find_weights(model)
+    drafted = model in bundled_drafters()
+    names = [*(["hf"] if details else []), "plain", *(["moa"] if drafted else [])]
+    with steps(f"Loading {model} and its drafter" if drafted else f"Loading {model}"):
+        sources = MethodSources(model, dtype=chosen_dtype(dtype))
         methods = load_methods(names, sources)
     target, drafter = methods[-1].target, methods[-1].drafter
-    assert isinstance(drafter, MoADrafter), "one is bundled"
+    if not drafted:
+        methods.append(Method("copies", target, free_branches=True))
+    assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"
     unmeasured = None
-    unknown = any(one.costs is None or one.costs.busy for one in known_exits(target, drafter))
-    if unknown and not same_bits(target):  # else shipped costs do, which the clock corrects
+    unknown = drafter is not None and any(
+        one.costs is None or one.costs.busy for one in known_exits(target, drafter)
+    )
+    if drafter is not None and unknown and not same_bits(target):
+        # Else shipped costs do, which the clock corrects.
         expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
         with steps("Measuring what passes and drafts cost here", expected):
             _, unmeasured = measure_once(target, drafter)
         if unmeasured is not None:
             console.err.print(f"Not measured, because {unmeasured}.")
-    prompts = read_prompts("bundled")
+    prompts = read_prompts(ALIASES[model].prompts if model in ALIASES else "bundled")
     trusted = cache(lambda: load_reference_target(methods, sources))
     return Setting(target, drafter, methods, prompts, trusted, unmeasured)
 
 
 def _pair_s(setting: Setting) -> float:
     """Seconds that both decodings take for a token each, after a warm-up."""
-    from moaspec.evaluate.race import TimedDecoding, run_race
+    from moaspec.evaluate.race import run_race
 
-    ids = chat_ids(setting.target, setting.prompts[-1].turns[0])
     for _ in range(2):  # the first one warms up
-        plain = TimedDecoding(setting.target, None, ids, WARM_UP_TOKENS)
-        speculative = TimedDecoding(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
+        plain, speculative = setting.decodings(setting.prompts[-1], WARM_UP_TOKENS)
         run_race(plain, speculative)
     return sum(1 / one.stats.tokens_per_s for one in (plain, speculative))
 
@@ -205,7 +243,7 @@ def _races(
     Args:
         limit_s: seconds after which no further prompt begins.
     """
-    from moaspec.evaluate.race import Race, Races, TimedDecoding, compare_texts
+    from moaspec.evaluate.race import Race, Races, compare_texts
 
     screen.print(FAIRNESS)
     if panes.can_redraw(screen):
@@ -218,8 +256,7 @@ def _races(
             break
         heading = f"Prompt {number} of {len(prompts)}: {prompt.turns[0]}"
         ids = chat_ids(setting.target, prompt.turns[0])
-        plain = TimedDecoding(setting.target, None, ids, tokens)
-        speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
+        plain, speculative = setting.decodings(prompt, tokens)
         last = number == len(prompts)
         if not panes.show_race(heading, plain, speculative, screen, stop=stop, last=last):
             break
@@ -260,6 +297,7 @@ def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
 
     return {
         "target": setting.target.name,
+        "drafts": "copies" if setting.drafter is None else "drafter",
         "dtype": setting.target.precision,
         **surroundings(),
         "steps_s": steps.seconds,

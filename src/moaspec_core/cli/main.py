@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -19,11 +20,12 @@ from moaspec_core.errors import (
     RemoteError,
     ServerError,
     TrainingError,
+    WireError,
 )
 from moaspec_core.support.causes import first_line
 from moaspec_core.support.extras import has_torch, install_command
 
-FAILURES = (HubError, RemoteError, ServerError, TrainingError)
+FAILURES = (HubError, RemoteError, ServerError, TrainingError, WireError)
 """Errors with exit code 1: they are not caused by bad input."""
 
 GROUP = "moaspec.commands"
@@ -32,7 +34,13 @@ ON_DEVICES = ("edge", "info", "remote")  # commands that work without PyTorch
 
 
 class Commands(RenamedOptions):
-    """Says that Ctrl-C has stopped a command which does not say it itself."""
+    """Tells commands that are not installed, and Ctrl-C where a command does not tell it itself."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and find_spec("moaspec") is None:
+            raise InputError(needs_torch(cmd_name))
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,6 +48,14 @@ class Commands(RenamedOptions):
         except KeyboardInterrupt as reason:
             console.warn("Stopped by Ctrl-C.")
             raise typer.Exit(INTERRUPTED) from reason
+
+
+def needs_torch(command: str) -> str:
+    """The error for a command that a device does not have."""
+    return (
+        f"`moaspec {command}` needs PyTorch, which moaspec-device does not install: "
+        f"{install_command(package='moaspec')}."
+    )
 
 
 app = typer.Typer(
@@ -71,17 +87,18 @@ def settings(
     """Options of every command."""
     console.DEBUG.set(debug)
     if not has_torch() and context.invoked_subcommand not in ON_DEVICES:
-        raise InputError(
-            f"`moaspec {context.invoked_subcommand}` needs PyTorch, which moaspec-device does not "
-            f"install: {install_command(package='moaspec')}."
-        )
+        raise InputError(needs_torch(str(context.invoked_subcommand)))
 
 
 def add_commands() -> None:
     """Add the commands of all installed distributions; groups come before commands in them."""
     groups = dict[str, typer.Typer]()
     for point in sorted(entry_points(group=GROUP), key=lambda one: (" " in one.name, one.name)):
-        command = point.load()
+        try:
+            command = point.load()
+        except ImportError as error:  # of an installation that was removed in part
+            console.warn(f"`moaspec {point.name}` cannot be loaded: {error}.")
+            continue
         group, _, name = point.name.rpartition(" ")
         if isinstance(command, typer.Typer):
             groups[point.name] = command

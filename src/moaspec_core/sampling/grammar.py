@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from moaspec_core.sampling import grammar_worker
 from moaspec_core.sampling.endless_schemas import check_ends
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_core.support import limits
+from moaspec_core.support.causes import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +113,13 @@ class Grammars:
         backend = copy(self._hf.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stops)
+        try:
+            return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stops)
+        except ValueError as error:  # of a kind that llguidance does not read
+            raise InputError(
+                f"Grammars cannot follow this target's tokenizer: {first_line(error)}. Ask for "
+                "plain text."
+            ) from error
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:
         """A grammar of a schema's JSON; InputError where llguidance does not support it."""
@@ -149,8 +157,11 @@ class Grammars:
         return grammar
 
     def prepare(self) -> None:
-        """Make what all grammars share, so that no request waits for another's first grammar."""
-        if self._stops:
+        """Make what all grammars share, so that no request waits for another's first grammar.
+
+        Where there can be no grammars, each request for one is refused.
+        """
+        with suppress(InputError):
             _ = self.tokenizer
 
     def _new_matcher(self, grammar: str) -> LLMatcher:

@@ -110,7 +110,7 @@ class HttpClient:
     async def events(
         self, path: str, fields: Mapping[str, Any], *, most: int, line: int, s: float
     ) -> AsyncGenerator[bytes]:
-        """Yield the data of server-sent events, until [DONE] or the end.
+        """Yield the data of server-sent events, until [DONE].
 
         Args:
             most: bytes of all events.
@@ -119,7 +119,7 @@ class HttpClient:
 
         Raises:
             ServerError: an answer of another status than 200.
-            BadAnswerError: more bytes or seconds.
+            BadAnswerError: more bytes or seconds, or an end without [DONE].
             httpx.TransportError: the connection broke.
         """
         opened = self._opened("POST", path, fields)
@@ -129,14 +129,15 @@ class HttpClient:
             if answer.status_code != httpx.codes.OK:
                 async with self._in_time(s):
                     text = await self._read(answer, MAX_ERROR_BYTES)
-                raise ServerError(f"The server answered {answer.status_code}: {message(text)}")
+                raise ServerError(f"{self} answered {refusal(answer, text)}")
             async with aclosing(self._lines(answer, most, line)) as lines:
                 while True:
                     async with self._in_time(s):
                         data = await _next_data(lines)
-                    if data in (None, _DONE):
+                    if data is None:
+                        raise BadAnswerError(f"{self} ended its answer early: it sent no [DONE].")
+                    if data == _DONE:
                         return
-                    assert data is not None
                     yield data
         finally:
             await opened.__aexit__(None, None, None)
@@ -153,31 +154,34 @@ class HttpClient:
 
     async def _read(self, answer: httpx.Response, most: int) -> bytes:
         found = bytearray()
-        async for chunk in self._chunks(answer):
-            found += chunk
-            if len(found) > most:
-                raise self._beyond(most, "an answer")
+        async with aclosing(self._chunks(answer)) as chunks:
+            async for chunk in chunks:
+                found += chunk
+                if len(found) > most:
+                    raise self._beyond(most, "an answer")
         return bytes(found)
 
     async def _lines(self, answer: httpx.Response, most: int, line: int) -> AsyncGenerator[bytes]:
         rest, total = bytearray(), 0
-        async for chunk in self._chunks(answer):
-            total += len(chunk)
-            if total > most:
-                raise self._beyond(most, "an answer")
-            *whole, last = chunk.split(b"\n")
-            for part in whole:
-                yield bytes(rest + part).rstrip(b"\r")
-                rest.clear()
-            rest += last
-            if len(rest) > line:
-                raise self._beyond(line, "one line of an answer")
+        async with aclosing(self._chunks(answer)) as chunks:
+            async for chunk in chunks:
+                total += len(chunk)
+                if total > most:
+                    raise self._beyond(most, "an answer")
+                *whole, last = chunk.split(b"\n")
+                for part in whole:
+                    yield bytes(rest + part).rstrip(b"\r")
+                    rest.clear()
+                rest += last
+                if len(rest) > line:
+                    raise self._beyond(line, "one line of an answer")
         yield bytes(rest)
 
-    def _chunks(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+    def _chunks(self, answer: httpx.Response) -> AsyncGenerator[bytes]:
         if answer.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
             raise BadAnswerError(f"{self} packs its answers, which it was asked not to.")
-        return answer.aiter_raw()
+        chunks: Any = answer.aiter_raw()  # a generator, says the library's code
+        return chunks
 
     def _beyond(self, most: int, what: str) -> BadAnswerError:
         size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
@@ -198,6 +202,14 @@ async def _next_data(lines: AsyncIterator[bytes]) -> bytes | None:
         if line.startswith(b"data:"):
             return line.removeprefix(b"data:").strip()
     return None
+
+
+def refusal(answer: httpx.Response, body: bytes) -> str:
+    """The status of an answer that is an error, and why, in one short line."""
+    if answer.has_redirect_location:
+        place = one_line(answer.headers["location"])
+        return f"{answer.status_code}: it redirects to {place}, which is not followed."
+    return f"{answer.status_code}: {message(body) or 'without a message'}"
 
 
 def message(body: bytes) -> str:
@@ -244,5 +256,8 @@ class BlockingLoop:
             raise
 
     def close(self) -> None:
+        # Ends of generators that the HTTP library left behind are tasks of their own.
+        while left := asyncio.all_tasks(self._loop):
+            self._loop.run_until_complete(asyncio.wait(left))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()

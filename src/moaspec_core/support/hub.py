@@ -1,5 +1,6 @@
 """Models and data sets of the hub."""
 
+import errno
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ HUB = "hub:"  # `hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:config
 
 
 PROBE_S = 5.0  # how long the hub may take to answer before its local cache is used instead
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cached_if_offline(hub_id: str) -> Path | None:
@@ -37,27 +39,45 @@ def cached_if_offline(hub_id: str) -> Path | None:
         config = try_to_load_from_cache(hub_id, "config.json")
         if isinstance(config, str):
             return Path(config).parent
-        raise HubError(f"The hub cannot be reached ({error}).") from error
+        raise HubError(
+            f"The hub at {HfApi().endpoint} cannot be reached, or what answers there is none "
+            f"({first_line(error)})."
+        ) from error
     return None
 
 
-def hub_file(hub_id: str, name: str) -> Path:
-    """A file of a repository, downloaded once.
+def download(hub_id: str, name: str, file: Path, size: int) -> None:
+    """Append to a file what it lacks of one of the hub; what came before an error stays.
+
+    The hub's own download begins anew in each process.
+
+    Args:
+        size: of the whole file, in bytes.
 
     Raises:
-        HubError: it is not here, and the hub cannot be reached or does not give it.
+        HubError: the hub cannot be reached or does not give it.
+        OSError: the disk is full.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
 
-    known = try_to_load_from_cache(hub_id, name)
-    if isinstance(known, str):
-        return Path(known)
     cached_if_offline(hub_id)
     try:
-        return Path(hf_hub_download(hub_id, name))
+        with file.open("ab") as whole:
+            http_get(
+                hf_hub_url(hub_id, name),
+                whole,
+                resume_size=whole.tell(),
+                headers=build_hf_headers(),
+                expected_size=size,
+            )
+    # The hub's client passes on errors of its HTTP library, which change with versions.
     except Exception as error:
+        if getattr(error, "errno", None) in _DISK_FULL:
+            raise
         raise HubError(
-            f"The hub does not give {name} of {hub_id} ({first_line(error)})."
+            f"The hub does not give {name} of {hub_id} ({first_line(error).rstrip('.')})."
         ) from error
 
 

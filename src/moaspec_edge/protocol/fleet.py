@@ -185,6 +185,7 @@ class Route:
         self._fleet, self._key = fleet, b""
         self._own: str | None = None
         self._tried: str | None = None
+        self.address = ""  # of the server that was tried last; "" for one without an address
         self._late = 0
         self._servers: list[str] = []
 
@@ -208,7 +209,7 @@ class Route:
         self._servers = self._fleet.ranked(self._key, self._own)
         error = LinkError("There is no server.")
         for server in self._servers:
-            self._tried = server
+            self._tried = self.address = server
             try:
                 connection = await self._fleet.transport(server, self._key).connect()
             except LinkError as broken:

@@ -245,13 +245,19 @@ def translated_errors() -> Iterator[None]:
         yield
     except ConnectionClosed as error:
         if error.rcvd is not None and error.rcvd.code in REFUSALS:
-            raise RefusedError(f"The server refuses: {wire.one_line(error.rcvd.reason)}") from error
+            raise RefusedError(wire.refusal(error.rcvd.reason)) from error
+        if error.rcvd is None and error.sent is not None and error.sent.code == TOO_BIG:
+            raise LinkError(f"A message is beyond {MAX_FRAME_BYTES >> 20} MiB.") from error
         code = "no close code" if error.rcvd is None else f"close code {error.rcvd.code}"
         raise LinkError(f"The link broke: {code}.") from error
     except InvalidStatus as error:
         status = error.response.status_code
         if status in (408, 429) or status >= 500:
             raise LinkError(f"The server answers with HTTP status {status}.") from error
+        if status < 400:
+            raise RefusedError(
+                f"What answers there is no `moaspec target-server`: HTTP status {status}."
+            ) from error
         raise RefusedError(f"The server refuses: HTTP status {status}.") from error
     except ssl.SSLCertVerificationError as error:
         raise RefusedError(

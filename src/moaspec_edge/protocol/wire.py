@@ -255,6 +255,11 @@ def codec_of(number: int) -> CodecName:
     return CODEC_NAMES[number]
 
 
+def refusal(message: str) -> str:
+    """What a user is told of a server's refusal."""
+    return f"The server refuses: {one_line(message) or 'it does not say why.'}"
+
+
 def one_line(message: str) -> str:
     """Shorten a server's message to one line of printable characters."""
     text = " ".join(message[:MAX_MESSAGE].split())

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from moaspec_core.errors import RefusedError, WireError
+from moaspec_core.support import limits
 from moaspec_core.support.tasks import end_tasks, time_limit
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
@@ -26,8 +27,7 @@ class Conversation:
 
     def __init__(self, service: TargetService, owner: str, connection: Connection) -> None:
         self._service, self._owner = service, owner
-        timeout_s, on_sent = service.options.send_timeout_s, service.observer.sent
-        self.stream = ResponseStream(connection, send_timeout_s=timeout_s, on_sent=on_sent)
+        self.stream = ResponseStream(connection, on_sent=service.observer.sent)
 
     async def run(self) -> None:
         """Serve the connection until it ends, see `TargetService.converse`."""
@@ -50,9 +50,8 @@ class Conversation:
             await end_tasks(sending, reading)
 
     async def _read(self) -> None:
-        options = self._service.options
-        allowance = RateLimit(options.max_messages_per_s, options.burst_s)
-        silent_s = options.silent_s
+        allowance = RateLimit(limits.MAX_MESSAGES_PER_S)
+        silent_s = limits.MAX_SILENCE_S
         while True:
             async with time_limit(silent_s, f"The device said nothing for {silent_s:g} s."):
                 frame = await self.stream.connection.receive()
@@ -103,19 +102,19 @@ class Conversation:
 
     def _handle_in_turn(self, session: ServerSession, message: pb.ClientMessage) -> None:
         """Handle a message of a session's current turn."""
-        limits = self._service.capabilities.limits
+        most = self._service.capabilities.limits
         if message.HasField("draft"):
             draft = message.draft
-            tree = wire.tree_of(draft, limits)
+            tree = wire.tree_of(draft, most)
             further = 0 if tree.tokens else min(draft.further, session.max_further)
             self._service.work.put(session, DraftRequest(session.turn, draft.base, tree, further))
         elif message.HasField("resume"):
             session.goal = 0
-            session.hold(wire.runs_of(message.resume.held, limits))
+            session.hold(wire.runs_of(message.resume.held, most))
             if session.decided and message.resume.base <= len(session.token_ids):
                 session.answer(message.resume.base)
             self.stream.more()
         elif message.HasField("fetch") and session.records is not None:
-            for start, stop in wire.runs_of(message.fetch.ranges, limits):
+            for start, stop in wire.runs_of(message.fetch.ranges, most):
                 session.records.sent.discard(start, stop)
             self.stream.more()

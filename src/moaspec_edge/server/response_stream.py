@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moaspec_core.errors import LinkError
+from moaspec_core.support import limits
 from moaspec_core.support.tasks import time_limit
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.transport import Connection
@@ -24,7 +25,6 @@ class ResponseStream:
     """Sends answers first, and activations when no answer waits.
 
     Args:
-        send_timeout_s: how long the device may take to read one message.
         on_sent: called with the size of each message after it is sent.
 
     Attributes:
@@ -33,14 +33,12 @@ class ResponseStream:
         ended: resolves to the reason when the stream ends.
     """
 
-    def __init__(
-        self, connection: Connection, *, send_timeout_s: float, on_sent: Callable[[int], None]
-    ) -> None:
+    def __init__(self, connection: Connection, *, on_sent: Callable[[int], None]) -> None:
         self.connection = connection
         self.session: ServerSession | None = None
         self.name: bytes | None = None
         self.ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
-        self._timeout_s, self._on_sent = send_timeout_s, on_sent
+        self._on_sent = on_sent
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -103,7 +101,7 @@ class ResponseStream:
         return message.SerializeToString()
 
     async def _send(self, frame: bytes) -> None:
-        seconds = self._timeout_s
+        seconds = limits.MAX_SEND_S
         async with time_limit(seconds, f"The device read nothing for {seconds:g} s."):
             await self.connection.send(frame)
         self._on_sent(len(frame))

@@ -47,10 +47,6 @@ class ServiceOptions:
         max_tokens: length of the longest text with its prompt; None takes the target's context.
         max_cache_bytes: keys, values and states of all sessions at full length; this also limits
             the number of sessions.
-        max_messages_per_s: of one connection, averaged over `burst_s`.
-        burst_s: see `max_messages_per_s`.
-        silent_s: silence after which a connection is closed; devices send heartbeats.
-        send_timeout_s: time for a device to read one message.
         sessions: limits of the number of sessions.
         passes: limits of one pass of the target.
 
@@ -60,10 +56,6 @@ class ServiceOptions:
 
     max_tokens: int | None = None
     max_cache_bytes: int = 8 << 30
-    max_messages_per_s: float = 200.0
-    burst_s: float = 5.0
-    silent_s: float = 10.0
-    send_timeout_s: float = 10.0
     sessions: StoreOptions = field(default_factory=StoreOptions)
     passes: PassOptions = field(default_factory=PassOptions)
 

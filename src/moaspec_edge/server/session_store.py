@@ -12,6 +12,9 @@ from moaspec_edge.server.auth import ANONYMOUS
 from moaspec_edge.server.server_session import OnText, ServerSession
 from moaspec_edge.server.shared_verifier import SharedVerifier
 
+BURST_S = 5.0
+"""Seconds over which `RateLimit` takes averages."""
+
 
 class NoRoomError(MoaSpecError):
     """No further session fits now; the device may try again."""
@@ -139,12 +142,11 @@ class RateLimit:
     """Limits the messages of a connection.
 
     Args:
-        per_s: average number per second.
-        burst_s: seconds over which the average is taken.
+        per_s: number per second, on average over `BURST_S`.
     """
 
-    def __init__(self, per_s: float, burst_s: float) -> None:
-        self._per_s, self._full = per_s, per_s * burst_s
+    def __init__(self, per_s: float) -> None:
+        self._per_s, self._full = per_s, per_s * BURST_S
         self._left, self._last_s = self._full, time.monotonic()
 
     def take(self) -> None:

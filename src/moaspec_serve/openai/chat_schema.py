@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from moaspec_core.support import limits
 from moaspec_serve.openai.schema import (
@@ -27,7 +27,27 @@ class TextPart(RequestModel):
 Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
-class GivenMessage(RequestModel):
+def _unset(value: Any) -> None:
+    """Refuse a field that would change the answer; false, null and empty values would not."""
+    if value:
+        raise ValueError(
+            "the field is not supported, and it would change the answer. Leave it out; to go on "
+            "with the last message, set continue_final_message"
+        )
+
+
+Unset = Annotated[Any, AfterValidator(_unset), Field(exclude=True)]
+
+
+class _Message(RequestModel):
+    """Fields of messages of Ollama, Mistral, DeepSeek and Qwen that are not supported."""
+
+    images: Unset = None
+    prefix: Unset = None
+    partial: Unset = None
+
+
+class GivenMessage(_Message):
     role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
@@ -44,7 +64,7 @@ class ToolCall(RequestModel):
     function: FunctionCall
 
 
-class AssistantMessage(RequestModel):
+class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
@@ -58,13 +78,13 @@ class AssistantMessage(RequestModel):
     ) = None
 
 
-class ToolMessage(RequestModel):
+class ToolMessage(_Message):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
 
 
-class FunctionMessage(RequestModel):
+class FunctionMessage(_Message):
     """The result of a call in OpenAI's older format."""
 
     role: Literal["function"]

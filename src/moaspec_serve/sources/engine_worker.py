@@ -30,7 +30,7 @@ from moaspec_serve.sources.source import (
     entry_to_evict,
 )
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("moaspec.sources.engine_worker")
 
 MAX_NEW_PROMPT_TOKENS = 2048
 """Most prompt tokens that join in one step, unless they are one prompt's."""

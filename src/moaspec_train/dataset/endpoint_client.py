@@ -18,8 +18,8 @@ from moaspec_core.support.http_client import (
     BadAnswerError,
     HttpClient,
     SlowAnswerError,
-    message,
     one_line,
+    refusal,
     require_url,
 )
 from moaspec_core.support.proxies import proxy_for
@@ -221,7 +221,7 @@ class EndpointClient:
                 code = answer.status_code
                 if code == httpx.codes.OK:
                     return _parsed(form, answer.content)
-                cause = f"{code}: {message(answer.content)}"
+                cause = refusal(answer, answer.content)
                 if code in fatal:
                     raise ServerError(f"{self._server} answers {path} with {cause}")
                 faults += code not in BUSY

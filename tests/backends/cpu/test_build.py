@@ -408,7 +408,7 @@ def test_a_planted_library_is_not_loaded(
     assert counting.read_text().splitlines() == ["compiled"] * 2
     (made,) = own.rglob("*.so")
     assert made.stat().st_mode & 0o077 == 0
-    assert [record.name for record in caplog.records].count("moaspec_core.support.paths") == 1
+    assert [record.name for record in caplog.records].count("moaspec.support.paths") == 1
 
 
 @needs_kernels

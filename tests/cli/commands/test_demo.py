@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -73,11 +74,29 @@ def test_demo_as_json(cli: Cli) -> None:
     facts = json.loads(output.out)
     assert facts["lossless"]
     assert facts["report"] is None
+    assert facts["drafts"] == "drafter"
     assert facts["plain"]["tokens"] == facts["speculative"]["tokens"] == 5 * len(facts["prompts"])
     assert facts["speedup"] == pytest.approx(
         facts["speculative"]["tokens_per_s"] / facts["plain"]["tokens_per_s"]
     )
     assert set(facts["steps_s"]) >= {"Loading PyTorch and transformers"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loaded")
+def test_a_model_without_a_drafter_shows_copies(cli: Cli) -> None:
+    """Its prompts are about code, and what repeats the prompt is copied."""
+    asked = ("demo", "--model", "qwen2.5-coder-0.5b", "--max-new-tokens", "30")
+    output = cli(*asked)
+    assert output.code == 0
+    assert "No drafter is bundled for qwen2.5-coder-0.5b: drafts are continuations" in output.out
+    assert re.search(r"Prompt 1 of [3-5]: Write a Python function", output.out)
+    assert "Try next: moaspec chat --model qwen2.5-coder-0.5b  " in output.out
+    facts = json.loads(cli(*asked, "--details", "--json").out)
+    assert facts["drafts"] == "copies"
+    assert facts["speculative"]["copied"] > 0
+    assert (facts["speculative"]["accepted"], facts["plain"]["copied"]) == (0, 0)
+    assert list(facts["report"]["methods"]) == ["hf", "plain", "copies"]
 
 
 @pytest.mark.slow

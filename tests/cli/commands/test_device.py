@@ -68,7 +68,7 @@ def test_a_page_that_needs_much_memory(
     pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
     save_drafter_and_target(tmp_path)
     if too_large:
-        monkeypatch.setattr("moaspec.cli.checkpoint.MAX_WASM_BYTES", 0)
+        monkeypatch.setattr("moaspec_edge.cli.export_device.MAX_WASM_BYTES", 0)
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
     output = cli("checkpoint", "export-device", *models, "--format", "onnx-web")
     assert output.code == 0, output.err

@@ -14,7 +14,7 @@ PROTO = "moaspec_edge/protocol/target.proto"
 
 @pytest.mark.parametrize("name", ["target_pb2.py", "target_pb2.pyi"])
 def test_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
-    package = Path(str(files("moaspec"))) / "remote" / "protocol"
+    package = Path(str(files("moaspec_edge"))) / "protocol"
     (tmp_path / PROTO).parent.mkdir(parents=True)
     (tmp_path / PROTO).write_text((package / "target.proto").read_text())
     protoc.generate(f"-I{tmp_path}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", PROTO)

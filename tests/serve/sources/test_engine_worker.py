@@ -211,8 +211,8 @@ def test_a_text_of_many_minutes_does_not_make_the_server_idle(
     now_s, asked = 0.0, list[DraftSettings]()
     # Of this module only: the clock of all modules would stop event loops of other threads.
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    for module in ("serve.sources.engine_worker", "generation.renewal"):
-        monkeypatch.setattr(f"moaspec.{module}.time", clock)
+    for module in ("moaspec_serve.sources.engine_worker", "moaspec.generation.renewal"):
+        monkeypatch.setattr(f"{module}.time", clock)
     worker = serving.source(parked_s=120.0)._worker
     worker._renewal = Renewal(lambda old, _: asked.append(old), 5.0, 60.0)
 

@@ -16,13 +16,10 @@ class Admission:
     Args:
         max_calls: number of calls with valid credentials at the same time; one client may have half
             of them. Clients without credentials are identified by address.
-        call_s: longest duration of a call.
     """
 
-    def __init__(
-        self, guard: CallAuth, observer: Telemetry, *, max_calls: int, call_s: float
-    ) -> None:
-        self._guard, self._observer, self._call_s = guard, observer, call_s
+    def __init__(self, guard: CallAuth, observer: Telemetry, *, max_calls: int) -> None:
+        self._guard, self._observer = guard, observer
         self._slow = RefusalDelay()
         self._all = Quota(lambda _: max_calls, "calls, all clients together")
         self._own = Quota(lambda _: max(1, max_calls // 2), "calls")
@@ -48,8 +45,9 @@ class Admission:
             raise
         client = address if owner == ANONYMOUS else owner
         with self._own.one(client), self._all.one(""):
-            message = f"A connection lasts at most {self._call_s:g} s; connect again."
-            async with time_limit(self._call_s, message):
+            seconds = limits.MAX_CONNECTION_S
+            message = f"A connection lasts at most {seconds:g} s; connect again."
+            async with time_limit(seconds, message):
                 yield owner
 
 

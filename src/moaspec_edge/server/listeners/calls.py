@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Awaitable, Callable
 
+from moaspec_core.support import limits
 from moaspec_core.support.tasks import time_limit
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
@@ -26,7 +27,7 @@ async def _generate(service: TargetService, owner: str, connection: Connection) 
     request = wire.parse_generate(await _request(connection))
     async with contextlib.aclosing(service.generate(owner, request)) as texts:
         async for generated in texts:
-            await _send(service, connection, generated.SerializeToString())
+            await _send(connection, generated.SerializeToString())
 
 
 async def _update(service: TargetService, _: str, connection: Connection) -> None:
@@ -36,11 +37,11 @@ async def _update(service: TargetService, _: str, connection: Connection) -> Non
     for start in range(0, len(weights), PIECE_BYTES):
         data = weights[start : start + PIECE_BYTES]
         piece = pb.Weights(data=data, version=version, packing=packing)
-        await _send(service, connection, piece.SerializeToString())
+        await _send(connection, piece.SerializeToString())
 
 
-async def _send(service: TargetService, connection: Connection, frame: bytes) -> None:
-    timeout_s = service.options.send_timeout_s
+async def _send(connection: Connection, frame: bytes) -> None:
+    timeout_s = limits.MAX_SEND_S
     async with time_limit(timeout_s, f"The client read nothing for {timeout_s:g} s."):
         await connection.send(frame)
 

@@ -59,8 +59,8 @@ headers, and URLs appear in logs."""
 CLOSE_S = 1.0
 """Time until a connection that a client does not close is aborted."""
 
-BURST_S = 5.0
-"""Seconds over which `MAX_WEBSOCKET_FRAMES_PER_S` is averaged."""
+SWEEP_S = 5.0
+"""Seconds between two searches for idle sessions."""
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a handshake; the library's own limits add up to 1 MiB."""
@@ -82,8 +82,6 @@ class ServerOptions:
         guard: whose tokens are accepted.
         max_connections: calls at the same time; one client may have half of them. Further calls are
             refused for now. Clients without credentials are identified by address.
-        connection_s: longest duration of a connection, after which credentials are checked again.
-        sweep_s: seconds between two searches for idle sessions.
         origins: web pages of these origins may connect, and no others, such as
             "https://example.org". Programs that are no browsers send none.
         http: makes the protocol of a connection whose first request is for none of our paths. The
@@ -96,8 +94,6 @@ class ServerOptions:
     tls: ssl.SSLContext | None = None
     guard: CallAuth = field(default_factory=CallAuth)
     max_connections: int = 256
-    connection_s: float = 3600.0
-    sweep_s: float = 5.0
     origins: tuple[str, ...] = ()
     http: Callable[[], asyncio.Protocol] | None = None
 
@@ -115,10 +111,7 @@ class TargetServer:
     def __init__(self, service: TargetService, options: ServerOptions | None = None) -> None:
         self.service, self._options = service, options or ServerOptions()
         self._admission = Admission(
-            self._options.guard,
-            service.observer,
-            max_calls=self._options.max_connections,
-            call_s=self._options.connection_s,
+            self._options.guard, service.observer, max_calls=self._options.max_connections
         )
         self._server: Server | None = None
         self._listener: _Listener | None = None
@@ -197,7 +190,7 @@ class TargetServer:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self._options.sweep_s)
+            await asyncio.sleep(SWEEP_S)
             self.service.sessions.sweep()
 
     def _connection(self, *arguments: Any, **options: Any) -> asyncio.Protocol:
@@ -257,7 +250,7 @@ class _LimitedConnection(ServerConnection):
     ) -> None:
         super().__init__(*arguments, **options)
         self._transports = transports
-        self._allowance = RateLimit(limits.MAX_WEBSOCKET_FRAMES_PER_S, BURST_S)
+        self._allowance = RateLimit(limits.MAX_WEBSOCKET_FRAMES_PER_S)
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -95,7 +95,7 @@ def test_one_address_cannot_take_all_calls() -> None:
     """Where there are no tokens."""
 
     async def run() -> None:
-        admission = Admission(CallAuth(), Telemetry(), max_calls=10, call_s=3600.0)
+        admission = Admission(CallAuth(), Telemetry(), max_calls=10)
         async with AsyncExitStack() as held:
             for _ in range(5):
                 await held.enter_async_context(admission.call(None, None, "192.0.2.1"))
