@@ -72,8 +72,8 @@ def demo(
 ) -> None:
     """Race plain and speculative decoding.
 
-    Both decode the same prompts, side by side. The first run compiles kernels for this CPU,
-    dequantises the model's weights and measures the machine; later runs find all of this ready.
+    Both decode the same prompts, side by side. The first run compiles kernels for this CPU and
+    dequantises the model's weights; later runs find all of this ready.
     Models for code have prompts about code. Where no drafter is bundled, drafts are copied from the
     text.
     Ctrl-C ends the demo and keeps what was shown.
