@@ -55,7 +55,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def get(
-    alias: Annotated[str, typer.Argument(help="One of those that `moaspec models` lists.")],
+    alias: Annotated[str, typer.Argument(help="A name that `moaspec models` lists.")],
 ) -> None:
     """Fetch the file of an alias into the cache, and print its path.
 

@@ -45,7 +45,7 @@ class Target(TargetSpec):
         packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
         threads: `moaspec.backends` sets a limit of CPU threads here.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
-        observed_times: what rounds took, by drafter and by cost table; see `shaping_for`.
+        observed_times: times of rounds, by drafter and by cost table; see `shaping_for`.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.

@@ -74,7 +74,7 @@ def download(hub_id: str, name: str, file: Path, size: int) -> None:
             )
     # The hub's client passes on errors of its HTTP library, which change with versions.
     except Exception as error:
-        if getattr(error, "errno", None) in _DISK_FULL:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             raise
         raise HubError(
             f"The hub does not give {name} of {hub_id} ({first_line(error).rstrip('.')})."
