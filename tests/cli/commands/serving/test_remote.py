@@ -233,7 +233,7 @@ def test_a_server_that_is_not_there(
     said = " ".join(output.err.split())
     assert said.count("No link to ws://127.0.0.1:1; trying again.") == 1
     assert "Does `moaspec target-server` run there? Ctrl-C ends, --give-up-s limits" in said
-    assert "No link to 127.0.0.1:1 for 1 s" in said
+    assert "No link to ws://127.0.0.1:1 for 1 s" in said
 
 
 @pytest.mark.slow
