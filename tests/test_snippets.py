@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from moaspec_core.cli.main import app
 from moaspec_serve.openai.chat_schema import ChatRequest
 
 ROOT = Path(__file__).parents[1]
+INSTALL: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/install.py"))
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -169,31 +171,27 @@ def test_shell_snippets_start_known_programs() -> None:
 
 def test_shell_snippets_name_what_there_is() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = set(tomllib.loads(project)["project"]["optional-dependencies"])
     for line in shell_lines():
         for file in re.findall(r"(?<![\w/.-])(?:benchmarks|scripts|tests|lab)/[\w./-]+", line):
             assert (ROOT / file).exists(), line
         for target in re.findall(r"^make ([a-z][\w-]*)", line):
             assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), line
-        for named in re.findall(r"\.\[([\w,]+)\]", line):
-            assert set(named.split(",")) <= extras, line
+        for named in re.findall(r"scripts/install\.py ((?:[a-z]+ ?)+)", line):
+            assert set(named.split()) <= set(INSTALL["PARTS"]), line
 
 
 def test_pages_install_what_exists() -> None:
-    """Neither package is on an index: a clone or a wheel is named. Others are names on an index."""
-    for page in (
-        *PAGES,
-        *(f"packages/{name}/README.md" for name in ("device-js", "device-python")),
-    ):
-        text = (ROOT / page).read_text(encoding="utf-8")
+    """Ours are on no index: a clone or a wheel is named. Others are names on an index."""
+    readmes = [*ROOT.glob("packages/*/README.md"), *ROOT.glob("drafters/*/README.md")]
+    for page in (*map(ROOT.joinpath, PAGES), *readmes):
+        text = page.read_text(encoding="utf-8")
         for asked in re.findall(r"pip install ([^`#\n]*)", text):
             for word in shlex.split(asked):
-                assert not re.match(r"moaspec(-device)?(\[|$)", word), (page, asked)
-                path = re.match(r"(\.[\w./-]*)(?:\[([\w,]+)\])?$", word)
-                if path is not None and path[1] != "...":
+                assert not re.match(r"moaspec[\w-]*(\[|$)", word), (page, asked)
+                path = re.match(r"((?:\./)?(?:packages|drafters)/[\w-]+)(?:\[([\w,]+)\])?$", word)
+                if path is not None:
                     project = tomllib.loads((ROOT / path[1] / "pyproject.toml").read_text("utf-8"))
-                    extras = project["project"]["optional-dependencies"]
+                    extras = project["project"].get("optional-dependencies", {})
                     assert set((path[2] or "").split(",")) - {""} <= set(extras), (page, asked)
 
 

@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> None:
         "load": load,  # of the machine before, by its other programs
         "versions": facts["versions"],
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src")),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "packages")),
         "date": datetime.now(UTC).date().isoformat(),
         "loads": [load_of(at_once, report) for at_once, report in reports.items()],
     }

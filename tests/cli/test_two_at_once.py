@@ -6,7 +6,7 @@ import pytest
 
 from commands import Cli
 from free_port import free_port
-from moaspec_core.support.extras import EXTRAS
+from moaspec_core.support.extras import MODULES
 from moaspec_core.support.locks import writing
 
 pytest.importorskip("fcntl", reason="this system has no flock")
@@ -27,7 +27,7 @@ COMMANDS = {
 def test_the_second_is_refused(
     command: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(EXTRAS, "device-onnx", ())
+    monkeypatch.setitem(MODULES, "moaspec-edge[export]", ())
     data, config, out = tmp_path / "data.jsonl", tmp_path / "config.yaml", tmp_path / "out"
     data.write_text("{}\n")
     config.write_text(f"target: smollm2-135m\ndata: ['{data}']\noutput: {out}\n")

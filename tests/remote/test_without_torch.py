@@ -1,4 +1,4 @@
-"""A device needs what `moaspec-device` installs, and nothing that Windows lacks."""
+"""A device needs what `moaspec-edge` installs, and nothing that Windows lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +21,7 @@ import moaspec
 from bundles import save_drafter_and_target
 from free_port import free_port
 from moaspec.backends.load import load_target
+from moaspec_core.support.extras import MODULES
 from server_in_thread import server_in_thread
 
 pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
@@ -31,8 +31,6 @@ from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "packages/device-python/pyproject.toml").read_text())["project"]
 WINDOWS_LACKS = (
     *("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"),
     *("os.fork", "os.getegid", "os.geteuid", "os.getgid", "os.getpgid", "os.getuid", "os.killpg"),
@@ -92,18 +90,22 @@ def brought(wanted: Iterable[str]) -> set[str]:
 
 
 def not_installed(*extras: str) -> tuple[str, ...]:
-    """Modules that are here and that `moaspec-device` with these extras does not install."""
-    optional = PROJECT["optional-dependencies"]
-    there = brought(sum((optional[one] for one in extras), PROJECT["dependencies"]))
-    here = metadata.packages_distributions()
-    return tuple(
-        module
-        for module, names in here.items()
-        if module != "moaspec" and not there & set(map(canonicalize_name, names))
-    )
+    """Modules that are here and that `moaspec-edge` with these extras does not install."""
+    there = brought([f"moaspec-edge[{','.join(extras)}]"])
+    here: dict[str, set[str]] = {
+        module: set(map(canonicalize_name, names))
+        for module, names in metadata.packages_distributions().items()
+    }
+    # An editable installation's files do not name its modules.
+    here |= {
+        one.replace("-", "_"): {one}
+        for one in MODULES
+        if one.startswith("moaspec") and "[" not in one
+    }
+    return tuple(module for module, names in here.items() if not there & names)
 
 
-ABSENT = not_installed("private")
+ABSENT = not_installed("onnx", "private")
 
 
 def run(*arguments: str, absent: tuple[str, ...] = ABSENT) -> subprocess.CompletedProcess[str]:
@@ -157,7 +159,7 @@ def test_nothing_is_used_that_windows_lacks(directory: Path, url: str) -> None:
     done = run(
         *("remote", "w1 w2", "--server", url, "--json", "--no-recognise"),
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16"),
-        absent=(*not_installed(), *WINDOWS_LACKS),
+        absent=(*not_installed("onnx"), *WINDOWS_LACKS),
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == expected(directory, "w1 w2")
@@ -177,7 +179,7 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, url: str) -> None:
 
 def test_an_edge_serves_the_targets_text(directory: Path, url: str) -> None:
     port = free_port()
-    absent = (*not_installed("private", "serve"), *WINDOWS_LACKS)
+    absent = (*not_installed("http", "onnx", "private"), *WINDOWS_LACKS)
     edge = subprocess.Popen(
         [
             *(sys.executable, "-c", WITHOUT, json.dumps(absent), "edge", "--port", str(port)),
@@ -207,7 +209,8 @@ def test_an_edge_serves_the_targets_text(directory: Path, url: str) -> None:
 def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None:
     told = run("generate", "Hi")
     assert told.returncode == 2
-    assert "`moaspec generate` needs PyTorch, which moaspec-device does not install" in told.stderr
+    assert "`moaspec generate` needs packages that are not installed (moaspec)" in told.stderr
+    assert "packages/moaspec'" in told.stderr
     told = run("remote", "Hi")
     assert told.returncode == 2
     assert "--bundle must name an ONNX bundle" in told.stderr
@@ -217,7 +220,7 @@ def test_other_commands_and_bundles_tell_what_is_missing(tmp_path: Path) -> None
         assert told.returncode == 2
         assert "its manifest.json is damaged" in " ".join(told.stderr.split())
     told = run("edge")
-    assert "packages/device-python[serve]'" in told.stderr
+    assert "packages/moaspec-edge[http]'" in told.stderr
 
 
 def test_info_shows_a_bundle(directory: Path) -> None:
@@ -232,21 +235,3 @@ def test_help_shows_what_a_device_can_do() -> None:
     first = {words[0] for line in shown.stdout.splitlines() if (words := line.split())}
     assert {"edge", "info", "remote"} <= first
     assert not {"generate", "train", "eval", "checkpoint"} & first
-
-
-def test_its_dependencies_are_ranges_of_ours() -> None:
-    """Both distributions have the same files, so also the same ranges of what these import."""
-    projects = [
-        tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
-        for place in (".", "packages/device-python")
-    ]
-    whole, device = (
-        {
-            one
-            for ranges in (project["dependencies"], *project["optional-dependencies"].values())
-            for one in ranges
-        }
-        for project in projects
-    )
-    # transformers brings tokenizers.
-    assert {one.partition(">")[0] for one in device - whole} == {"tokenizers", "jinja2"}

@@ -60,7 +60,7 @@ QUESTIONS = (*(f"question {i}: {'why? ' * i}" for i in range(8)), "a long one: "
 CA, CERTIFICATE, PRIVATE_KEY = "ours.pem", "ours-server.crt", "ours-server.key"
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]),
+    "PYTHONPATH": str(TESTS),
     "TOKENIZERS_PARALLELISM": "false",
 }
 WARM_S = 30.0

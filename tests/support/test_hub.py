@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from lying_http import lying, whole
+from moaspec.hub import cached_if_offline
 from moaspec_core.errors import HubError
-from moaspec_core.support.hub import cached_if_offline
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 
 from lying_http import ABOUT, lying, whole
 from moaspec.cli.chat_client import ServedChat
+from moaspec.http_client import HttpClient
+from moaspec.hub import cached_if_offline
 from moaspec_core.errors import HubError, InputError
 from moaspec_core.support import proxies
-from moaspec_core.support.http_client import HttpClient
-from moaspec_core.support.hub import cached_if_offline
 from moaspec_core.support.proxies import proxy_for, require_proxies
 from moaspec_train.dataset.endpoint_client import Endpoint
 

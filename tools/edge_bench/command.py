@@ -84,7 +84,7 @@ def edge_bench(
 
     Example: moaspec edge-bench --link lan,4g --drafter smollm2-135m-n3 --out edge.json
     """
-    require("`moaspec edge-bench`", "remote")
+    require("`moaspec edge-bench`", "moaspec-edge[server]")
     name = drafter or (model if model in bundled_drafters() else None)
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")

@@ -182,7 +182,7 @@ def _cut(cut: Facts | None, figure: str, label: str) -> Plot:
 
 def _svg(title: str, draw: Callable[[Axes], None], height: float) -> str:
     """Render a plot; ids differ between plots, because all are on one page."""
-    require("The HTML report", "report")
+    require("The HTML report", "matplotlib")
     import matplotlib
     from matplotlib.figure import Figure
 

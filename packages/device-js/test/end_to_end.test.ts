@@ -37,8 +37,7 @@ import type { Faults } from "./fake_target.js";
 
 const repository = fileURLToPath(new URL("../../..", import.meta.url));
 const python = process.env["MOASPEC_PYTHON"] ?? join(repository, ".venv/bin/python");
-const paths = ["src", "tests"].map((name) => join(repository, name));
-const PYTHONPATH = [...paths, process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);
+const PYTHONPATH = [join(repository, "tests"), process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);
 const environment = { ...process.env, PYTHONPATH };
 /** Bundles are exported here, which needs the package onnx. */
 const hasPython = spawnSync(python, ["-c", "import onnx"], { env: environment }).status === 0;

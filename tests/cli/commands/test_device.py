@@ -11,7 +11,7 @@ import tiny
 from bundles import save_drafter_and_target, save_target
 from commands import Cli
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec_core.support.extras import EXTRAS
+from moaspec_core.support.extras import MODULES
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_options_that_exclude_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is loaded, so also without the extra."""
-    monkeypatch.setitem(EXTRAS, "device-onnx", ())
+    monkeypatch.setitem(MODULES, "moaspec-edge[export]", ())
     output = cli("checkpoint", "export-device", "x", "y", str(tmp_path / "out"), *options)
     assert output.code == 2
     assert named in output.err

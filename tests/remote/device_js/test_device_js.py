@@ -17,7 +17,7 @@ from remote.device_js.write_golden import GOLDEN, golden
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "packages" / "device-js"
-PROTO = ROOT / "src" / "moaspec_edge" / "protocol"
+PROTO = ROOT / "packages/moaspec-edge/src/moaspec_edge/protocol"
 
 installed = pytest.mark.skipif(
     shutil.which("node") is None or not (PACKAGE / "node_modules").exists(),

