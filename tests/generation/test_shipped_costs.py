@@ -29,15 +29,33 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_set_of_kernels_has_costs_that_rise() -> None:
     text = files("moaspec.calibration").joinpath(assumed_costs.FILE).read_text()
     shipped = json.loads(text)
-    assert {"amx", "avx512", "avx2", "off", "cuda"} == set(shipped)
-    for facts in shipped.values():
-        costs = MachineCosts(**facts)
+    assert {"amx", "avx512", "avx2", "off", "cuda"} == {name.partition(" ")[0] for name in shipped}
+    for costs in (part for facts in shipped.values() for part in _parts(MachineCosts(**facts))):
         assert costs.tokens[0] == 1
         assert costs.further_s[0] == 0
+        assert len(costs.further_s) == len(costs.tokens)
         seconds = costs.pass_s(10**9, 10**9)
         assert all(low < high for low, high in pairwise(seconds))
         # A larger model takes longer, in proportion.
         assert costs.pass_s(2 * 10**9, 2 * 10**9) == pytest.approx([2 * one for one in seconds])
+
+
+def _parts(costs: MachineCosts) -> tuple[MachineCosts, MachineCosts]:
+    return costs, costs.of_encoder()
+
+
+def test_a_known_class_of_cpus_has_costs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the encoding of a prompt costs more beside a pass than elsewhere."""
+    monkeypatch.setattr(assumed_costs, "same_bits", lambda _: True)
+    monkeypatch.setattr(assumed_costs, "instructions", lambda: "avx2")
+    target, module = tiny.target(), tiny.agreeing_drafter("llama")
+    found = {}
+    for vendor in ("AuthenticAMD", "GenuineIntel", "another", ""):
+        monkeypatch.setattr(assumed_costs, "_vendor", lambda vendor=vendor: vendor)
+        found[vendor] = assumed_costs.assumed_costs(target, module, 0)
+    assert found["GenuineIntel"] == found["another"] == found[""] != found["AuthenticAMD"]
+    known, other = found["AuthenticAMD"], found[""]
+    assert known.accept_s(32) / known.plain_s(1) > other.accept_s(32) / other.plain_s(1)
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -20,6 +20,7 @@ from moaspec_core.policy.policies import (
     COPIES,
     CREDIT_TOKENS,
     FIRST_WINDOW,
+    LEAST_WINDOW,
     MAX_LOSS,
     PROVEN_ROUNDS,
     AdaptivePolicy,
@@ -197,7 +198,8 @@ def test_no_more_than_a_window_is_owed_after_a_pause(window: int) -> None:
     policy.shape(110, 1)
     assert policy.wants_features
     policy.record_round(DraftTree(), [])
-    assert policy.lost_s - before_s == pytest.approx(float(costs.accept_s(window or 105)))
+    encoded = min(window, policy.window) or 105
+    assert policy.lost_s - before_s == pytest.approx(float(costs.accept_s(encoded)))
 
 
 @pytest.mark.parametrize(
@@ -206,9 +208,9 @@ def test_no_more_than_a_window_is_owed_after_a_pause(window: int) -> None:
         (2, 2000, 500, 384, True),
         (2, 60, 500, 384, False),  # the rest of the text is too short
         (0, 2000, 500, 384, False),  # drafts do not pay
-        (8, 2000, 500, 350, False),  # the text has become half a window longer
-        (2, 2000, 128, 384, False),  # the whole prompt was encoded
-        (2, 2000, 500, 100, False),  # and here the drafter's whole window
+        (8, 2000, 500, 140, False),  # the text has become half a window longer
+        (2, 2000, FIRST_WINDOW, 384, False),  # the whole prompt was encoded
+        (2, 2000, 500, FIRST_WINDOW, False),  # and here the drafter's whole window
     ],
 )
 def test_the_whole_window_is_encoded_where_drafts_have_paid(
@@ -229,6 +231,14 @@ def test_the_whole_window_is_encoded_where_drafts_have_paid(
     policy.record_round(DraftTree(), [])
     if widened:
         assert policy.lost_s - before_s > float(costs.accept_s(window)) - 0.01
+
+
+def test_fewer_tokens_of_a_prompt_are_encoded_where_that_takes_longer() -> None:
+    """At most the credit that drafts have, too."""
+    credit_s = MAX_LOSS * CREDIT_TOKENS * table().plain_s(1)
+    for share, window in ((0.1, FIRST_WINDOW), (1.5, FIRST_WINDOW // 2), (100, LEAST_WINDOW)):
+        costs = table(encode_s=tuple(share * credit_s * n / FIRST_WINDOW for n in (1, 2, 4, 64)))
+        assert by_cost(costs, 0.9).window == window
 
 
 @pytest.mark.parametrize("room", [50, 1000])

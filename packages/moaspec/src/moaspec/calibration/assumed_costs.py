@@ -3,19 +3,23 @@
 `assumed_costs.json` has them for each set of kernels, as another machine measured them: seconds to
 read 10^9 bytes of weights, seconds that further tokens of a pass add per 10^9 weights, and those
 that each layer of the target, each drafted level and each encoding adds. So costs scale with the
-sizes of target and drafter. Only their ratios matter to what is drafted.
+sizes of target and drafter. Only their ratios matter to what is drafted. A name with a vendor is
+that of a class of CPUs, whose ratios differ.
 
 - "amx", "avx512", "avx2": SmolLM2-135M and Qwen2.5-0.5B in bf16 with two threads of one Xeon with
   AMX, which `MOASPEC_KERNELS` limited.
+- "avx2 AuthenticAMD": SmolLM2-135M in bf16 with two threads of an EPYC without AVX-512.
 - "off": SmolLM2-135M in float32 there, by PyTorch. It varies most from CPU to CPU.
 - "cuda": not measured; a pass reads the weights once for all its tokens.
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,19 +51,38 @@ class MachineCosts:
     further_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
     call_s: float
     row_s: float  # that each further row adds to drafting, in levels
+    first_s: float = 0.0  # that the first level of a round takes beyond others
+    encode_further_s: tuple[float, ...] | None = None  # `further_s` of the encoder, if it differs
 
     def pass_s(self, num_bytes: float, weights: int) -> tuple[float, ...]:
         """Seconds of products with weights, for `tokens` tokens."""
         return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.further_s)
 
+    def of_encoder(self) -> "MachineCosts":
+        """Those of products with the encoder's weights."""
+        return replace(self, further_s=self.encode_further_s or self.further_s)
+
 
 def machine_costs(target: Target) -> MachineCosts:
-    """Those of the kernels that compute this target."""
+    """Those of the kernels that compute this target, on this class of CPUs if it is known."""
     kernels = instructions() if same_bits(target) else None
     name = "cuda" if target.device.type == "cuda" else kernels or "off"
-    facts = _shipped()[name]
-    lines = {key: tuple(facts[key]) for key in ("tokens", "further_s")}
-    return MachineCosts(**facts | lines)
+    shipped = _shipped()
+    facts = shipped.get(f"{name} {_vendor()}", shipped[name])
+    return MachineCosts(
+        **{key: tuple(one) if isinstance(one, list) else one for key, one in facts.items()}
+    )
+
+
+@cache
+def _vendor() -> str:
+    """Of the CPU, as Linux names it; empty where that is unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 @cache
@@ -92,14 +115,15 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
     encoder = drafter.encoder
     over_layers = target.num_layers * _weights(encoder.layer_self_attention)
     token = over_layers + _weights(encoder.projection, encoder.memory_key_value)
-    level_s, encode_s = (of.pass_s(of.draft_bytes * one, one) for one in (level, token))
+    level_s = of.pass_s(of.draft_bytes * level, level)
+    encode_s = of.of_encoder().pass_s(of.draft_bytes * token, token)
     steps = np.interp(WIDTHS, of.tokens, level_s)
     return CostTable(
         contexts=(1,),
         tokens=of.tokens,
         pass_s=(target_pass_s(target, of),),
         head_s=(0.0,) * len(of.tokens),
-        root_s=level_s[0] + of.call_s,
+        root_s=level_s[0] + of.call_s + of.first_s,
         row_s=of.row_s * (level_s[0] + of.call_s),
         widths=WIDTHS,
         step_s=tuple(float(one) + of.call_s for one in steps),
