@@ -121,7 +121,10 @@ def add_unavailable(command: str, error: ImportError) -> None:
 
 
 add_commands()
-add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
+try:
+    add_tool_command(app, "edge_bench.command:edge_bench", "moaspec edge-bench")
+except ImportError as error:
+    add_unavailable("edge-bench", error)
 
 
 def run() -> None:

@@ -39,6 +39,7 @@ COMMANDS = {
     **dict.fromkeys(("eval", "generate", "models"), "moaspec"),
     **dict.fromkeys(("data", "train"), "moaspec-train"),
     "edge": "moaspec-edge[http]",
+    "edge-bench": "moaspec-edge[server]",
     "remote": "moaspec-edge",
     "serve": "moaspec-serve",
     "target-server": "moaspec-edge[server]",
