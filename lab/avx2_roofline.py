@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moaspec.backends.cpu.build import FLAGS, INSTRUCTIONS, SOURCES, library
+from moaspec.backends.cpu.build import SOURCES, library
+from moaspec.backends.cpu.compiler_flags import FLAGS, INSTRUCTIONS
 from moaspec.backends.cpu.structures import MatrixFacts
 
 UNIT = """

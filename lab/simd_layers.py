@@ -24,7 +24,8 @@ from statistics import median
 
 import numpy as np
 
-from moaspec.backends.cpu.build import FLAGS, INSTRUCTIONS, SOURCES
+from moaspec.backends.cpu.build import SOURCES
+from moaspec.backends.cpu.compiler_flags import FLAGS, INSTRUCTIONS
 from moaspec.backends.cpu.structures import AttentionFacts, MatrixFacts
 
 HIGHWAY = ("aes", "pclmul", "bmi", "bmi2", "lzcnt")

@@ -37,7 +37,8 @@ import type { Faults } from "./fake_target.js";
 
 const repository = fileURLToPath(new URL("../../..", import.meta.url));
 const python = process.env["MOASPEC_PYTHON"] ?? join(repository, ".venv/bin/python");
-const PYTHONPATH = [join(repository, "tests"), process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);
+const tests = ["tests", "packages/moaspec-edge/tests"].map((name) => join(repository, name));
+const PYTHONPATH = [...tests, process.env["PYTHONPATH"] ?? ""].filter(Boolean).join(delimiter);
 const environment = { ...process.env, PYTHONPATH };
 /** Bundles are exported here, which needs the package onnx. */
 const hasPython = spawnSync(python, ["-c", "import onnx"], { env: environment }).status === 0;
@@ -99,7 +100,7 @@ async function start(): Promise<void> {
 
 /** A server whose drafter changes on demand; `at`: its port. */
 async function serveVersions(): Promise<{ at: number; adopt(name: string): Promise<void>; end(): void }> {
-  const script = join(repository, "tests/remote/device_js/serve_versions.py");
+  const script = join(repository, "packages/moaspec-edge/tests/remote/device_js/serve_versions.py");
   const process = spawn(python, [script, directory], { env: environment, stdio: ["pipe", "pipe", "inherit"] });
   const lines = createInterface(process.stdout!)[Symbol.asyncIterator]();
   const answer = async () => (await lines.next()).value as string;
@@ -144,7 +145,7 @@ describe.skipIf(!hasPython)("a real server", () => {
   beforeAll(async () => {
     directory = process.env["MOASPEC_TEST_MODELS"] ?? mkdtempSync(join(tmpdir(), "moaspec-device-"));
     if (!existsSync(join(directory, "expected.json"))) {
-      const script = join(repository, "tests/remote/device_js/make_models.py");
+      const script = join(repository, "packages/moaspec-edge/tests/remote/device_js/make_models.py");
       execFileSync(python, [script, directory], { env: environment, stdio: ["ignore", "ignore", "inherit"] });
     }
     expected = JSON.parse(readFileSync(join(directory, "expected.json"), "utf8"));

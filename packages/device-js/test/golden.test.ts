@@ -14,7 +14,7 @@ import { chooseDraft } from "../src/sampling/ranking.js";
 import { LinkPolicy } from "../src/session/link_policy.js";
 import { FakeServer, MANIFEST } from "./fake_target.js";
 
-/** Made by tests/remote/device_js/write_golden.py. */
+/** Made by packages/moaspec-edge/tests/write_golden.py. */
 const golden = JSON.parse(readFileSync(new URL("golden.json", import.meta.url), "utf8"));
 
 /** Python's names of options as ours. */

@@ -16,7 +16,7 @@ interface Case {
   hidden: (string | null)[];
 }
 
-/** Made by tests/remote/device_js/write_golden.py. */
+/** Made by packages/moaspec-edge/tests/write_golden.py. */
 const cases: Case[] = JSON.parse(readFileSync(new URL("golden.json", import.meta.url), "utf8")).private_texts;
 const TEXT = "Write to bob@example.org or call +49 30 901820, card 4111 1111 1111 1111.";
 

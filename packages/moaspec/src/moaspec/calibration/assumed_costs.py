@@ -69,9 +69,8 @@ def machine_costs(target: Target) -> MachineCosts:
     name = "cuda" if target.device.type == "cuda" else kernels or "off"
     shipped = _shipped()
     facts = shipped.get(f"{name} {_vendor()}", shipped[name])
-    return MachineCosts(
-        **{key: tuple(one) if isinstance(one, list) else one for key, one in facts.items()}
-    )
+    lines: dict[str, Any] = {key: tuple(one) for key, one in facts.items() if isinstance(one, list)}
+    return MachineCosts(**facts | lines)
 
 
 @cache

@@ -1,4 +1,7 @@
-"""Compiles `kernels.cpp`, once for each version of sources, flags and compiler, and loads it."""
+"""Loads the compiled `kernels.cpp`: a wheel's, or compiled here.
+
+It is compiled once for each version of sources, flags and compiler.
+"""
 
 import _ctypes
 import ctypes
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moaspec.backends.cpu.compiler_flags import COMPILERS, FLAGS, INSTRUCTIONS
 from moaspec.backends.cpu.structures import check_layouts
 from moaspec_core.errors import InputError
 from moaspec_core.support.paths import make_private, trusted
@@ -24,16 +28,8 @@ from moaspec_core.support.switches import setting
 
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = SOURCES / "kernels.cpp"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
-"""`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
-_AVX512 = (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c")
-INSTRUCTIONS = {
-    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
-    "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mf16c"),
-}
-"""Instruction sets that kernels are compiled for, the fastest first."""
-COMPILERS = ("g++", "clang++", "c++")
+SHIPPED = Path(__file__).parent / "compiled"
+"""Libraries that a wheel carries, one for each name in `INSTRUCTIONS`."""
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
 """Environment variable: "off": no kernels; "avx2", "avx512" or "amx": this set at most."""
@@ -57,8 +53,7 @@ def why_not() -> str | None:
 def must_compile() -> bool:
     """Whether the first use of kernels will compile them, which takes time."""
     try:
-        flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
-        return not _is_whole(_library_file(flags, _compiler()))
+        return _found(_wanted()[0]) is None
     except (_UnavailableError, _NoCompilerError, OSError, InputError):
         return False
 
@@ -118,6 +113,8 @@ def _opened(path: Path) -> ctypes.CDLL:
     try:
         return _checked(path)
     except OSError:
+        if path.parent == SHIPPED:
+            return _checked(_compiled_for(path.stem, shipped=False))
         path.unlink()
         return _checked(_compiled())
 
@@ -176,11 +173,20 @@ def _compiled() -> Path:
     return _compiled_for(last)
 
 
-def _compiled_for(name: str) -> Path:
+def _found(name: str, *, shipped: bool = True) -> Path | None:
+    """A library that is there: the wheel's, or one that was compiled before."""
+    if shipped and _is_whole(SHIPPED / f"{name}.so"):
+        return SHIPPED / f"{name}.so"
+    final = _library_file((*FLAGS, *INSTRUCTIONS[name]), _compiler())
+    return final if _is_whole(final) else None
+
+
+def _compiled_for(name: str, *, shipped: bool = True) -> Path:
+    found = _found(name, shipped=shipped)
+    if found is not None:
+        return found
     flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
     final = _library_file(flags, compiler)
-    if _is_whole(final):
-        return final
     log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
     make_private(final.parent)
     # Renamed when complete: neither a killed process nor a second one leaves a partial library.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import kill_training
 import moaspec
 import tiny
 from free_port import free_port
@@ -159,7 +160,7 @@ def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
     for name, kills in (("whole", 0), ("killed", 10)):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, output=str(tmp_path / name / "run"), **settings)
-        script = Path(__file__).parents[1] / "kill_training.py"
+        script = Path(kill_training.__file__)
         done = subprocess.run(
             [sys.executable, str(script), str(config), str(kills)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

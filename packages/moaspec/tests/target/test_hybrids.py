@@ -41,7 +41,7 @@ from moaspec_edge.server.shared_verifier import PassOptions
 
 PROMPTS = tiny.PROMPTS[:3]
 LENGTH = 12
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[4] / "docs" / "models.md"
 TREE = DraftTree((11, 12, 13, 14, 15), (-1, 0, 0, 1, -1))
 """Branches below the root (0 and 4) and below a draft (1 and 2)."""
 QUICK = LinkOptions(backoff_s=0.01, max_backoff_s=0.05, retry_s=0.05)

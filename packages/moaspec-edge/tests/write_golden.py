@@ -1,6 +1,7 @@
-"""Writes numbers of the Python device, with which the tests of packages/device-js compare theirs.
+r"""Writes numbers of the Python device, with which the tests of packages/device-js compare theirs.
 
-PYTHONPATH=tests python tests/remote/device_js/write_golden.py
+PYTHONPATH=tests:packages/moaspec-core/tests python \
+    packages/moaspec-edge/tests/write_golden.py
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
 from serving import MODEL, say
 
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[4] / "docs" / "security.md"
 LIMITS = wire.WireLimits(vocab_size=1 << 20, max_tokens=4096)
 
 

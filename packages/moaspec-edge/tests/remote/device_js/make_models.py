@@ -1,6 +1,6 @@
 """Makes models for the tests of packages/device-js, and the texts that Python writes with them.
 
-A tiny target, a drafter and ONNX bundles: python tests/remote/device_js/make_models.py DIR
+A tiny target, a drafter and ONNX bundles: `python make_models.py DIR`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ NEW_TOKENS = 32
 CHAIN = 4
 NUM_SHAPED, SHAPED_TOKENS = 40, 16
 """Prompts over a shaped link, and tokens of their answers."""
-CORPUS = Path(__file__).parents[3] / "ARCHITECTURE.md"
+CORPUS = Path(__file__).parents[5] / "ARCHITECTURE.md"
 
 
 def tokenizer() -> Any:

@@ -389,7 +389,7 @@ def real(name: str) -> tuple[Target, MoADrafter, list[Context]]:
     assert target.tokenizer is not None
     (number,) = drafter.config.num_target_layers
     found = []
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[5]
     for file in ("README.md", "docs/concepts.md"):
         ids = target.tokenizer((root / file).read_text())["input_ids"][:240]
         encoder = MoAProposer(drafter, target)

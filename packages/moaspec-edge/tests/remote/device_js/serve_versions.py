@@ -1,7 +1,7 @@
 """A target server for tests of packages/device-js, whose drafter changes when it is told to.
 
-python tests/remote/device_js/serve_versions.py DIR, where DIR is of `make_models.py`: prints its
-port, then adopts the drafter that a line of its input names, and repeats the line.
+`python serve_versions.py DIR`, where DIR is of `make_models.py`: prints its port, then adopts the
+drafter that a line of its input names, and repeats the line.
 """
 
 from __future__ import annotations

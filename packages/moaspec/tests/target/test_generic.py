@@ -37,7 +37,7 @@ from moaspec_train.dataset.examples import Example
 LENGTH = 12
 """More than a window, and of several rounds."""
 PROMPTS = tiny.PROMPTS[:3]
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[4] / "docs" / "models.md"
 every_type = pytest.mark.parametrize("kind", generic_models.KINDS)
 
 

@@ -21,7 +21,7 @@ import moaspec
 import tiny
 from bits import needs_kernels
 from moaspec.backends import linear_backends
-from moaspec.backends.cpu import build, structures
+from moaspec.backends.cpu import build, compiler_flags, structures
 from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.cpu.cpu_attention import can_attend
 from moaspec.backends.cpu.matrix import Matrix
@@ -103,6 +103,27 @@ def test_no_compiler_at_all(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(afresh))
     assert_why("looked for g++, clang++, c++", caplog)
+
+
+@needs_kernels
+def test_the_library_of_a_wheel_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, compiled = build._wanted()[0], build._compiled()
+    (tmp_path / "compiled").mkdir()
+    shipped = Path(shutil.copy(compiled, tmp_path / "compiled" / f"{name}.so"))
+    monkeypatch.setattr(build, "SHIPPED", shipped.parent)
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/dev/null/g++")
+    build._loaded.cache_clear()
+    try:
+        assert not must_compile()
+        assert why_not() is None
+        os.truncate(shipped, shipped.stat().st_size // 2)
+        build._loaded.cache_clear()
+        assert "no C++ compiler" in str(why_not())
+    finally:
+        build._loaded.cache_clear()
 
 
 @needs_cpu
@@ -326,7 +347,7 @@ def test_another_source_is_compiled(
             file.write("\n")
         build._loaded.cache_clear()
         assert why_not() is None
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    monkeypatch.setattr(build, "FLAGS", (*compiler_flags.FLAGS, "-g"))
     build._loaded.cache_clear()
     assert why_not() is None
     assert counting.read_text().splitlines() == ["compiled"] * 4

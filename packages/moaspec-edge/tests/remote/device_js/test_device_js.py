@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import protoc
-from remote.device_js.write_golden import GOLDEN, golden
+from write_golden import GOLDEN, golden
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[5]
 PACKAGE = ROOT / "packages" / "device-js"
 PROTO = ROOT / "packages/moaspec-edge/src/moaspec_edge/protocol"
 
@@ -41,7 +41,7 @@ def test_golden_numbers_are_fresh() -> None:
     stored = json.loads(GOLDEN.read_text())
     for name, part in golden().items():
         assert close(json.loads(json.dumps(part)), stored[name]), (
-            f"{name}: run `PYTHONPATH=tests python tests/remote/device_js/write_golden.py`"
+            f"{name}: run `packages/moaspec-edge/tests/write_golden.py`"
         )
 
 
