@@ -73,7 +73,7 @@ def built_scripts() -> Path:
 
 def save_models(directory: Path) -> None:
     """A target that knows one answer, its drafter, and their ONNX bundle."""
-    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
+    pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
     from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 
     target: Any = memorised_target.target()

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from moaspec.model.moa import MoADrafter
 
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import device

@@ -299,4 +299,4 @@ def test_packages_that_are_missing_are_named(
     path.write_bytes(start + b"rest")
     code, _, err = stats(path)
     assert code == 2
-    assert f"`pyarrow`: {install_command('data')}" in err
+    assert f"`pyarrow`: {install_command('moaspec[data]')}" in err

@@ -46,8 +46,8 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
 def test_export_and_info_of_onnx(
     tmp_path: Path, cli: Cli, options: tuple[str, ...], weights: str, versions: str
 ) -> None:
-    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-    pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+    pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+    pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
     save_drafter_and_target(tmp_path)
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
     output = cli("checkpoint", "export-device", *models, "--format", *options)
@@ -64,8 +64,8 @@ def test_export_and_info_of_onnx(
 def test_a_page_that_needs_much_memory(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, too_large: bool
 ) -> None:
-    pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-    pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+    pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+    pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
     save_drafter_and_target(tmp_path)
     if too_large:
         monkeypatch.setattr("moaspec_edge.cli.export_device.MAX_WASM_BYTES", 0)
@@ -116,8 +116,8 @@ def test_what_cannot_be_exported(tmp_path: Path, cli: Cli) -> None:
 def test_an_n_that_the_drafter_was_not_trained_for(tmp_path: Path, cli: Cli, form: str) -> None:
     """It was written into the bundle, with target layers that no draft passes."""
     if form == "onnx":
-        pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-        pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+        pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+        pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
     save_drafter_and_target(tmp_path)
     out = tmp_path / "device"
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(out), "--format", form

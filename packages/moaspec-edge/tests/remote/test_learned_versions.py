@@ -24,8 +24,8 @@ from moaspec_edge.server.service import TargetService
 from moaspec_train.continual import fingerprints
 from moaspec_train.learning_process import MAX_WAITING_TEXTS, LearningProcess
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 from moaspec_edge.device_onnx.onnx_device import OnnxDevice

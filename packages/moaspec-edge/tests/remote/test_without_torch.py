@@ -24,8 +24,8 @@ from moaspec.backends.load import load_target
 from moaspec_core.support.extras import MODULES
 from server_in_thread import server_in_thread
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 

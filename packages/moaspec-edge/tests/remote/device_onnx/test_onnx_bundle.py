@@ -26,8 +26,8 @@ from moaspec_edge.device_onnx.manifest import GRAPH_FILE, MOST, is_onnx_bundle, 
 from moaspec_edge.protocol.identity import PROTOCOL, SAMPLING_VERSION
 from moaspec_train.students.drafter_sizes import DrafterSizes, stack_config
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 import onnx
 import onnxruntime

@@ -29,8 +29,8 @@ from moaspec_edge.device_onnx.manifest import MANIFEST_FILE
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import TargetService
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 from moaspec_edge.device_onnx.onnx_device import OnnxDevice

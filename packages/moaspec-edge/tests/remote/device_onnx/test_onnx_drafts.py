@@ -28,8 +28,8 @@ from moaspec_core.errors import InputError
 from moaspec_core.tokens.names import ALIASES, local_gguf
 from moaspec_edge.device.local_parts import DeviceMoAProposer
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 from moaspec_edge.device_onnx.draft_graph import TOP
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx

@@ -32,8 +32,8 @@ from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import TargetService
 
-pytest.importorskip("onnx", reason="the extra device-onnx is not installed")
-pytest.importorskip("onnxruntime", reason="the extra device-onnx is not installed")
+pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
+pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
 
 from moaspec_edge.device_onnx.manifest import GRAPH_FILE, MANIFEST_FILE, read_manifest
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx, packed_version
