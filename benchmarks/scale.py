@@ -387,7 +387,7 @@ def apart(figures: Sequence[Figures]) -> str:
 
 def draw(found: Sequence[Figures], path: Path) -> None:
     """Draw, for each precision, passes by tokens and speed-ups by target."""
-    require("--plot", "report")
+    require("--plot", "matplotlib")
     import matplotlib
     from matplotlib.figure import Figure
 
