@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ import tempfile
 import tomllib
 import urllib.request
 from collections.abc import Iterable
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def main() -> None:
 def install(what: Iterable[str], torch: str, *, uv: bool) -> None:
     """Install PyTorch first: any other request may bring another build of it."""
     command = _installer(uv=uv)
-    if torch or not _has(TORCH):
+    if torch or not _has_torch():
         _install_torch(command, torch)
     # With the build's own requirements in place, building needs no network either.
     _run([*command, *_constrained(), *_build_requirements()])
@@ -112,7 +114,7 @@ def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(request, timeout=PROBE_S):
             return True
-    except OSError:
+    except (OSError, HTTPException):  # the latter of proxies that speak another protocol
         return False
 
 
@@ -133,7 +135,8 @@ def _cpu_index_answers(torch: str) -> bool:
     if not found:
         _say(
             f"{CPU_INDEX} does not answer: PyTorch comes from the default index. If that is the "
-            'build with CUDA (gigabytes), stop and name another: TORCH="torch==2.13.0 ...".'
+            "build with CUDA (gigabytes), stop and name another, with make as "
+            f"TORCH='{TORCH} --index-url URL', else as --torch '{TORCH} --index-url URL'."
         )
     return found
 
@@ -193,12 +196,14 @@ def _has_gpu() -> bool:
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 
-def _has(pinned: str) -> bool:
-    name, _, version = pinned.partition("==")
+def _has_torch() -> bool:
+    """Whether a build is installed that moaspec takes: from `TORCH` to below 3."""
     try:
-        return metadata.version(name).partition("+")[0] == version
+        found = re.findall(r"\d+", metadata.version("torch"))
     except metadata.PackageNotFoundError:
         return False
+    least = re.findall(r"\d+", TORCH)
+    return [*map(int, least[:2])] <= [*map(int, found[:2])] < [3]
 
 
 def _constrained() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -43,6 +44,33 @@ def test_an_index_is_asked_whether_it_answers() -> None:
             server.shutdown()
             thread.join()
     assert not INSTALL["answers"](f"http://127.0.0.1:{free_port()}")
+
+
+def test_another_protocol_is_no_answer() -> None:
+    """As from a proxy that is no HTTP proxy."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=_answer_as_socks, args=(server,), daemon=True)
+        thread.start()
+        assert not INSTALL["answers"](f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join(timeout=10)
+
+
+def _answer_as_socks(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(b"\x05\xff")
+
+
+@pytest.mark.parametrize(
+    ("installed", "kept"),
+    [("2.13.0+cpu", True), ("2.14.1+cu130", True), ("2.12.9", False), ("3.0.0", False)],
+)
+def test_a_build_that_is_in_range_is_kept(
+    installed: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: installed)
+    assert INSTALL["_has_torch"]() == kept
 
 
 def test_the_build_for_cpus_is_asked_for_first() -> None:

@@ -25,7 +25,8 @@ class Kernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, unless the installation is editable."""
-        self._scratch = Path(tempfile.mkdtemp())
+        self._kept = tempfile.TemporaryDirectory()  # until the wheel is written
+        self._scratch = Path(self._kept.name)
         fits = platform.system() == "Linux" and platform.machine() == "x86_64"
         if version == "editable" or not fits:
             return
@@ -52,11 +53,6 @@ class Kernels(BuildHookInterface[Any]):
             build_data["pure_python"] = False
             system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{system}"
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was compiled."""
-        del version, build_data, artifact_path
-        shutil.rmtree(self._scratch)
 
     def _compile(self, compiler: str, flags: tuple[str, ...], name: str) -> subprocess.Popen[bytes]:
         source = Path(self.root, HERE, "cpp/kernels.cpp")

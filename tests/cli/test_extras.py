@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from commands import Cli
 from moaspec_core.cli import main
 from moaspec_core.support import extras
-from moaspec_core.support.extras import COMMANDS, MODULES, install_command
+from moaspec_core.support.extras import COMMANDS, MODULES, NEEDS, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,6 +127,24 @@ def test_every_requirement_exists() -> None:
             assert not extra or extra[:-1] in extras, requirement
 
 
+def test_what_a_requirement_needs_is_asked_for_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ours are on no index: a distribution alone would not find the others."""
+    for requirement in MODULES:
+        name, _, extra = requirement.rstrip("]").partition("[")
+        project = ROOT / "packages" / name / "pyproject.toml"
+        if project.exists():
+            facts = tomllib.loads(project.read_text())["project"]
+            asked = facts["optional-dependencies"][extra] if extra else facts["dependencies"]
+            ours = {Requirement(one).name for one in asked if one.startswith("moaspec")}
+            assert set(NEEDS.get(requirement, ())) == ours - {"moaspec-core", name}, requirement
+    assert "moaspec-serve'" not in install_command("moaspec-edge[http]")
+    monkeypatch.setitem(sys.modules, "moaspec_serve", None)
+    places = f"-e '{ROOT}/packages/moaspec-serve' -e '{ROOT}/packages/moaspec-edge[http]'"
+    assert install_command("moaspec-edge[http]").endswith(f" install {places}")
+
+
 def test_every_command_is_known() -> None:
     for project in (ROOT / "packages").glob("*/pyproject.toml"):
         facts = tomllib.loads(project.read_text())["project"]
@@ -160,7 +178,15 @@ def test_a_command_of_a_missing_distribution_names_it(
         ),
         (
             {"url": "https://host/a.git", "vcs_info": {"vcs": "git", "commit_id": "1"}},
-            "'moaspec-edge[http] @ git+https://host/a.git#subdirectory=packages/moaspec-edge'",
+            "'moaspec-edge[http] @ git+https://host/a.git@1#subdirectory=packages/moaspec-edge'",
+        ),
+        (
+            {"url": "https://host/main.zip", "archive_info": {}, "subdirectory": "packages/x"},
+            "'moaspec-edge[http] @ https://host/main.zip#subdirectory=packages/moaspec-edge'",
+        ),
+        (
+            {"url": "file:///clone/packages/moaspec-core", "dir_info": {}},
+            "'moaspec-edge[http] @ file:///clone/packages/moaspec-edge'",
         ),
     ],
 )

@@ -107,17 +107,15 @@ def add_unavailable(command: str, error: ImportError) -> None:
     if " " in command:  # its group says it
         return
 
-    @app.command(command, hidden=True, context_settings={"ignore_unknown_options": True})
+    missing = (error.name or "").partition(".")[0]
+    brings = "moaspec" if missing in MODULES["moaspec"] else COMMANDS.get(command)
+    how = "install its distribution again" if brings is None else install_command(brings)
+    told = f"`moaspec {command}` needs packages that are not installed ({missing or error}): {how}."
+
+    @app.command(command, hidden=True, help=told, context_settings={"ignore_unknown_options": True})
     def unavailable(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        """Say what is not installed."""
         del arguments
-        brings = COMMANDS[command]
-        if (error.name or "").partition(".")[0] in MODULES["moaspec"]:
-            brings = "moaspec"
-        raise InputError(
-            f"`moaspec {command}` needs packages that are not installed ({error.name}): "
-            f"{install_command(brings)}."
-        ) from error
+        raise InputError(told) from error
 
 
 add_commands()

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,14 @@ MODULES = {
     "matplotlib": ("matplotlib",),
 }
 """Modules that a requirement brings: a distribution, or one with an extra of its pyproject.toml."""
+
+NEEDS = {
+    "moaspec-train": ("moaspec",),
+    "moaspec-vllm": ("moaspec",),
+    "moaspec-edge[http]": ("moaspec-serve",),
+    "moaspec-edge[server]": ("moaspec",),
+}
+"""Distributions of ours that these need, beside moaspec-core."""
 
 COMMANDS = {
     **dict.fromkeys(("calibrate", "chat", "check", "checkpoint", "demo"), "moaspec"),
@@ -89,19 +98,17 @@ def install_command(*requirements: str) -> str:
 
 
 def _arguments(requirements: tuple[str, ...]) -> list[str]:
-    """Of pip: directories of a checkout, wheels beside ours, a repository, or names."""
+    """Of pip: from a checkout, a directory, wheels beside ours, a repository, or an index."""
+    needed = (other for one in requirements for other in NEEDS.get(one, ()) if _missing(other))
+    wanted = list(dict.fromkeys((*needed, *requirements)))
     root = checkout()
     if root is not None:
-        places = (_in_checkout(root, one) for one in requirements)
-        return [word for place in places for word in place]
+        return [word for one in wanted for word in _in_checkout(root, one)]
     origin = _origin()
-    system = origin.get("vcs_info")
-    if system:
-        address = f"{system['vcs']}+{origin['url']}"
-        return [_quoted(_in_repository(address, one)) for one in requirements]
     url = str(origin.get("url", ""))
-    beside = ["--find-links", _quoted(url.rpartition("/")[0])] if url.endswith(".whl") else []
-    return [*beside, *map(_quoted, requirements)]
+    if url.endswith(".whl"):
+        return ["--find-links", _quoted(url.rpartition("/")[0]), *map(_quoted, wanted)]
+    return [_quoted(_beside(origin, url, one)) for one in wanted]
 
 
 def _in_checkout(root: Path, requirement: str) -> list[str]:
@@ -112,10 +119,16 @@ def _in_checkout(root: Path, requirement: str) -> list[str]:
     )
 
 
-def _in_repository(address: str, requirement: str) -> str:
+def _beside(origin: Mapping[str, Any], url: str, requirement: str) -> str:
+    """A requirement from where moaspec-core came: a directory, an archive or a repository."""
     name = requirement.partition("[")[0]
-    ours = name.startswith("moaspec")
-    return f"{requirement} @ {address}#subdirectory=packages/{name}" if ours else requirement
+    if not url or not name.startswith("moaspec"):
+        return requirement
+    if "dir_info" in origin:
+        return f"{requirement} @ {url.rpartition('/')[0]}/{name}"
+    system = origin.get("vcs_info")
+    address = f"{system['vcs']}+{url}@{system['commit_id']}" if system else url
+    return f"{requirement} @ {address}#subdirectory=packages/{name}"
 
 
 def _origin() -> dict[str, Any]:

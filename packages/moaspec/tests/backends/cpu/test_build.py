@@ -119,6 +119,10 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     try:
         assert not must_compile()
         assert why_not() is None
+        monkeypatch.setattr(build, "_wanted", lambda: ["none", name])  # a set that it lacks
+        monkeypatch.setitem(compiler_flags.INSTRUCTIONS, "none", ())
+        build._loaded.cache_clear()
+        assert why_not() is None
         os.truncate(shipped, shipped.stat().st_size // 2)
         build._loaded.cache_clear()
         assert "no C++ compiler" in str(why_not())

@@ -170,6 +170,8 @@ def _compiled() -> Path:
             return _compiled_for(name)
         except subprocess.CalledProcessError:
             log.info("The compiler cannot do %s.", name)
+        except _NoCompilerError:
+            log.info("The wheel has no kernels for %s.", name)
     return _compiled_for(last)
 
 
