@@ -42,9 +42,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 
 FIRST_WINDOW, LEAST_WINDOW = 32, 8
 """Last tokens of a prompt that are encoded with it: the former, or fewer, down to the latter, where
-that takes longer than plain decoding of `CREDIT_TOKENS` times `MAX_LOSS`. Of 45 prompts with a
-median of 64 tokens first drafts are as good with 32 as with all (tau 1.92 and 1.91 over five rounds
-of SmolLM2's drafter, 1.81 with 16)."""
+that takes longer than plain decoding of `CREDIT_TOKENS` times `MAX_LOSS`. First drafts are as good
+with 32 tokens of a prompt as with all of it ("How much of a prompt", lab/log/performance.md)."""
 
 PROVEN_ROUNDS, WIDER_GAIN = 8, 0.03
 """The whole of the drafter's window is encoded after this number of rounds with drafts, if drafts

@@ -12,7 +12,7 @@ MAX_GRAMMAR_RULES = 2000  # Rules of a grammar and references of a JSON schema, 
 MAX_GRAMMAR_STACK = 2 << 20
 MAX_GRAMMAR_MEMORY = 1 << 30  # Bytes of address space of the process that tries a grammar.
 MAX_GRAMMAR_S = 5  # Seconds of processor time that compiling a grammar may take.
-# Ways in which a text may go on within its grammar at one place; a text with more ends in an error.
+# Parser states at one place of a text with a grammar; a text with more ends with an error.
 MAX_GRAMMAR_ITEMS = 16000
 # Levels of nested objects and arrays in a JSON schema or in variables of a chat template.
 MAX_JSON_DEPTH = 100
