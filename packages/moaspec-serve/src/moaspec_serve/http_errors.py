@@ -101,7 +101,11 @@ def _readable(error: RequestValidationError) -> RequestError:
     # A field may have several types. Report the error of the type that matched furthest.
     first: Mapping[str, Any] = max(
         error.errors(),
-        key=lambda each: (len(each["loc"]), each["type"] in ("too_long", "too_short")),
+        key=lambda each: (
+            len(each["loc"]),
+            each["type"] in ("too_long", "too_short"),
+            not each["type"].endswith("_type"),
+        ),
     )
     if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
         return RequestError(

@@ -1,5 +1,6 @@
 """State that all endpoints share, and the conversion of a request into jobs."""
 
+import difflib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ NEUTRAL: dict[str, list[Any]] = yaml.safe_load(
     files("moaspec_serve.openai").joinpath("unsupported_fields.yaml").read_text("utf-8")
 )
 """Unsupported request fields that would change the answer, with values that would not."""
+MISSPELT = 0.85
+"""How similar, by `difflib`'s ratio, an unknown field is to a known one that it misspells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +71,13 @@ class ServerContext:
         return self.source.facts
 
     def check(self, body: GenerationRequest) -> None:
-        """Refuse other models, and unsupported fields that would change the answer."""
+        """Refuse other models, and fields that are misspelt or would change the answer."""
         self.check_model(body.model)
         for name, value in (body.model_extra or {}).items():
+            if name not in NEUTRAL and (meant := _field_like(name, type(body).model_fields)):
+                raise RequestError(
+                    f"There is no field {name!r}; the nearest is {meant!r}.", param=name
+                )
             if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
                 raise RequestError(
                     f"The field {name!r} is not supported at this endpoint, and it would change "
@@ -242,3 +249,8 @@ class ServerContext:
 def fresh_id(kind: str) -> str:
     """A random id with a prefix."""
     return f"{kind}-{secrets.token_hex(12)}"
+
+
+def _field_like(name: str, fields: Iterable[str]) -> str | None:
+    """The field that an unknown name misspells or writes in camel case, if it does."""
+    return next(iter(difflib.get_close_matches(name.lower(), fields, 1, MISSPELT)), None)

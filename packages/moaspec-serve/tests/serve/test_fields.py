@@ -50,6 +50,8 @@ ENDPOINTS: dict[str, tuple[Any, type, dict[str, Any]]] = {
     ),
 }
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
@@ -95,9 +97,31 @@ def test_unknown_fields_of_our_own_object_are_refused(http: httpx.Client, path: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "moaspec.speculatoin")
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("topP", "top_p"), ("streams", "stream"), ("Seed", "seed")],
+)
+def test_misspelt_fields_are_refused(http: httpx.Client, path: str, name: str, meant: str) -> None:
+    answer = post(http, path, **{name: None})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    assert repr(meant) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [[-1], [[3, -1]]])
+def test_errors_name_the_kind_of_prompt_that_was_meant(http: httpx.Client, prompt: Any) -> None:
+    answer = post(http, "/v1/completions", prompt=prompt)
+    assert answer.status_code == 400
+    assert "greater than or equal to 0" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
+        ("/v1/chat/completions", {"tools": 2 * [TOOL]}, "tools"),
+        ("/v1/chat/completions", {"functions": 2 * [TOOL["function"]]}, "tools"),
+        ("/v1/responses", {"tools": 2 * [{"type": "function", **TOOL["function"]}]}, "tools"),
         ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort"),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity"),

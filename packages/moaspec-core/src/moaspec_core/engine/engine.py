@@ -259,8 +259,7 @@ class Engine:
         started_s, times = time.perf_counter(), _shared_times(requests)
         if times is not None:
             times.begin_round(shared=True)
-        with plain_torch():
-            trees = self._draft(requests)
+        trees = self._draft(requests)
         drafted_s = time.perf_counter()
         asked = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
         verified = await self._verifier.verify(asked)
@@ -275,6 +274,8 @@ class Engine:
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
         """A tree for each request; requests that want the same shape are drafted together."""
         trees = [DraftTree()] * len(requests)
+        if len(requests) == 1 and (policy := requests[0].policy) is not None and policy.rests():
+            return trees
         by_shape: dict[Tree, list[int]] = {}
         for i, request in enumerate(requests):
             shape = self._shape(request, len(requests))
@@ -286,7 +287,9 @@ class Engine:
                 RequestText(one.cache_row, one.token_ids, one.sampling)
                 for one in map(requests.__getitem__, indices)
             ]
-            for i, tree in zip(indices, self._proposer.propose(texts, shape), strict=True):
+            with plain_torch():
+                drafted = self._proposer.propose(texts, shape)
+            for i, tree in zip(indices, drafted, strict=True):
                 trees[i] = tree
         trees = share_slots(trees, by_shape) if len(requests) > 1 else trees
         return [
@@ -436,10 +439,13 @@ def _record(
     times: ObservedTimes, requests: Sequence[RequestState], started_s: float, encode_s: float
 ) -> None:
     """Hand the time of a round of all these requests on, if the costs of all are known."""
-    rounds = [one.policy.round_s for one in requests if one.policy is not None]
-    if any(plain_s <= 0 for plain_s, _ in rounds):
-        return
-    plain_s, expected_s = map(sum, zip(*rounds, strict=True))
+    plain_s = expected_s = 0.0
+    for request in requests:
+        if request.policy is not None:
+            own_plain_s, own_s = request.policy.round_s
+            if own_plain_s <= 0:
+                return
+            plain_s, expected_s = plain_s + own_plain_s, expected_s + own_s
     ended_s = time.perf_counter()
     seconds = ended_s - started_s - (encode_s if expected_s <= plain_s else 0.0)
     times.record(RoundTime(ended_s, seconds, plain_s, expected_s))

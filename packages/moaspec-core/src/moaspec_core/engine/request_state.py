@@ -156,9 +156,12 @@ class RequestState:
     num_verified: int = 0  # tokens whose keys and values the verifier holds; not yet the newest one
     result: GenerationResult = field(default_factory=GenerationResult)
     started_s: float = field(default_factory=time.perf_counter)
+    # Chooses the shape every round; None if the shape is fixed.
+    policy: DraftPolicy | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.result.seed = self.sampling.seed
+        self.policy = None if isinstance(self.shape, Tree) else self.shape
 
     @property
     def num_remaining(self) -> int:
@@ -182,11 +185,6 @@ class RequestState:
             self.wants_features,
             window=min((self.policy and self.policy.window) or self.window, self.window),
         )
-
-    @property
-    def policy(self) -> DraftPolicy | None:
-        """The policy that chooses the shape every round; None if the shape is fixed."""
-        return None if isinstance(self.shape, Tree) else self.shape
 
     @property
     def wants_features(self) -> bool:

@@ -74,6 +74,7 @@ class CostTable:
     # Of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
     logits_s: tuple[float, ...] = ()
     row_s: float = 0.0  # that each further row adds to drafting a first level
+    decide_s: float = 0.0  # of deciding about drafts and copies, in each round that may have them
     # Whether other processes used the CPU meanwhile, so that all of this is too long.
     busy: bool = False
 
@@ -82,7 +83,7 @@ class CostTable:
         lines = (*self.pass_s, self.head_s, self.encode_s, self.logits_s or self.head_s)
         fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
         fits = fits and all(map(_ascend, (self.contexts, self.tokens, self.widths)))
-        single = (self.root_s, self.row_s, self.plain_rest_s, self.draft_rest_s)
+        single = (self.root_s, self.row_s, self.plain_rest_s, self.draft_rest_s, self.decide_s)
         times = [*single, *self.step_s, *(t for line in lines for t in line)]
         if not fits or not np.isfinite(times).all() or min(times) < 0:
             raise InputError(
@@ -348,6 +349,7 @@ class KnownCosts:
         self.table, self.rates_D = table, AcceptanceRates(prior).rates
         self.times = times
         self._found: dict[tuple[int, int, int], RoundCosts] = {}
+        self._excess, self._step = 1.0, 0
 
     @property
     def excess(self) -> float:
@@ -357,7 +359,9 @@ class KnownCosts:
     def at(self, length: int, num_rows: int) -> RoundCosts:
         """Costs of a row with `length` tokens, among `num_rows` rows."""
         context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
-        step = 0 if self.times is None else round(EXCESS_STEPS * log2(self.times.excess))
+        if self._excess != self.excess:
+            self._excess, self._step = self.excess, round(EXCESS_STEPS * log2(self.excess))
+        step = self._step
         found = self._found.get((context, num_rows, step))
         if found is None:
             excess = 2.0 ** (step / EXCESS_STEPS)

@@ -52,7 +52,10 @@ class NgramBranches:
         Returns:
             Tokens that the path promises beyond the price of verifying it alone, 0.0 without costs.
         """
-        self._paths, length, shape = [], len(token_ids), self._given
+        self._paths, self._shape = [], None
+        length, shape = len(token_ids), self._given
+        if depth < 1:
+            return 0.0
         if isinstance(shape, KnownCosts):
             if num_rows > 1:  # a path of one row gives the others pads
                 return 0.0

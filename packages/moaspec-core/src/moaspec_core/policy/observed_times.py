@@ -57,6 +57,7 @@ class ObservedTimes:
     no text, so the clock may decide about them.
 
     Attributes:
+        excess: measured cost of drafts beyond plain rounds, divided by their cost in the table.
         plain_now: whether the round under way is made without drafts, to be compared with.
     """
 
@@ -65,12 +66,7 @@ class ObservedTimes:
         self._run: deque[RoundTime] = deque(maxlen=NEIGHBOURS)  # newest rounds, all of one kind
         self._before: list[RoundTime] = []  # the rounds of the other kind before them
         self._length = 0  # of the newest run of rounds of one kind
-        self._excess, self.plain_now = 1.0, False
-
-    @property
-    def excess(self) -> float:
-        """Measured cost of drafts beyond plain rounds, divided by their cost in the table."""
-        return self._excess
+        self.excess, self.plain_now = 1.0, False
 
     @property
     def fits(self) -> bool:
@@ -78,7 +74,7 @@ class ObservedTimes:
         if len(self._compared) < FIRST_COMPARED:
             return True
         cost = median(cost for _, cost in self._compared)
-        return abs(self._excess - 1.0) * cost <= MISFIT
+        return abs(self.excess - 1.0) * cost <= MISFIT
 
     def begin_round(self, *, shared: bool) -> None:
         """Decide whether the next round is a plain one.
@@ -117,7 +113,7 @@ class ObservedTimes:
             for drafted in self._before:
                 self._add(drafted, one.slowness)
         share = [(1.0, TRUST), *((excess / cost, cost) for excess, cost in self._compared)]
-        self._excess = min(max(_weighted_median(share), LEAST_EXCESS), MOST_EXCESS)
+        self.excess = min(max(_weighted_median(share), LEAST_EXCESS), MOST_EXCESS)
 
     def _add(self, drafted: RoundTime, plain_slowness: float) -> None:
         excess = drafted.slowness / plain_slowness - 1.0

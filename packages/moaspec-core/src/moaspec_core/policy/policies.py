@@ -93,6 +93,13 @@ class DraftPolicy(Protocol):
         """
         del unread, room, num_rows, length, window  # by default there is no decision
 
+    def rests(self) -> bool:
+        """Whether a row alone neither drafts nor copies in the next round; `shape` is not called.
+
+        The look-up of copies and the shape together take a hundredth of a small target's pass.
+        """
+        return False
+
     def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
         """The shape of the next drafts; None for a round without drafts.
 
@@ -223,6 +230,7 @@ class AdaptivePolicy:
         self._round: RoundCosts | None = None
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
+        self._rested = False  # in the latest round
         self._unencoded, self._room, self._left_out = 0, 0, False
         self.window, self._whole_window = _first_window(costs.table), 0
         self._first, self._num_drafted = 0, 0  # first encoded token of a prompt, drafted rounds
@@ -258,6 +266,15 @@ class AdaptivePolicy:
             encoding_s, self._unencoded = float(table.accept_s(unread)), 0
             self._prompt_s += encoding_s
             self._spent_s += encoding_s
+
+    def rests(self) -> bool:
+        # The last round of a pause has tokens encoded.
+        alone = not self._left_out and self._beside() == 1
+        self._rested = alone and self._waiting > 1 and not self.wants_copies
+        if self._rested:
+            self._waiting -= 1
+            self._drafting, self.wants_features = None, False
+        return self._rested
 
     def shape(self, length: int, num_rows: int, copied: float = 0.0) -> Tree | None:
         self._drafting, num_rows = None, max(num_rows, self._beside())
@@ -329,6 +346,8 @@ class AdaptivePolicy:
         round_s += costs.pass_s(len(tree.tokens)) - costs.pass_s(own)
         added_s = (round_s - costs.plain_s) / costs.excess
         self._spent_s += added_s + encoding_s / costs.excess
+        if not self._rested:
+            self._spent_s += self._costs.table.decide_s
         self._saved_s += costs.plain_s * len(accepted)
         if added_s > 0:  # the encoding after a plain round is not a part of its time
             added_s += encoding_s / costs.excess

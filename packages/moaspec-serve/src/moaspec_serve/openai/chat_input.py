@@ -143,5 +143,16 @@ class PreparedChat:
 
 
 def normal_tools(tools: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
-    """Tools of a request in the normal form."""
-    return [normal_tool(tool.model_dump(exclude_none=True)) for tool in tools or ()]
+    """Tools of a request in the normal form.
+
+    Raises:
+        RequestError: two have one name, so that a call would not say which it means.
+    """
+    normal = [normal_tool(tool.model_dump(exclude_none=True)) for tool in tools or ()]
+    names: set[str] = set()
+    for tool in normal:
+        name = tool["function"]["name"]
+        if name in names:
+            raise RequestError(f"Two tools have the name {name!r}.", param="tools")
+        names.add(name)
+    return normal

@@ -1,7 +1,8 @@
 """Request bodies of all endpoints, and bodies that only this server has.
 
 Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadata`, `service_tier`,
-...), are ignored, but not in `moaspec`. `unsupported_fields.yaml` lists the refused ones.
+...), are ignored, but not in `moaspec`. `unsupported_fields.yaml` lists the refused ones; names
+that misspell a field are refused too.
 """
 
 import json

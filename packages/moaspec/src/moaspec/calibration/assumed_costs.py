@@ -35,6 +35,9 @@ from moaspec_core.policy.cost_model import CostTable, best_chain
 FILE = "assumed_costs.json"
 WIDTHS = (1, 2, 4, 8)  # of drafted levels
 
+DECIDE_S = 4e-5
+"""Of deciding about drafts and copies in a round, on CPUs: some hundred lines of Python."""
+
 SURE = 1.1
 """Least estimated speed-up of the best chain; below it nothing is drafted, where the clock may not
 tell whether these costs fit."""
@@ -124,6 +127,7 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         head_s=(0.0,) * len(of.tokens),
         root_s=level_s[0] + of.call_s + of.first_s,
         row_s=of.row_s * (level_s[0] + of.call_s),
+        decide_s=DECIDE_S,
         widths=WIDTHS,
         step_s=tuple(float(one) + of.call_s for one in steps),
         encode_s=tuple(one + of.call_s for one in encode_s),

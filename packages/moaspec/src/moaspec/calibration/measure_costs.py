@@ -20,6 +20,7 @@ import torch
 
 from moaspec.backends.cpu.build import instructions
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
+from moaspec.calibration.assumed_costs import DECIDE_S
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
@@ -285,6 +286,7 @@ class _DraftParts:
             widths=self._widths,
             step_s=_rising([(many.usual_s - one.usual_s) / levels for one, many in self._grown]),
             encode_s=_rising([part.usual_s for part in self._encoded]),
+            decide_s=DECIDE_S,
         )
         return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
