@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 PROJECTS := pyproject.toml $(wildcard packages/*/pyproject.toml drafters/*/pyproject.toml)
 
-.PHONY: demo download-size test coverage test-fast test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
+.PHONY: demo download-size test test-all coverage test-kernels test-quantize test-vllm device-js device-page lint bench gains gains-run docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -43,18 +43,20 @@ download-size: | $(BIN)/python
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Ten minutes on two idle cores: every package, the real model and each deployment.
+FAST := not slow and not browser
 test: install
-	$(PYTEST)
+	$(PYTEST) -m "essential or ($(FAST))"
+
+# Everything.
+test-all: test
+	$(PYTEST) -m "not essential and not ($(FAST))"
 
 # Coverage makes fast tests take two thirds longer with Python 3.11. From 3.12 on, COVERAGE_CORE=sysmon may help.
 coverage: install
 	$(PYTEST) --cov --cov-report term:skip-covered
 
-# Two to six minutes on two cores: no real model, no browser, no test that takes half a second.
-test-fast: install
-	$(PYTEST) -m "not slow and not browser"
-
-# `make test` tests the fastest kernels that this CPU runs; this tests the others, and doing without.
+# Other tests use the fastest kernels that this CPU runs; this tests the others, and doing without.
 MODES ?= $(shell $(BIN)/python -c \
 	"from moaspec.backends.cpu.build import supported; print(*[*supported(), 'off'][1:])")
 test-kernels: install

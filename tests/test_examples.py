@@ -12,6 +12,8 @@ import pytest
 import moaspec
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
+pytestmark = pytest.mark.essential
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPTS = ("Why is the sky blue?", "Write a short poem about the sea.")
 

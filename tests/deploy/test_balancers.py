@@ -33,7 +33,7 @@ from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
 from moaspec_edge.server.shared_verifier import PassOptions
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 CONFIG = Path(__file__).parents[2] / "deploy/fleet/haproxy.cfg"
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -27,6 +27,8 @@ from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding
 from moaspec.target.target import Target
 from moaspec_core.engine.engine import Engine
 
+pytestmark = pytest.mark.essential
+
 ESCAPE = "\x1b"
 SAME = Equality("identical")
 

@@ -21,6 +21,8 @@ from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.server.service import TargetService
 
+pytestmark = pytest.mark.essential
+
 CALM = replace(QUICK, dead_after_s=3.0, connect_s=3.0)
 """With "keep", a busy machine that looks like another cut would change the text."""
 PROMPT = tiny.PROMPTS[1]

@@ -29,7 +29,7 @@ pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed
 
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.essential]
 
 WINDOWS_LACKS = (
     *("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"),

@@ -18,6 +18,8 @@ from moaspec_core.tokens.token_rules import TokenRules
 from moaspec_serve.sources.source import Load
 from serving import LONGEST, MODEL, Served, own_text, say
 
+pytestmark = pytest.mark.essential
+
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 

@@ -51,6 +51,8 @@ from moaspec_train.students.students import (
 from moaspec_train.students.warm_start import fit_exits
 from moaspec_train.trainer import Trainer
 
+pytestmark = pytest.mark.essential
+
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
 

@@ -36,6 +36,8 @@ from moaspec_edge.device.events import RemoteEvent
 from moaspec_edge.emulation import ShapedTransport
 from server_in_thread import server_in_thread
 
+pytestmark = pytest.mark.essential
+
 PROMPT = "w1 w2 <private>w3</private> w4"
 
 

@@ -23,6 +23,8 @@ from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.transport import Transport
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 
+pytestmark = pytest.mark.essential
+
 
 @pytest.mark.parametrize(
     ("arguments", "why"),

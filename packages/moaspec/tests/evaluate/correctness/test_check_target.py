@@ -23,6 +23,8 @@ from moaspec_core.drafting.protocols import VerifyRequest
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.engine.request_state import RequestState
 
+pytestmark = pytest.mark.essential
+
 NEW = 8
 PROMPTS = tiny.PROMPTS[:2]
 
