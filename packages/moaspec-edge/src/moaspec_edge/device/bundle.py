@@ -26,6 +26,7 @@ from moaspec.drafting.proposer_checks import check_trained
 from moaspec.generation.destinations import device_problem
 from moaspec.generation.drafters import find_drafter, read_drafter
 from moaspec.model.baselines import IndependentDrafter, StackConfig
+from moaspec.model.checkpoint.eight_bits import quantised_tensors
 from moaspec.model.checkpoint.moa_checkpoint import device_part, device_part_bytes, fingerprint
 from moaspec.model.checkpoint.moa_config import config_from_json
 from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
@@ -39,7 +40,7 @@ from moaspec.model.checkpoint.weight_files import (
 from moaspec.model.moa import MoADrafter
 from moaspec.target.families import is_family
 from moaspec.target.generic.device_target import GenericPartialTarget, device_tensors
-from moaspec.target.partial import PartialTarget, fill_module, grouped, quantised_tensors
+from moaspec.target.partial import PartialTarget, fill_module, grouped
 from moaspec.target.registry import DTYPES, load_tokenizer, read_skeleton, require_dtype
 from moaspec.target.target import Target
 from moaspec.target.thread_limiter import ThreadLimiter

@@ -25,11 +25,12 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.baselines import KINDS, Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import load_baseline, save_baseline
+from moaspec.model.checkpoint.eight_bits import quantise
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint, save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.target.weights.int8_rows import ALIGNMENT, Int8Linear, quantise
+from moaspec.target.weights.int8_rows import ALIGNMENT, Int8Linear
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.drafting.protocols import Features, Proposer, RequestText, VerifyRequest
 from moaspec_core.engine.engine import run_now

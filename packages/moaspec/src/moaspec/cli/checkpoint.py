@@ -37,6 +37,7 @@ def convert(
     num_target_layers: Annotated[
         int | None, "N of a published checkpoint, which does not record it; default: 0."
     ] = None,
+    int8: Annotated[bool, "Store eight bits per weight; needs --to moaspec."] = False,
 ) -> None:
     """Convert a drafter checkpoint.
 
@@ -49,6 +50,8 @@ def convert(
         raise InputError(f"{out} is the source itself; name another directory.")
     if num_target_layers is not None and to != "moaspec":
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
+    if int8 and to != "moaspec":
+        raise InputError(f"--int8 is for --to moaspec: nothing else reads eight bits in {to}.")
     require_writable("OUT", out)
     context.with_resource(writing(out))
     with loading(model):
@@ -58,16 +61,20 @@ def convert(
         from moaspec.model.checkpoint.published import recorded, save_published
         from moaspec.model.checkpoint.weight_files import require_replaceable
         from moaspec.target.registry import read_skeleton
+        from moaspec_core.checkpoint.directory import read_config
 
         require_replaceable(out)
         target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
-        drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
+        directory = find_drafter(source)
+        drafter = load_checkpoint(directory, target.identity, target.config)
     if num_target_layers is not None:
         if drafter.config.target is not None:
             raise InputError(f"{source} records its N; leave --num-target-layers out.")
         check_num_target_layers(num_target_layers, drafter, target)
     if to == "moaspec":
-        save_drafter(recorded(drafter, target.identity, num_target_layers or 0), out)
+        drafter = recorded(drafter, target.identity, num_target_layers or 0)
+        training = read_config(directory).get("training")
+        save_drafter(drafter, out, training=training, int8=int8)
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")

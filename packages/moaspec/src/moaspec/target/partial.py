@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
+from moaspec.model.checkpoint.eight_bits import SCALE
 from moaspec.model.checkpoint.weight_files import require_enough
 from moaspec.target.decoder_layers import LMHead, frozen_linear
 from moaspec.target.target import Target
-from moaspec.target.weights.int8_rows import Int8Embedding, Int8Linear, quantise
+from moaspec.target.weights.int8_rows import Int8Embedding, Int8Linear
 from moaspec_core.errors import InputError, MismatchError
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
-SCALE = ".row_scale"  # what the name of a quantised weight's scales ends with
 
 
 def excerpt_tensors(
@@ -46,17 +46,6 @@ def excerpt_tensors(
         norm = target.model.base_model.norm
         tensors |= {f"{NORM}.{name}": tensor for name, tensor in norm.state_dict().items()}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def quantised_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """These tensors with every matrix in eight bits, and its scales beside it."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and tensor.is_floating_point():
-            found[name], found[name + SCALE] = quantise(tensor)
-        else:
-            found[name] = tensor
-    return found
 
 
 class PartialTarget(Target):

@@ -128,6 +128,38 @@ def test_round_trip(family: str, dtype: torch.dtype | None, tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
 
 
+def test_weights_in_eight_bits(tmp_path: Path) -> None:
+    """They are off by half a step of their row at most, and the file is half of bf16's."""
+    drafter = tiny.random_drafter(tiny.target())
+    save_drafter(drafter, tmp_path / "wide", dtype=torch.bfloat16)
+    save_drafter(drafter, tmp_path / "narrow", int8=True)
+    loaded = load(tmp_path / "narrow")
+    for (name, before), after in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
+        assert after.dtype == torch.bfloat16
+        step = before.abs().amax(-1, keepdim=True) / 127 if before.ndim == 2 else 0 * before
+        rounding = 2**-8 * before.abs()  # of bf16
+        assert bool(((after - before).abs() <= step / 2 + rounding).all()), name
+    wide, narrow = ((tmp_path / one / WEIGHTS).stat().st_size for one in ("wide", "narrow"))
+    assert narrow < 0.75 * wide  # names and scales count in a file as small as this
+
+
+@pytest.mark.parametrize("change", ["no rows", "rows of another dtype", "scales of another size"])
+def test_damaged_weights_in_eight_bits(change: str, tmp_path: Path) -> None:
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path, int8=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = next(one for one in tensors if one.endswith(".row_scale"))
+    rows = name.removesuffix(".row_scale")
+    if change == "no rows":
+        del tensors[rows]
+    elif change == "rows of another dtype":
+        tensors[rows] = tensors[rows].to(torch.uint8)
+    else:
+        tensors[name] = tensors[name][1:].clone()
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CorruptCheckpointError, match="no int8 matrix"):
+        load(tmp_path)
+
+
 def test_exits_and_acceptance_are_kept(tmp_path: Path) -> None:
     target = tiny.target()
     config = drafter_config(target, DrafterSizes(without=("sa",)), (1, 0))

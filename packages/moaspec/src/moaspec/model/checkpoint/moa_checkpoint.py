@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moaspec.model.checkpoint.eight_bits import quantised_tensors, widened_tensors
 from moaspec.model.checkpoint.moa_config import (
     FORMAT_VERSION,
     SECTION,
@@ -63,12 +64,14 @@ def save_drafter(
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
     shard_bytes: int = 0,
+    int8: bool = False,
 ) -> None:
     """Write a checkpoint that `load_checkpoint` reads back.
 
     Args:
         directory: created when missing; an existing checkpoint in it is replaced.
         dtype: dtype of the stored weights; None keeps them as they are.
+        int8: matrices are stored in eight bits, half of bf16. Other programs cannot read them.
         training: facts about the training run, stored as they are.
         shard_bytes: largest file of weights; 0 for one file. Several get the index that
             transformers' sharded checkpoints have.
@@ -76,6 +79,9 @@ def save_drafter(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(drafter, dtype)
+    if int8:
+        tensors = {name: one if one.ndim == 2 else one.bfloat16() for name, one in tensors.items()}
+        tensors = quantised_tensors(tensors)
     if drafter.draft_token_ids is not None:
         tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
     if drafter.head_moment is not None:
@@ -132,7 +138,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
         context: the target's transformers config; fills what published checkpoints do not record.
 
     Returns:
-        The drafter in evaluation mode, weights in the stored dtype.
+        The drafter in evaluation mode, weights in the stored dtype, bf16 for those of eight bits.
 
     Raises:
         CorruptCheckpointError: unreadable, incomplete, or of impossible sizes.
@@ -149,6 +155,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     tensors = read_tensors(directory)
     draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     with consistent(directory):
+        tensors = widened_tensors(tensors)
         if SECTION in config_json:
             config = recorded_config(config_json)
         else:
@@ -186,6 +193,7 @@ def check_whole(
     """
     weights = {name: tensor for name, tensor in tensors.items() if name not in BESIDE_WEIGHTS}
     with consistent(directory):
+        weights = widened_tensors(weights)
         if SECTION in config_json:
             _check_shapes(recorded_config(config_json), weights)
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from moaspec.model.checkpoint.eight_bits import SCALE
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
@@ -17,7 +18,6 @@ from moaspec.target.generic.generic_target import GenericTarget, set_position_fa
 from moaspec.target.partial import (
     EMBEDDING,
     HEAD,
-    SCALE,
     PartialLMHead,
     PartialTarget,
     excerpt_tensors,

@@ -14,19 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LARGEST = 127
-"""The largest number of a row becomes this; -128 stays unused, so that signs are symmetric."""
-
-
-def quantise(weight_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest eight-bit numbers, (R, I) int8, and each row's scale, (R,) float32.
-
-    No number is off by more than half of its row's scale.
-    """
-    scale_R = weight_RI.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
-    return (weight_RI.float() / scale_R[:, None]).round().to(torch.int8), scale_R
-
-
 KERNEL_BLOCK = 16
 """Inputs that the CPU's kernel reads at once; of other row lengths it reads past the end."""
 ALIGNMENT = 64
