@@ -69,7 +69,7 @@ def _widths(table: Table, width: int) -> list[int] | None:
 def _grid(table: Table, width: int) -> RenderableType:
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.show_header = any(table.headings)
-    widths = _widths(table, width) or [None] * len(table.headings)
+    widths: Sequence[int | None] = _widths(table, width) or [None] * len(table.headings)
     for index, (column, columns) in enumerate(zip(table.columns, widths, strict=True)):
         numbers = index > 0 and all(map(_NUMBER.match, column[1:]))
         grid.add_column(Text(column[0]), width=columns, justify="right" if numbers else "left")
