@@ -8,8 +8,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -23,6 +24,9 @@ from moaspec_core.cli.terminal.table import Table, show_table
 from moaspec_core.errors import InputError
 from moaspec_core.support.extras import require
 from moaspec_core.support.paths import require_writable_file
+
+if TYPE_CHECKING:
+    from edge_bench.bench import EdgeSettings
 
 COLUMNS = (
     "mode",
@@ -95,8 +99,7 @@ def edge_bench(
         layers = _numbers("--num-target-layers", num_target_layers, int)
     speeds = _numbers("--server-speed", server_speed, float)
     with loading(model):
-        from edge_bench.bench import EdgeSettings, run_edge_bench
-        from edge_bench.cut_bench import run_cut_bench
+        from edge_bench.bench import EdgeSettings
         from moaspec.backends.load import chosen_dtype
         from moaspec_edge.device.bundle import export_bundle
     # Leave through the context managers, which end processes and remove namespaces.
@@ -127,11 +130,7 @@ def edge_bench(
             known = _known(bundles["moa"], layers)
         with loading(model):  # kernels are compiled once all names are known to be right
             settings = replace(settings, num_target_layers=known, dtype=chosen_dtype(dtype))
-        with ProgressBar("") as bar:
-            if cut_after is None:
-                report = run_edge_bench(settings, bar.begin)
-            else:
-                report = run_cut_bench(settings, after=cut_after, alone=ALONE, advance=bar.begin)
+        report = _run(settings, cut_after)
     if as_json:
         console.out.print(json.dumps(report))
     elif cut_after is None:
@@ -144,6 +143,22 @@ def edge_bench(
     if report["interrupted"]:
         console.warn("Stopped: these are the cases before.")
         raise typer.Exit(130)
+
+
+def _run(settings: EdgeSettings, cut_after: int | None) -> dict[str, Any]:
+    """Measure with a progress bar of cases."""
+    from edge_bench.bench import run_edge_bench
+    from edge_bench.cut_bench import run_cut_bench
+
+    begun = count()
+    with ProgressBar("") as bar:
+
+        def begin(name: str, total: int) -> None:
+            bar.update(description=name, total=total, completed=next(begun))
+
+        if cut_after is None:
+            return run_edge_bench(settings, begin)
+        return run_cut_bench(settings, after=cut_after, alone=ALONE, advance=begin)
 
 
 def _known(bundle: str, layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ import moaspec_core.cli
 from commands import Cli
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.console import Screen, escape_unsafe
-from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.status import quiet_libraries
 
 HOSTILE = {
@@ -99,16 +98,6 @@ def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str])
     told = capfd.readouterr()
     assert is_harmless(told.out + told.err)
     assert "2J" in told.out + told.err
-
-
-def test_no_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    """Not even the empty line that it would leave; one that stays is a line."""
-    with ProgressBar("measuring", 2) as bar:
-        bar.advance()
-    assert capfd.readouterr() == ("", "")
-    with ProgressBar("rows", 2, transient=False) as bar:
-        bar.update(2, "5 tokens/s")
-    assert capfd.readouterr() == ("", "rows 2/2 5 tokens/s\n")
 
 
 def test_log_records_that_no_handler_takes() -> None:

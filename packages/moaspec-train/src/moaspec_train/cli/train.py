@@ -111,13 +111,13 @@ def train(
     _tell_start(trainer, [*unused.lines(), *trainer.notes()], len(examples), told)
     with (
         _explained_stop(output),
-        ProgressBar("step", settings.steps, screen=told, transient=False) as bar,
-        show_log_records(told, lambda text: bar.update(trainer.step, text.plain)),
+        ProgressBar("step", settings.steps, screen=told, stays=True) as bar,
+        show_log_records(told, lambda text: bar.update(completed=trainer.step, text=text.plain)),
     ):
         bar.resume(trainer.step)
 
         def report(step: StepProgress) -> None:
-            bar.update(step.step, _line(step))
+            bar.update(completed=step.step, text=_line(step))
             if step.held_out_accuracy:
                 bar.screen.print(_measured(step))
 

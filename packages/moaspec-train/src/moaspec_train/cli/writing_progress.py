@@ -32,7 +32,7 @@ class WritingProgress(ProgressBar):
     """
 
     def __init__(self, name: str, total: int, seconds: float | None) -> None:
-        super().__init__(name, total, transient=False)
+        super().__init__(name, total, stays=True)
         self._stop = StopCondition(seconds)
         self._tokens, self._finished, self._started = 0, 0, time.perf_counter()
         self._note = ""
@@ -44,7 +44,7 @@ class WritingProgress(ProgressBar):
     def note(self, done: int, note: str) -> None:
         """Set the number of finished units, and a note behind the speed."""
         self._note = note
-        self.update(done, self._text())
+        self.update(completed=done, text=self._text())
 
     def _text(self) -> str:
         elapsed = time.perf_counter() - self._started
@@ -55,7 +55,8 @@ class WritingProgress(ProgressBar):
         """Count tokens and conversations (`done`: units in all); raise if the run shall stop."""
         self._tokens += tokens
         self._finished += finished
-        self.update(int(self.task.completed) + finished if done is None else done, self._text())
+        completed = self.task.completed + finished if done is None else done
+        self.update(completed=completed, text=self._text())
         due = self._stop.due
         if due >= StopCause.INTERRUPTED or (due is StopCause.TIME and self._finished):
             raise _StopError

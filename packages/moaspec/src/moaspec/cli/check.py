@@ -144,7 +144,7 @@ def _run(plan: Check) -> list[CheckedText]:
     """All findings, or those before a Ctrl-C."""
     findings: list[CheckedText] = []
     with contextlib.suppress(KeyboardInterrupt), ProgressBar("checking", plan.num_texts) as bar:
-        for finding in plan.run(bar.tell):
+        for finding in plan.run(lambda doing, left_s: bar.update(text=doing, left_s=left_s)):
             findings.append(finding)
             bar.advance()
     return findings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,25 +17,19 @@ from rich.console import Console
 from moaspec.cli import panes
 from moaspec.cli.loading import num_threads
 from moaspec.cli.race_verdict import show_verdict
-from moaspec.cli.report_tables import show
 from moaspec.evaluate.prompt_suites import Prompt, read_prompts
 from moaspec_core.bundled import bundled_drafters
-from moaspec_core.cli.entry import exit_on_interrupt
 from moaspec_core.cli.options import MODEL, Dtype, Model, Threads, with_options
 from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.console import Screen
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts
-from moaspec_core.cli.terminal.progress_bar import ProgressBar
-from moaspec_core.cli.terminal.status import quiet_libraries, require_threads, set_threads
-from moaspec_core.cli.terminal.timed_steps import TimedSteps
+from moaspec_core.cli.terminal.status import loading, require_threads, status
 from moaspec_core.errors import InputError
 from moaspec_core.tokens.names import ALIASES
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.methods import Method
     from moaspec.evaluate.race import Race, Races, TimedDecoding
-    from moaspec.evaluate.report.report import Report
     from moaspec.model.moa import MoADrafter
     from moaspec.target.target import Target
     from moaspec_core.policy.policies import FreeBranches
@@ -65,9 +59,6 @@ def demo(
     ] = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    details: Annotated[
-        bool, "Then also measure transformers' own generate, and print tables per method."
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
 ) -> None:
     """Race plain and speculative decoding.
@@ -76,7 +67,7 @@ def demo(
     dequantises the model's weights; later runs find all of this ready.
     Models for code have prompts about code. Where no drafter is bundled, drafts are copied from the
     text.
-    Ctrl-C ends the demo and keeps what was shown.
+    Ctrl-C ends the demo and keeps what was shown. `moaspec eval` measures more methods, in tables.
 
     Example: moaspec demo
     """
@@ -85,11 +76,11 @@ def demo(
     require_threads(threads)
     screen = Screen(quiet=True) if as_json else new_screen()
     screen.print(INTRODUCTION)
-    steps = TimedSteps(console.err)
-    with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
-        quiet_libraries()
-    set_threads(threads)
-    setting = _prepared(model, dtype, steps, details=details)
+    steps = Steps()
+    libraries = "PyTorch and transformers"
+    with steps(f"Loading {libraries}", shown=loading(libraries, threads)):
+        pass
+    setting = _prepared(model, dtype, steps)
     with steps("Timing the first tokens of both"):
         number, tokens = plan(_pair_s(setting), max_new_tokens)
     prompts = setting.prompts[:number]
@@ -101,27 +92,38 @@ def demo(
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts), limit_s)
         if races.each:
-            show_verdict(
-                races,
-                screen,
-                details=details,
-                unmeasured=setting.unmeasured,
-                model=model,
-                drafter=setting.drafter is not None,
-            )
-        report = None
-    if details and not interrupts:
-        report = _details(setting, prompts, tokens)
+            drafted = setting.drafter is not None
+            show_verdict(races, screen, setting.unmeasured, model=model, drafted=drafted)
     if as_json:
-        facts = _facts(setting, races, steps)
-        facts["report"] = report and report.as_json()
-        console.out.print(json.dumps(facts))
-    elif report is not None:
-        show(report)
+        console.out.print(json.dumps(_facts(setting, races, steps)))
     if interrupts:
         raise typer.Exit(130)
     if not races.lossless:
         raise typer.Exit(1)
+
+
+class Steps:
+    """Slow steps before the races; `seconds` has their times by their names."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(
+        self, name: str, expected: str = "", shown: AbstractContextManager[object] | None = None
+    ) -> Iterator[None]:
+        """Show a status line during the block, and the time that it took after it.
+
+        Args:
+            expected: the time of a long step.
+            shown: in place of the status line.
+        """
+        started = time.perf_counter()
+        with shown or status(f"{name} ({expected})" if expected else name):
+            yield
+        self.seconds[name] = time.perf_counter() - started
+        if console.err.is_terminal:  # elsewhere the line of its beginning is enough
+            console.err.print(f"{name}: {self.seconds[name]:.1f} s")
 
 
 def new_screen() -> Screen:
@@ -136,7 +138,6 @@ class Setting:
 
     target: Target
     drafter: MoADrafter | None  # None: drafts are copied from the text
-    methods: Sequence[Method]
     prompts: Sequence[Prompt]
     trusted: Callable[[], Target]  # loads the target that says which of two texts is right
     # Why drafts are not chosen by measured costs; None if they are.
@@ -165,7 +166,7 @@ class Setting:
         )
 
 
-def _prepared(model: str, dtype: str, steps: TimedSteps, *, details: bool) -> Setting:
+def _prepared(model: str, dtype: str, steps: Steps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.backends.fast_target import same_bits
@@ -173,7 +174,6 @@ def _prepared(model: str, dtype: str, steps: TimedSteps, *, details: bool) -> Se
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
-    from moaspec.evaluate.methods import Method
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import find_weights, must_dequantise
 
@@ -187,13 +187,11 @@ def _prepared(model: str, dtype: str, steps: TimedSteps, *, details: bool) -> Se
         with steps("Dequantising the model's weights", expected):
             find_weights(model)
     drafted = model in bundled_drafters()
-    names = [*(["hf"] if details else []), "plain", *(["moa"] if drafted else [])]
+    names = ("plain", "moa") if drafted else ("plain",)
     with steps(f"Loading {model} and its drafter" if drafted else f"Loading {model}"):
         sources = MethodSources(model, dtype=chosen_dtype(dtype))
         methods = load_methods(names, sources)
     target, drafter = methods[-1].target, methods[-1].drafter
-    if not drafted:
-        methods.append(Method("copies", target, free_branches=True))
     assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"
     unmeasured = None
     unknown = drafter is not None and any(
@@ -208,7 +206,7 @@ def _prepared(model: str, dtype: str, steps: TimedSteps, *, details: bool) -> Se
             console.err.print(f"Not measured, because {unmeasured}.")
     prompts = read_prompts(ALIASES[model].prompts if model in ALIASES else "bundled")
     trusted = cache(lambda: load_reference_target(methods, sources))
-    return Setting(target, drafter, methods, prompts, trusted, unmeasured)
+    return Setting(target, drafter, prompts, trusted, unmeasured)
 
 
 def _pair_s(setting: Setting) -> float:
@@ -275,23 +273,7 @@ def _races(
     return Races(races)
 
 
-def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
-    """Measure the same prompts by `measure`, transformers' own generate included."""
-    from moaspec.cli.method_loading import chat_encoder
-    from moaspec.evaluate.runner import EvalSettings, measure
-
-    with ProgressBar("measuring", len(setting.methods) * len(prompts)) as bar:
-        return measure(
-            setting.methods,
-            prompts,
-            chat_encoder(setting.target, "default"),
-            EvalSettings(max_new_tokens=tokens),
-            trusted=setting.trusted(),
-            advance=bar.advance,
-        )
-
-
-def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
+def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
     """The settings, the seconds of each step and all measurements, for `--json`."""
     from moaspec.evaluate.report.report import surroundings
 

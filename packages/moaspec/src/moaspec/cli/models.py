@@ -96,7 +96,7 @@ def _fetched(name: str, alias: Alias) -> Path:
     console.err.print(f"Fetching {alias.gguf}: {begun}, license {alias.license}.")
     with ProgressBar(name, size) as bar, show_log_records(bar.screen, bar.screen.print):
         bar.resume(here)
-        return fetch(alias, lambda done: bar.update(done // MB, "MB"))
+        return fetch(alias, lambda done: bar.update(completed=done // MB, text="MB"))
 
 
 def _source(alias: Alias) -> str:

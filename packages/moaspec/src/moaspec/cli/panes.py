@@ -40,13 +40,18 @@ class Pane:
     effort: DecodingStats
     done: bool
 
+    @property
+    def text(self) -> Text:
+        return Text.assemble(*((piece, STYLES[source]) for piece, source in self.pieces))
 
-def panes_of(plain: TimedDecoding, speculative: TimedDecoding) -> tuple[Pane, Pane]:
-    """The panes of two runners as they are now."""
-    return (
-        Pane("plain", plain.pieces, plain.stats, plain.done),
-        Pane("speculative", speculative.pieces, speculative.stats, speculative.done),
-    )
+    @property
+    def counters(self) -> tuple[str, str]:
+        """Two lines of figures: counts, and times."""
+        effort = self.effort
+        return (
+            f"{effort.tokens} tokens, {effort.passes} target passes",
+            f"{effort.tokens_per_s:.1f} tokens/s, {effort.seconds:.2f} s",
+        )
 
 
 def can_redraw(screen: Console) -> bool:
@@ -57,31 +62,25 @@ def can_redraw(screen: Console) -> bool:
 
 def legend(screen: Console) -> Text:
     """The meaning of the colours, or of bold if there are no colours."""
+    copied: tuple[str | tuple[str, str], ...] = (", ", ("copied from the text", STYLES["copy"]))
     if screen.no_color or screen.color_system is None:
-        return Text.assemble("Tokens: ", ("drafted and accepted", "bold"), ", the target's own")
-    return Text.assemble(
-        "Tokens: ",
-        ("drafted and accepted", STYLES["draft"]),
-        ", ",
-        ("copied from the text", STYLES["copy"]),
-        ", the target's own",
-    )
+        copied = ()
+    drafted = ("drafted and accepted", STYLES["draft"])
+    return Text.assemble("Tokens: ", drafted, *copied, ", the target's own")
 
 
 def frame(
     prompt: str, panes: Sequence[Pane], screen: Console, *, text_rows: int | None = None
 ) -> RenderableType:
     """Prompt and panes. `text_rows`: the last rows of each text; None shows the whole texts."""
-    width = _width(screen)
-    texts = [_rows(one.pieces, _pane_width(screen) - 4, screen) for one in panes]
+    width = _width(screen) // 2
+    texts = [_rows(pane.text, width - 4, screen) for pane in panes]
     rows = max(map(len, texts)) if text_rows is None else text_rows
-    drawn = [
-        _panel(pane, text, _pane_width(screen), rows)
-        for pane, text in zip(panes, texts, strict=True)
-    ]
     beside = Table.grid(padding=0)
-    beside.add_row(*drawn)
-    return Group(_heading(prompt, width), beside)
+    beside.add_row(
+        *(_panel(pane, text, width, rows) for pane, text in zip(panes, texts, strict=True))
+    )
+    return Group(Text(shortened(prompt), style="bold"), beside)
 
 
 def show_race(
@@ -103,9 +102,13 @@ def show_race(
     """
     from moaspec.evaluate.race import run_race
 
+    def panes() -> list[Pane]:
+        runs = {"plain": plain, "speculative": speculative}
+        return [Pane(name, run.pieces, run.stats, run.done) for name, run in runs.items()]
+
     if not can_redraw(screen):
         whole = run_race(plain, speculative, stop=stop)
-        _show_lines(heading, plain, speculative, screen)
+        _show_lines(heading, panes(), screen, same=plain.token_ids == speculative.token_ids)
         return whole
     drawn_at = 0.0
     with Live(console=screen, auto_refresh=False, transient=True) as live:
@@ -114,36 +117,23 @@ def show_race(
             """Draw in this thread: another one would compete with what is being timed."""
             nonlocal drawn_at
             if time.monotonic() - drawn_at >= FRAME_S:
-                panes, rows = panes_of(plain, speculative), _text_rows(screen)
-                live.update(frame(heading, panes, screen, text_rows=rows), refresh=True)
+                shown = frame(heading, panes(), screen, text_rows=_text_rows(screen))
+                live.update(shown, refresh=True)
                 drawn_at = time.monotonic()
 
         whole = run_race(plain, speculative, watch=draw, stop=stop)
     if last or not whole:
-        screen.print(frame(heading, panes_of(plain, speculative), screen))
+        screen.print(frame(heading, panes(), screen))
     return whole
 
 
-def _show_lines(
-    heading: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
-) -> None:
-    """Print text and counters of both panes as lines; one text where both are equal."""
-    panes = panes_of(plain, speculative)
+def _show_lines(heading: str, panes: Sequence[Pane], screen: Console, *, same: bool) -> None:
+    """Print text and counters of the panes as lines; one text where both are the same."""
     screen.print(Text(heading, style="bold"))
-    same = plain.token_ids == speculative.token_ids
-    for pane in panes[1:] if same else panes:
-        screen.print(_styled(pane.pieces))
+    for pane in panes[same:]:
+        screen.print(pane.text)
     for pane in panes:
-        counted, timed = counters(pane.effort)
-        screen.print(Text(f"{pane.name}: {counted}, {timed}"))
-
-
-def counters(effort: DecodingStats) -> tuple[str, str]:
-    """Two lines of figures: counts, and times."""
-    return (
-        f"{effort.tokens} tokens, {effort.passes} target passes",
-        f"{effort.tokens_per_s:.1f} tokens/s, {effort.seconds:.2f} s",
-    )
+        screen.print(Text(f"{pane.name}: {', '.join(pane.counters)}"))
 
 
 def result_line(number: int, race: Race) -> str:
@@ -159,29 +149,16 @@ def result_line(number: int, race: Race) -> str:
 def _panel(pane: Pane, text: Sequence[Text], width: int, rows: int) -> Panel:
     kept = [*text[max(0, len(text) - rows) :]]
     kept += [Text()] * (rows - len(kept))
-    words = [Text(line, overflow="ellipsis", no_wrap=True) for line in counters(pane.effort)]
+    words = [Text(line, overflow="ellipsis", no_wrap=True) for line in pane.counters]
     title = f"{pane.name}, done" if pane.done else pane.name
     return Panel(Group(*kept, Rule(style=""), *words), title=title, width=width)
 
 
-def _rows(pieces: Sequence[tuple[str, Source]], width: int, screen: Console) -> list[Text]:
+def _rows(text: Text, width: int, screen: Console) -> list[Text]:
     """The text in rows of this width, broken between words."""
-    text = _styled(pieces)
     text.expand_tabs(4)
     text.rstrip()
     return list(text.wrap(screen, width)) if text.plain else []
-
-
-def _styled(pieces: Sequence[tuple[str, Source]]) -> Text:
-    text = Text()
-    for piece, source in pieces:
-        text.append(piece, style=STYLES[source])
-    return text
-
-
-def _heading(prompt: str, width: int) -> Text:
-    lines = textwrap.wrap(shortened(prompt), width)
-    return Text("\n".join(lines), style="bold")
 
 
 def shortened(prompt: str) -> str:
@@ -191,10 +168,6 @@ def shortened(prompt: str) -> str:
 
 def _width(screen: Console) -> int:
     return min(screen.width - MARGIN, MAX_WIDTH)
-
-
-def _pane_width(screen: Console) -> int:
-    return _width(screen) // 2
 
 
 def _text_rows(screen: Console) -> int:

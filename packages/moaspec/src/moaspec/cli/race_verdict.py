@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,30 +16,25 @@ MIN_GAIN = 1.03  # smaller speed-ups are within the difference of two equal deco
 
 
 def show_verdict(
-    races: Races,
-    screen: Console,
-    *,
-    details: bool,
-    unmeasured: str | None = None,
-    model: str = MODEL,
-    drafter: bool = True,
+    races: Races, screen: Console, unmeasured: str | None = None, *, model: str, drafted: bool
 ) -> None:
     """The verdict, its reason where there was no gain, and what to try next.
 
     Args:
         unmeasured: why drafts were not chosen by measured costs; None where they were.
         model: whose texts they are.
-        drafter: whether one drafted; costs are measured for drafters only.
+        drafted: whether by a drafter; costs are measured for drafters only.
     """
     screen.print()
     screen.print(Text(verdict(races, unmeasured), style="bold"))
     if why := reason(races, unmeasured):
         screen.print(why)
-    suggested = try_next(
-        command(), gained=_gained(races) or not drafter, details=details, model=model
-    )
-    for line in suggested:
-        screen.print(line)
+    option = "" if model == MODEL else f" --model {model}"
+    if drafted and not _gained(races):
+        screen.print(f"Try next: moaspec calibrate{option}     measure this machine when idle")
+    else:
+        screen.print(f"Try next: moaspec chat{option}          talk with this model")
+    screen.print(f"          moaspec serve --open{option}  a page to chat on, and an API")
 
 
 def verdict(races: Races, unmeasured: str | None = None) -> str:
@@ -99,33 +91,3 @@ def reason(races: Races, unmeasured: str | None = None) -> str | None:
         f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
         f"{longer:.2f} times as long as a plain one, drafting included."
     )
-
-
-def try_next(name: str, *, gained: bool, details: bool, model: str = MODEL) -> tuple[str, str]:
-    """Two commands to try next.
-
-    Args:
-        gained: whether speculation was faster; if not, a busy machine may be the reason.
-        details: whether this demo shows its tables already.
-        model: of the demo.
-    """
-    option = "" if model == MODEL else f" --model {model}"
-    first = (f"{name} chat{option}", "talk with this model")
-    if not gained:
-        first = (f"{name} calibrate{option}", "measure this machine when idle")
-    second = (f"{name} demo{option} --details", "tables of all methods")
-    if details:
-        second = (f"{name} serve{option} --open", "a page to chat on, and an API")
-    width = max(len(first[0]), len(second[0]))
-    return (
-        f"Try next: {first[0]:<{width}}  {first[1]}",
-        f"          {second[0]:<{width}}  {second[1]}",
-    )
-
-
-def command() -> str:
-    """How the user calls this program."""
-    called = Path(sys.argv[0])
-    if shutil.which("moaspec") == str(called):
-        return "moaspec"
-    return str(called) if called.name == "moaspec" else "python -m moaspec"

@@ -23,6 +23,7 @@ NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 SLOW_IMPORTS = "moaspec.slow_imports"
 """Entry points that name modules whose import takes seconds."""
 QUANTIZE = ("int8", "int4")
+REDRAWS_PER_S = 4.0  # few: they take CPU time from measurements
 log = logging.getLogger("moaspec")
 
 
@@ -31,7 +32,8 @@ def status(message: str) -> Iterator[Status]:
     """Show a message during the block; in files and pipes, print it once."""
     if not console.err.is_terminal:
         console.err.print(message)
-    with console.err.status(Text(message)) as shown, show_log_records(console.err, shown.update):
+    line = console.err.status(Text(message), refresh_per_second=REDRAWS_PER_S)
+    with line as shown, show_log_records(console.err, shown.update):
         yield shown
 
 
@@ -75,7 +77,7 @@ def measuring() -> Iterator[Callable[[str], None]]:
     """Show a status line for `calibrate`; yields a function that sets the timed part in it."""
     said = "Measuring this machine, once"
     announced = console.err.is_terminal
-    with console.err.status("Preparing") as shown:
+    with console.err.status("Preparing", refresh_per_second=REDRAWS_PER_S) as shown:
 
         def advance(part: str) -> None:
             nonlocal announced
