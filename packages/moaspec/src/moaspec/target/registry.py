@@ -42,8 +42,8 @@ from moaspec.target.weights.quantised import prepare_config, widen
 from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.user_files import why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
+from moaspec_core.sampling.generation_defaults import without_defaults
 from moaspec_core.support.causes import first_line
-from moaspec_core.tokens.generation_defaults import without_defaults
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
