@@ -21,6 +21,7 @@ from typing import (
 
 import typer
 
+from moaspec_core.checkpoint.dtypes import TargetDtype
 from moaspec_core.checkpoint.user_files import read_limited
 from moaspec_core.errors import InputError
 from moaspec_core.sampling.params import SETTINGS, SamplingOptions
@@ -67,7 +68,7 @@ Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
+    Literal["auto", TargetDtype],
     typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
 ]
 Quantize = Annotated[
