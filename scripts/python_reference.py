@@ -126,6 +126,9 @@ def _fields(node: ast.ClassDef) -> list[str]:
     plain = [one for one in node.body if isinstance(one, ast.AnnAssign)]
     if not any("dataclass" in ast.unparse(one) for one in node.decorator_list):
         return []
+    for one in plain:  # a call that declares more than a default, which is its first argument
+        if isinstance(one.value, ast.Call) and one.value.args:
+            one.value = one.value.args[0]
     return [ast.unparse(one) for one in plain if "ClassVar" not in ast.unparse(one.annotation)]
 
 

@@ -24,9 +24,9 @@ from moaspec_core.drafting.protocols import RequestText
 from moaspec_core.engine.generate_options import sampling_params
 from moaspec_core.errors import InputError
 from moaspec_core.privacy import Vault, default
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_core.sampling.philox import philox
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
 from moaspec_edge.device.link_policy import LinkPolicy
 from moaspec_edge.protocol import wire
 from moaspec_edge.protocol.activation_layout import ActivationLayout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 import moaspec
 import tiny
 from moaspec import SamplingParams
+from moaspec.sampling import kernels
 from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import SETTINGS, SamplingOptions
 
 pytestmark = pytest.mark.kernels
 
@@ -66,6 +68,19 @@ def test_whole_numbers_beyond_64_bits_are_numbers() -> None:
 def test_a_bias_on_tokens_that_do_not_exist() -> None:
     with pytest.raises(InputError, match="token id 64"):
         moaspec.generate(tiny.target(), [1], logit_bias={tiny.VOCAB: 1.0})
+
+
+def test_every_setting_is_an_option() -> None:
+    settings = {one.name for one in fields(SamplingParams)} - {"processors"}
+    assert set(SamplingOptions.__annotations__) == settings
+    assert set(SETTINGS) <= settings
+
+
+def test_kernels_know_the_filters_or_leave_them_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.supported(SamplingParams(top_k=3, top_p=0.5, min_p=0.1, temperature=2.0))
+    monkeypatch.setattr(kernels, "_UNKNOWN", ["min_p"])
+    assert not kernels.supported(SamplingParams(min_p=0.1))
+    assert kernels.supported(SamplingParams(top_k=3))
 
 
 def test_a_seed_is_drawn_once_and_given_back() -> None:

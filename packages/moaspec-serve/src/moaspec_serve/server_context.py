@@ -231,12 +231,14 @@ class ServerContext:
         defaults = self.facts.defaults
         default_temperature = 1.0 if defaults.temperature is None else defaults.temperature
         shared = GenerationRequest.model_fields.keys() & GenerateOptions.__annotations__.keys()
+        given = {name: getattr(body, name) for name in shared}
+        temperature, top_k, seed = (given[name] for name in ("temperature", "top_k", "seed"))
         options = {
-            **{name: getattr(body, name) for name in shared},
-            "temperature": default_temperature if body.temperature is None else body.temperature,
-            "top_k": None if body.top_k is None else max(body.top_k, 0),
+            **given,
+            "temperature": default_temperature if temperature is None else temperature,
+            "top_k": None if top_k is None else max(top_k, 0),
             "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
-            "seed": None if body.seed is None else body.seed % 2**64,  # it may be negative
+            "seed": None if seed is None else seed % 2**64,  # it may be negative
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs or 0,
         }

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BeforeValidator
 
 from moaspec.target.target import Target
+from moaspec_core.checkpoint.dtypes import TargetDtype
 from moaspec_core.checkpoint.user_files import open_file
 from moaspec_core.errors import InputError
 from moaspec_train.students.drafter_sizes import DrafterSizes
@@ -100,7 +101,7 @@ class TrainConfig:
         seed: of initial weights, order and blocks.
         threads: torch threads; 0 leaves torch's default.
         device: "cpu" or "cuda"; each process takes a GPU of its own.
-        target_dtype: of the target's weights.
+        target_dtype: of the target's weights, a dtype of `load_target`.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
         sharding: "fsdp" shards weights, gradients and optimiser state over the processes, "none"
             nothing (DDP).
@@ -143,7 +144,7 @@ class TrainConfig:
     seed: int = 0
     threads: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    target_dtype: TargetDtype = "float32"
     # YAML reads an unquoted no as false.
     mixed_precision: Annotated[
         Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)

@@ -13,7 +13,7 @@ import tiny
 from moaspec.target.target import Target
 from moaspec_core.engine.generate_options import sampling_params
 from moaspec_core.errors import InputError
-from moaspec_core.tokens.generation_defaults import GenerationDefaults, without_defaults
+from moaspec_core.sampling.generation_defaults import GenerationDefaults, without_defaults
 from moaspec_core.tokens.token_rules import TokenRules
 
 NEW_TOKENS = 16

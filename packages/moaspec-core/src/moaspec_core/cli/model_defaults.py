@@ -9,7 +9,7 @@ from moaspec_core.cli.terminal import console
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget
     from moaspec_core.engine.generate_options import GenerateOptions
-    from moaspec_core.tokens.generation_defaults import GenerationDefaults
+    from moaspec_core.sampling.generation_defaults import GenerationDefaults
 
 
 def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:

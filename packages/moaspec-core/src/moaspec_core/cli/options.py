@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -21,8 +21,10 @@ from typing import (
 
 import typer
 
+from moaspec_core.checkpoint.dtypes import TargetDtype
 from moaspec_core.checkpoint.user_files import read_limited
 from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import SETTINGS, SamplingOptions
 from moaspec_core.support.causes import system_reason
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
 """The Python values of --free-branches."""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-"""Fields of `DecodingOptions`, named so in `generate` and in requests too; None is not given."""
+SAMPLING = {name: setting for name, setting in SETTINGS.items() if setting.help}
+"""Settings with an option, named so in `generate` and in requests too; None is not given."""
 MODEL = "smollm2-135m"
 MAX_GIB = 1_000_000  # more memory than any machine has
 
@@ -55,31 +57,18 @@ Shape = Annotated[
 FreeBranches = Annotated[
     Literal["auto", "on", "off"], "Also draft continuations that occur earlier in the text."
 ]
-Temperature = Annotated[float | None, "0: greedy; default: the model's if it samples, else 0."]
-TopK = Annotated[int | None, "Sample among this many tokens; 0: all; default: the model's."]
-TopP = Annotated[
-    float | None,
-    "Sample among the likeliest tokens with this total probability; default: the model's.",
-]
-MinP = Annotated[
-    float | None,
-    "Drop tokens below this share of the best one's probability; default: the model's.",
-]
-RepetitionPenalty = Annotated[
-    float | None, "Above 1, tokens that occurred before are less likely; default: the model's."
-]
-
-
+Temperature = Annotated[float | None, SETTINGS["temperature"].help]
+TopP = Annotated[float | None, SETTINGS["top_p"].help]
+Seed = Annotated[int | None, SETTINGS["seed"].help]
 GenerationConfig = Annotated[
     Literal["auto", "none"],
     "auto: the model's generation_config.json gives the defaults; none: it is not used.",
 ]
-Seed = Annotated[int | None, "Seed of sampling; random by default."]
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
+    Literal["auto", TargetDtype],
     typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
 ]
 Quantize = Annotated[
@@ -131,20 +120,14 @@ class DecodingOptions:
 
     tree: Shape = "auto"
     free_branches: FreeBranches = "auto"
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     generation_config: GenerationConfig = "auto"
     speculation: Speculation = True
 
     @property
     def only_samples(self) -> bool:
         """Whether nothing but sampling differs from the defaults."""
-        none: dict[str, Any] = dict.fromkeys(SAMPLING)
-        return replace(self, **none) == DecodingOptions()
+        return replace(self, sampling={}) == DecodingOptions()
 
     def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> GenerateOptions:
         """The options of `moaspec.generate`; ShapeError or InputError for a bad value."""
@@ -156,7 +139,7 @@ class DecodingOptions:
         as_integer("--max-new-tokens", max_new_tokens)
         parse_shape(self.tree)
         given = {
-            **{name: getattr(self, name) for name in SAMPLING},
+            **self.sampling,
             "max_new_tokens": max_new_tokens,
             "tree": self.tree,
             "free_branches": FREE_BRANCHES[self.free_branches],
@@ -172,19 +155,32 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
     """Make a command of a function.
 
     A text in an `Annotated` parameter is the help of an option, which is a flag without a `--no-`
-    form where False is its default. The fields of a parameter that is a dataclass are options, too.
+    form where False is its default. The fields of a parameter that is a dataclass are options, too,
+    and so are the settings of `SAMPLING` where it is `SamplingOptions`.
     """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
     signature = inspect.signature(command, eval_str=True)
-    for parameter in signature.parameters.values():
-        group = parameter.annotation
-        if not is_dataclass(group):
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        groups[parameter.name] = group
+    given_to = signature.parameters.values()
+
+    @functools.wraps(command)
+    def run(**given: Any) -> T:
+        return command(**{one.name: _taken(one.name, one.annotation, given) for one in given_to})
+
+    parameters = [_as_option(one) for parameter in given_to for one in _parameters(parameter)]
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    return run
+
+
+def _parameters(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The parameters of a command in place of one of its function's."""
+    group = parameter.annotation
+    if group is SamplingOptions:
+        made = [
+            parameter.replace(name=name, default=None, annotation=_annotated(one.kind, one.help))
+            for name, one in SAMPLING.items()
+        ]
+    elif is_dataclass(group):
         hints = get_type_hints(group, include_extras=True)
-        parameters += [
+        made = [
             parameter.replace(
                 name=one.name,
                 default=parameter.empty if one.default is MISSING else one.default,
@@ -192,17 +188,24 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
             )
             for one in fields(group)
         ]
+    else:
+        return [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    return [inner for one in made for inner in _parameters(one)]
 
-    @functools.wraps(command)
-    def run(**given: Any) -> T:
-        made = {
-            name: group(**{one.name: given.pop(one.name) for one in fields(group)})
-            for name, group in groups.items()
-        }
-        return command(**given, **made)
 
-    vars(run)["__signature__"] = signature.replace(parameters=list(map(_as_option, parameters)))
-    return run
+def _annotated(kind: Any, text: str) -> Any:
+    return cast(Any, Annotated)[kind | None, text]
+
+
+def _taken(name: str, annotation: Any, given: dict[str, Any]) -> Any:
+    """A function's argument, of the options in `given`."""
+    if annotation is SamplingOptions:
+        return {one: given[one] for one in SAMPLING if given[one] is not None}
+    if not is_dataclass(annotation):
+        return given[name]
+    hints = get_type_hints(annotation, include_extras=True)
+    made = {one.name: _taken(one.name, hints[one.name], given) for one in fields(annotation)}
+    return cast(Any, annotation)(**made)
 
 
 def _as_option(parameter: inspect.Parameter) -> inspect.Parameter:

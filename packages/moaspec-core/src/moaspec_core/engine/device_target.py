@@ -4,7 +4,7 @@ from typing import Protocol
 
 from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_core.engine.position_rules import TargetFacts
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 
 
 class DeviceTarget(TargetFacts, Protocol):

@@ -5,29 +5,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.errors import InputError, PromptError
 from moaspec_core.policy.policies import FreeBranches
-from moaspec_core.sampling.params import LogitsProcessor, SamplingParams
+from moaspec_core.sampling.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from moaspec_core.sampling.params import LogitsProcessor, SamplingOptions, SamplingParams
 from moaspec_core.sampling.stop_strings import stop_strings
 from moaspec_core.sampling.token_ids import as_token_ids
-from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from moaspec_core.tokens.token_rules import TokenRules
 
 MAX_NUM_CHOICES = 1024  # each takes a row of the caches
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of everything that decodes one text.
 
     Attributes:
         max_new_tokens: limit of generated tokens per prompt; 64. 0 returns an empty result.
-        temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias, rules, logprobs, top_logprobs, choice: see `SamplingParams`.
-            Without a value, or with None, the model's own default, else that of `SamplingParams`;
-            the temperature's default is always 0.
+        temperature, top_p, seed and the others of `SamplingOptions`: see `SamplingParams`. Without
+            a value, or with None, the model's own default, else that of `SamplingParams`; the
+            temperature's default is always 0.
         generation_config: "auto" (the default) takes those defaults from the model's
             `generation_config.json`; None takes none from there.
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
@@ -45,21 +43,8 @@ class GenerateOptions(TypedDict, total=False):
     """
 
     max_new_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    rules: TokenRules | None
     generation_config: Literal["auto"] | None
     logits_processors: Iterable[LogitsProcessor] | None
-    logprobs: bool
-    top_logprobs: int
-    choice: int
     stop: str | Iterable[str] | None
     stop_token_ids: Iterable[int] | None
     tree: Tree | str

@@ -1,13 +1,17 @@
-"""Settings for choosing a request's next token from the target's logits."""
+"""Settings for choosing a request's next token from the target's logits.
+
+Each is declared here alone, as a field of `SamplingParams` and an option of `SamplingOptions`: the
+command line, HTTP, messages, defaults of models and kernels derive theirs from `SETTINGS`.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 
 from moaspec_core.errors import InputError
 from moaspec_core.sampling.token_ids import as_integer
@@ -31,6 +35,71 @@ nodes, some of which are called again in a later round.
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What other layers know of a field of `SamplingParams`.
+
+    Args:
+        default: the value that changes nothing.
+        kind: its type; a bool is not checked.
+        low, high: least and largest value.
+        above: whether `low` itself is too small.
+        hint: for the message of a refused value.
+        stage: "penalty" changes logits by the tokens before them; "filter" leaves out unlikely
+            tokens where a text is sampled, and models may have defaults for it.
+        help: of its command-line option; empty where there is none.
+        http: least and largest value in a request; None where it is no field of requests.
+        gguf: name in the fields `general.sampling.*` of GGUF files; empty where there is none.
+        plain: whether `Sampling` in `target.proto` has a field of the same name and value. A new
+            one has 0 as its default, which is what older peers send.
+    """
+
+    default: Any
+    kind: type = float
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    hint: str = ""
+    stage: Literal["penalty", "filter"] | None = None
+    help: str = ""
+    http: tuple[float, float] | None = None
+    gguf: str = ""
+    plain: bool = True
+
+    def accepts(self, value: object) -> bool:
+        """Whether it is a finite number within the bounds."""
+        if not _is_finite(value):
+            return False
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, with a space before them; empty without any."""
+        if self.low == -math.inf:
+            return ""
+        if self.high < math.inf:
+            return f" within {self.low}..{self.high}"
+        return f" above {self.low}" if self.above else f" of at least {self.low}"
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The value; InputError where it is not acceptable."""
+        if self.kind is bool or (value is None and self.default is None):
+            return value
+        if self.kind is int:
+            # Python's own integer: scalars of numpy and torch overflow or sit on a device.
+            return as_integer(name, value, high=int(self.high), hint=self.hint)
+        if not self.accepts(value):
+            hint = f" ({self.hint})" if self.hint else ""
+            raise InputError(f"{name} must be a finite number{self.bounds}{hint}, got {value!r}.")
+        return value
+
+
+def _setting(default: Any, kind: type = float, **facts: Any) -> Any:
+    """A field of `SamplingParams` with its `Setting`."""
+    setting = Setting(default=default, kind=kind, **facts)
+    return field(default=default, metadata={"setting": setting})
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The settings of one row. Defaults: greedy, nothing changed.
 
@@ -42,12 +111,12 @@ class SamplingParams:
         top_k: keep the k best tokens (and ties with the last); 0 keeps all.
         top_p: keep the most probable tokens until they hold this mass.
         min_p: drop tokens below this share of the best token's probability.
-        seed: of the noise, 0 .. 2^64 - 1; None lets `resolved` draw one.
-        choice: which of several continuations of one prompt this is.
         repetition_penalty: divides positive logits of tokens in prompt or output, multiplies
             negative ones; 1 changes nothing.
         presence_penalty: subtracted once from the logits of generated tokens.
         frequency_penalty: subtracted for every occurrence.
+        seed: of the noise, 0 .. 2^64 - 1; None lets `resolved` draw one.
+        choice: which of several continuations of one prompt this is.
         logit_bias: added to the logits, by token id; -inf forbids a token.
         rules: which tokens may stand where; see `TokenRules`.
         processors: called in order; see `LogitsProcessor`.
@@ -59,37 +128,78 @@ class SamplingParams:
         InputError: a value outside its range; the message says which.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    choice: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _setting(
+        0.0,
+        low=0,
+        help="0: greedy; default: the model's if it samples, else 0.",
+        http=(0, 2),
+        gguf="temp",
+    )
+    top_k: int = _setting(
+        0,
+        int,
+        low=0,
+        high=2**63 - 1,
+        hint="0 keeps all tokens",
+        stage="filter",
+        help="Sample among this many tokens; 0: all; default: the model's.",
+        http=(-1, 2**31),
+        gguf="top_k",
+    )
+    top_p: float = _setting(
+        1.0,
+        low=0,
+        high=1,
+        stage="filter",
+        help="Sample among the likeliest tokens with this total probability; default: the model's.",
+        http=(0, 1),
+        gguf="top_p",
+    )
+    min_p: float = _setting(
+        0.0,
+        low=0,
+        high=1,
+        stage="filter",
+        help="Drop tokens below this share of the best one's probability; default: the model's.",
+        http=(0, 1),
+        gguf="min_p",
+    )
+    repetition_penalty: float = _setting(
+        1.0,
+        low=0,
+        above=True,
+        hint="1.0 changes nothing",
+        stage="penalty",
+        help="Above 1, tokens that occurred before are less likely; default: the model's.",
+        http=(0.01, 100),
+        gguf="penalty_repeat",
+    )
+    presence_penalty: float = _setting(0.0, stage="penalty", http=(-2, 2))
+    frequency_penalty: float = _setting(0.0, stage="penalty", http=(-2, 2))
+    seed: int | None = _setting(
+        None,
+        int,
+        low=0,
+        high=2**64 - 1,
+        hint="None draws one",
+        help="Seed of sampling; random by default.",
+        http=(-(2**63), 2**63 - 1),
+        plain=False,
+    )
+    choice: int = _setting(0, int, low=0, high=2**32 - 1, hint="0 is the first")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     rules: TokenRules = NO_RULES
     processors: tuple[LogitsProcessor, ...] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
+    logprobs: bool = _setting(False, bool)
+    top_logprobs: int = _setting(
+        0, int, low=0, high=MAX_ALTERNATIVES, hint="0 reports none", plain=False
+    )
 
     def __post_init__(self) -> None:
-        self._need_number("temperature", low=0.0)
-        self._need_number("top_p", low=0.0, high=1.0)
-        self._need_number("min_p", low=0.0, high=1.0)
-        self._need_number("repetition_penalty", low=0.0)
-        self._need_number("presence_penalty")
-        self._need_number("frequency_penalty")
-        if self.repetition_penalty == 0.0:
-            raise InputError("repetition_penalty must be above 0 (1.0 changes nothing), got 0.")
-        self._need_integer("top_k", high=2**63 - 1, otherwise="0 keeps all tokens")
-        self._need_integer("choice", high=2**32 - 1, otherwise="0 is the first")
-        self._need_integer("top_logprobs", high=MAX_ALTERNATIVES, otherwise="0 reports none")
+        for name, setting in SETTINGS.items():
+            object.__setattr__(self, name, setting.checked(name, getattr(self, name)))
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs needs logprobs=True.")
-        if self.seed is not None:
-            self._need_integer("seed", high=2**64 - 1, otherwise="None draws one")
         _check_bias(self.logit_bias)
         if not isinstance(self.rules, TokenRules):
             raise InputError(f"rules must be TokenRules, got {self.rules!r}.")
@@ -112,7 +222,7 @@ class SamplingParams:
     @cached_property
     def filters(self) -> bool:
         """Whether unlikely tokens are left out."""
-        return bool(self.top_k or self.min_p) or self.top_p < 1.0
+        return self.changes(FILTERS)
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -122,8 +232,7 @@ class SamplingParams:
     @cached_property
     def needs_prefix(self) -> bool:
         """Whether the choice depends on the tokens before it, given the logits."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.rules or self.processors)
+        return self.changes(PENALTIES) or bool(self.rules or self.processors)
 
     @cached_property
     def takes_argmax(self) -> bool:
@@ -134,6 +243,10 @@ class SamplingParams:
     def needs_logits(self) -> bool:
         """Whether the choice or the log-probabilities need more than that argmax."""
         return bool(self.logprobs) or not self.takes_argmax
+
+    def changes(self, names: Iterable[str]) -> bool:
+        """Whether any of these settings differs from its default."""
+        return any(getattr(self, name) != SETTINGS[name].default for name in names)
 
     def resolved(self) -> SamplingParams:
         """These settings with a seed, drawn now if they sample and have none."""
@@ -150,18 +263,6 @@ class SamplingParams:
             return self
         return replace(self, rules=self.rules.bound(stop_token_ids, max_new_tokens))
 
-    def _need_number(self, name: str, low: float = -math.inf, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        if not _is_finite(value) or not low <= value <= high:
-            bounds = f" of at least {low:g}" if high == math.inf else f" within {low:g}..{high:g}"
-            bounds = "" if low == -math.inf else bounds
-            raise InputError(f"{name} must be a finite number{bounds}, got {value!r}.")
-
-    def _need_integer(self, name: str, *, high: int, otherwise: str) -> None:
-        # Kept as Python's own integer: scalars of numpy and torch overflow or sit on a device.
-        number = as_integer(name, getattr(self, name), high=high, hint=otherwise)
-        object.__setattr__(self, name, number)
-
 
 def _check_bias(bias: Mapping[int, float]) -> None:
     if not isinstance(bias, Mapping):
@@ -175,7 +276,7 @@ def _check_bias(bias: Mapping[int, float]) -> None:
             )
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     """Whether it is a number that a float can hold; Python's integers may be larger."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
@@ -185,24 +286,35 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+SETTINGS: dict[str, Setting] = {
+    one.name: one.metadata["setting"] for one in fields(SamplingParams) if one.metadata
+}
+"""Those fields of `SamplingParams` that are one number each, in its order."""
+FILTERS = tuple(name for name, setting in SETTINGS.items() if setting.stage == "filter")
+PENALTIES = tuple(name for name, setting in SETTINGS.items() if setting.stage == "penalty")
+
 GREEDY = SamplingParams()  # the best token of the target's own logits
 
-PLAIN_SETTINGS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "choice",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
-"""Settings that have the same name and the same plain value wherever they occur: in
-`SamplingParams`, in the options of `generate`, in wire messages and over HTTP."""
+
+class SamplingOptions(TypedDict, total=False):
+    """`SamplingParams` as keyword arguments; None takes a default."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    choice: int
+    logit_bias: Mapping[int, float] | None
+    rules: TokenRules | None
+    logprobs: bool
+    top_logprobs: int
 
 
 def plain_settings(source: Any) -> dict[str, Any]:
-    """The `PLAIN_SETTINGS` and the logit bias of a `SamplingParams` or of a message."""
-    settings = {name: getattr(source, name) for name in PLAIN_SETTINGS}
+    """The settings that are `plain` and the logit bias, of a `SamplingParams` or of a message."""
+    settings = {name: getattr(source, name) for name, setting in SETTINGS.items() if setting.plain}
     return settings | {"logit_bias": dict(source.logit_bias)}

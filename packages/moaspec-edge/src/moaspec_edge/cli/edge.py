@@ -43,7 +43,7 @@ def edge(
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
         settings = http.settings(keys)
-        from moaspec_core.tokens.generation_defaults import NO_DEFAULTS
+        from moaspec_core.sampling.generation_defaults import NO_DEFAULTS
         from moaspec_edge.http.edge_source import EdgeLimits, EdgeSource
 
         prepare_process()

@@ -11,9 +11,9 @@ from moaspec_core.engine.generate_options import (
     token_ids,
 )
 from moaspec_core.engine.request_state import Event
+from moaspec_core.sampling.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_core.sampling.stop_strings import stop_strings
-from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
 from moaspec_edge.protocol.transport import ServerTransport

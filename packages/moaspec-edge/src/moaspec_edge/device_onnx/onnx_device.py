@@ -9,7 +9,7 @@ from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_core.checkpoint.user_files import read_json
 from moaspec_core.drafting.protocols import Proposer
 from moaspec_core.errors import CorruptCheckpointError, InputError
-from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from moaspec_core.sampling.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.version_updates import newer_version
 from moaspec_edge.device_onnx.device_tokenizer import DeviceTokenizer

@@ -15,9 +15,9 @@ from typing import Any, Literal, cast
 
 from moaspec_core.engine.generate_options import GenerateOptions
 from moaspec_core.errors import BusyError, InputError, LinkError, RefusedError, WireError
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_core.support.tasks import end_tasks
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.events import RemoteEvent
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import tiny
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.errors import CorruptCheckpointError
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_edge.device_onnx.device_tokenizer import DeviceTokenizer
 from moaspec_edge.device_onnx.onnx_device import _GenerationConfig
 

@@ -18,7 +18,7 @@ from moaspec_core.support import limits
 
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget
-    from moaspec_core.tokens.generation_defaults import GenerationDefaults
+    from moaspec_core.sampling.generation_defaults import GenerationDefaults
     from moaspec_serve.server_context import ServeSettings
     from moaspec_serve.sources.source import TextSource
 

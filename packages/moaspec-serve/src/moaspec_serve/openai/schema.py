@@ -6,7 +6,7 @@ that misspell a field are refused too.
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,8 +15,10 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    create_model,
 )
 
+from moaspec_core.sampling.params import SETTINGS
 from moaspec_core.support import limits
 from moaspec_serve.sources.source import LinkState
 
@@ -83,19 +85,26 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False  # vLLM's: usage so far, in every chunk
 
 
-class GenerationRequest(RequestModel):
+if TYPE_CHECKING:
+    SamplingFields = RequestModel
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=RequestModel,
+        **{
+            name: (Annotated[one.kind, Field(ge=one.http[0], le=one.http[1])] | None, None)
+            for name, one in SETTINGS.items()
+            if one.http is not None
+        },
+    )
+
+
+class GenerationRequest(SamplingFields):
     """Request fields that all endpoints share."""
 
     model_config = ConfigDict(extra="allow")  # for `ServerContext.check`
 
     model: Name
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: (
         Annotated[
             dict[TokenId, Bias],
@@ -104,7 +113,6 @@ class GenerationRequest(RequestModel):
         ]
         | None
     ) = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from moaspec_core.engine.engine import check_bias, check_prompt
 from moaspec_core.engine.request_state import Event, Source, StopReason
 from moaspec_core.errors import BusyError, InputError
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_core.sampling.grammar import Grammar, GrammarProcessor, Grammars
 from moaspec_core.sampling.incremental_text import TokenBytes
 from moaspec_core.sampling.params import Alternatives, SamplingParams
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
 
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget

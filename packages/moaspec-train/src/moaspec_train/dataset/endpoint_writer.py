@@ -11,6 +11,7 @@ from moaspec.target.spec import TargetSpec
 from moaspec_core.engine.generate_options import sampling_params
 from moaspec_core.engine.request_state import GenerationResult
 from moaspec_core.errors import InputError, ServerError
+from moaspec_core.sampling.params import SETTINGS
 from moaspec_core.tokens.token_rules import NO_RULES
 from moaspec_train.dataset.endpoint_answers import AnswerReader, PromptForm
 from moaspec_train.dataset.endpoint_client import (
@@ -222,22 +223,19 @@ class EndpointWriter(Writer):
                 "The model's generation_config.json restricts tokens, which cannot be asked of a "
                 "server. Leave it out with --generation-config none."
             )
-        more = {
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
+        fields: dict[str, Any] = {
+            name: getattr(params, name)
+            for name, setting in SETTINGS.items()
+            if name in ("temperature", "top_p")
+            or (setting.http and setting.plain and params.changes([name]))
+        }
+        if params.logit_bias:
             # OpenAI's limits; JSON has no infinity.
-            "logit_bias": {
+            fields["logit_bias"] = {
                 str(token): min(max(bias, -100.0), 100.0)
                 for token, bias in params.logit_bias.items()
-            },
-        }
-        neutral: tuple[object, ...] = (0, 1.0, {})
-        return {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            **{name: value for name, value in more.items() if value not in neutral},
-        }
+            }
+        return fields
 
     async def _close(self) -> None:
         tasks = [task for group in self._groups for task in group.values()]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
+from moaspec.model.baselines import KINDS as BASELINES
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec_core.drafting.draft_tree import Tree
@@ -109,10 +110,10 @@ KINDS = {
     "lookup": MethodKind(_method, shaped=True),
     "replay": MethodKind(_replay, shaped=True, setting="AGREEMENT"),
     "moa": MethodKind(_method, shaped=True, setting="nN", checkpoint=True),
-    "eagle": MethodKind(_method, shaped=True, checkpoint=True),
-    "independent": MethodKind(_method, shaped=True, checkpoint=True),
+    **dict.fromkeys(BASELINES, MethodKind(_method, shaped=True, checkpoint=True)),
 }
-"""All kinds of methods, which docs/evaluation.md explains; add new ones here."""
+"""All kinds of methods, which docs/evaluation.md explains; add new ones here, but for kinds of
+drafters."""
 
 
 def needed_checkpoints(names: Sequence[str]) -> set[str]:

@@ -14,8 +14,8 @@ from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
 from moaspec.target.target import Target
 from moaspec_core.engine.generate_options import sampling_params
 from moaspec_core.errors import InputError
+from moaspec_core.sampling.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec_core.sampling.params import SamplingParams
-from moaspec_core.tokens.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 """The warm-up: largest number of tokens of the first prompt, and new tokens."""

@@ -7,7 +7,7 @@ Legend: B batch, T tokens, E hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,15 @@ class StackConfig:
             raise ShapeError(f"num_layers must be within 1..{MAX_LAYERS}, got {self.num_layers!r}.")
 
 
-class _Baseline(nn.Module):
-    """The parts that both baselines have.
+class Baseline(nn.Module):
+    """The parts that all baselines have.
 
     Args:
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
     """
+
+    kind: ClassVar[str]
+    """Its name in configs, and the name of the method in `moaspec eval`."""
 
     def __init__(self, config: StackConfig, draft_token_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class _Baseline(nn.Module):
         return DecoderLayer(config.layer, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
 
 
-class EagleDrafter(_Baseline):
+class EagleDrafter(Baseline):
     """The draft head of EAGLE and EAGLE-2: one layer that predicts the target's next final state.
 
     It reads pairs: the target's final state of a token and the embedding of the token after it. For
@@ -109,7 +112,7 @@ class EagleDrafter(_Baseline):
         return F.pad(states_BTE[:, :-1], (0, 0, 1, 0))
 
 
-class IndependentDrafter(_Baseline):
+class IndependentDrafter(Baseline):
     """A small language model: a stack of decoder layers that sees no activations of the target."""
 
     kind = "independent"
@@ -142,7 +145,5 @@ def _over_texts(attention_mask_BT: Tensor) -> SelfAttend:
     return lambda query, key, value: masked_attention(query, key, value, mask)
 
 
-Baseline = EagleDrafter | IndependentDrafter
-KINDS: dict[str, type[EagleDrafter] | type[IndependentDrafter]] = {
-    kind.kind: kind for kind in (EagleDrafter, IndependentDrafter)
-}
+KINDS: dict[str, type[Baseline]] = {one.kind: one for one in (EagleDrafter, IndependentDrafter)}
+"""All kinds; `PROPOSERS` of `moaspec.backends.fast_baselines` says how each drafts."""

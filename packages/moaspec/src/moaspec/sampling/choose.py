@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moaspec.sampling.kernels import SamplerParams, registered
+from moaspec.sampling.kernels import SamplerParams, registered, supported
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.processors import Prefix, processed, survivors
 from moaspec_core.sampling.params import SamplingParams
@@ -53,7 +53,8 @@ def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
 
 def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     kernels = registered()
-    if kernels is not None and kernels.can_choose(scores_NV):
+    known = all(supported(one.sampling) for one in prefixes)
+    if kernels is not None and known and kernels.can_choose(scores_NV):
         # The same, without two logarithms for each token.
         return kernels.choose(scores_NV, [_params_of(one) for one in prefixes])
     return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())

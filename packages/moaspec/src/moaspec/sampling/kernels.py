@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from moaspec_core.sampling.params import FILTERS, SamplingParams
+
 
 class SamplerParams(NamedTuple):
     """How one token is chosen, see `sampler_params` in `moaspec.sampling.choose`."""
@@ -22,6 +24,14 @@ class SamplerParams(NamedTuple):
     seed: int  # of the noise; int64, as the next two
     choice: int  # which of several continuations
     position: int
+
+
+_UNKNOWN = [name for name in FILTERS if name not in SamplerParams._fields]
+
+
+def supported(sampling: SamplingParams) -> bool:
+    """Whether kernels choose by all of these settings; `SamplerParams` names those they know."""
+    return not sampling.changes(_UNKNOWN)
 
 
 class SamplingKernels(Protocol):

@@ -40,14 +40,15 @@ from moaspec.target.weights.gguf import (
 )
 from moaspec.target.weights.quantised import prepare_config, widen
 from moaspec_core.checkpoint.directory import is_directory
+from moaspec_core.checkpoint.dtypes import TARGET_DTYPES
 from moaspec_core.checkpoint.user_files import why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
+from moaspec_core.sampling.generation_defaults import without_defaults
 from moaspec_core.support.causes import first_line
-from moaspec_core.tokens.generation_defaults import without_defaults
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TARGET_DTYPES}
 
 
 def read_target(
@@ -63,7 +64,7 @@ def read_target(
     """Load a target as transformers loads it.
 
     Args:
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: one of `TARGET_DTYPES`.
         quantize: format to which the caller will round the weights.
         tokenizer: directory of a tokenizer in place of the target's own.
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moaspec.target import families
 from moaspec_core.checkpoint.drafter_config import TargetIdentity
-from moaspec_core.tokens.generation_defaults import GenerationDefaults
+from moaspec_core.sampling.generation_defaults import GenerationDefaults
 
 
 class TargetSpec:

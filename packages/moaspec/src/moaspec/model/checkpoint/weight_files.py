@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from moaspec.model.checkpoint.tensor_names import PROJECTION
 from moaspec_core.checkpoint.directory import CONFIG_FILE
+from moaspec_core.checkpoint.dtypes import STORED_DTYPES
 from moaspec_core.checkpoint.user_files import read_json, why_not_tensors
 from moaspec_core.errors import CheckpointError, CorruptCheckpointError, InputError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+WEIGHT_DTYPES = tuple(getattr(torch, name) for name in STORED_DTYPES)
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -155,8 +155,8 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 def _check_values(tensor: Tensor, what: str) -> None:
     if tensor.dtype not in WEIGHT_DTYPES:
         raise CorruptCheckpointError(
-            f"{what} is {tensor.dtype}, and weights must be one of {', '.join(_NAMES)}. Convert "
-            "the checkpoint."
+            f"{what} is {tensor.dtype}, and weights must be one of {', '.join(STORED_DTYPES)}. "
+            "Convert the checkpoint."
         )
     if not bool(torch.isfinite(tensor).all()):
         raise CorruptCheckpointError(f"{what} has NaN or infinite values.")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 from moaspec.target.weights.gguf_tokens import UnreadableError
 from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.errors import MoaSpecError, UnknownModelError
+from moaspec_core.sampling.params import SETTINGS
 from moaspec_core.support.causes import first_line
 from moaspec_core.support.paths import (
     VARIABLE,
@@ -38,14 +38,6 @@ _REFUSED = "tokenizer_refused.txt"  # why the file's tokenizer cannot be read, i
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-_SAMPLING = {
-    "temp": ("temperature", 0.0, math.inf),
-    "top_k": ("top_k", 0.0, math.inf),
-    "top_p": ("top_p", 0.0, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "penalty_repeat": ("repetition_penalty", 1e-6, math.inf),
-}
-"""Fields `general.sampling.*`: what transformers calls them, and their least and largest value."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -211,17 +203,17 @@ def _generation_config(config: Any, file: GGUFFile) -> GenerationConfig:
 
 
 def _sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:
-    for ours, (theirs, least, largest) in _SAMPLING.items():
-        key = f"general.sampling.{ours}"
-        if key not in file.fields:
+    for name, setting in SETTINGS.items():
+        key = f"general.sampling.{setting.gguf}"
+        if not setting.gguf or key not in file.fields:
             continue
         value = file.fields[key]
-        if type(value) not in (int, float) or not least <= value <= largest or value == math.inf:
+        if not setting.accepts(value):
             raise UnknownModelError(
-                f"its field {key} is {str(value)[:60]}, and must be a finite number from {least:g}"
-                + ("." if largest == math.inf else f" to {largest:g}.")
+                f"its field {key} is {str(value)[:60]}, and must be a finite number"
+                f"{setting.bounds}."
             )
-        yield theirs, value
+        yield name, value
 
 
 def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

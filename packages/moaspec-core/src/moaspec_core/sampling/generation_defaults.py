@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import FILTERS
 from moaspec_core.tokens.token_rules import NO_RULES, TokenRules
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # settings that need `do_sample: true`
+SAMPLED = ("temperature", *FILTERS)  # settings that need `do_sample: true`
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "num_beams": lambda value: value > 1,
@@ -50,7 +51,7 @@ _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
 class GenerationDefaults:
     """Settings that apply when a caller does not give them."""
 
-    # Temperature (1 if not given), top_k, top_p and min_p; empty without `do_sample: true`.
+    # `SAMPLED`, of which the temperature is 1 if it is not given; empty without `do_sample: true`.
     sampling: Mapping[str, float] = field(default_factory=dict)
     repetition_penalty: float = 1.0  # 1 changes nothing
     # The single-token entries of `sequence_bias`.
@@ -71,7 +72,8 @@ class GenerationDefaults:
         refused += [] if set(map(len, biases)) <= {1} else ["sequence_bias"]
         if any(not 0 <= token < vocab_size for token in rules.token_ids):
             refused.append("a token id outside the vocabulary")
-        samples = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {}
+        names = SAMPLED if config.do_sample else ()
+        samples = {name: getattr(config, name, None) for name in names}
         if config.do_sample and samples["temperature"] is None:
             samples["temperature"] = 1.0
         return cls(

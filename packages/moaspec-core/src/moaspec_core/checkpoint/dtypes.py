@@ -1,0 +1,10 @@
+"""Dtypes, by PyTorch's names."""
+
+from typing import Literal, get_args
+
+TargetDtype = Literal["float32", "bfloat16", "float16"]
+"""Of a target's weights and computations. Kernels and layouts are for some of them
+(`can_pack` in `moaspec.backends.linear_backends`); PyTorch computes the others."""
+TARGET_DTYPES: tuple[TargetDtype, ...] = get_args(TargetDtype)
+STORED_DTYPES = tuple(dict.fromkeys((*TARGET_DTYPES, "float64")))
+"""Of the weights in a drafter's checkpoint."""
