@@ -28,7 +28,7 @@ from moaspec_edge.protocol.websocket_transport import WebSocketTransport
     ("arguments", "why"),
     [
         (["--host", "0.0.0.0"], "without TLS"),
-        (["--tls-key", "key.pem"], "come together"),
+        (["--key", "key.pem"], "come together"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
         (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file"),
         (["--websocket", "0.0.0.0:8443"], "was renamed to --host and --port"),

@@ -27,14 +27,12 @@ from moaspec_core.support.causes import system_reason
 
 if TYPE_CHECKING:
     from moaspec_core.engine.generate_options import GenerateOptions
-    from moaspec_core.policy.policies import FreeBranches as Setting
 
 T = TypeVar("T")
-FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
-"""The Python values of --free-branches."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Fields of `DecodingOptions`, named so in `generate` and in requests too; None is not given."""
 MODEL = "smollm2-135m"
+NO_DRAFTER = "none"  # a value of --drafter
 MAX_GIB = 1_000_000  # more memory than any machine has
 
 Prompt = Annotated[
@@ -44,16 +42,15 @@ Prompt = Annotated[
 System = Annotated[str | None, "System prompt."]
 Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or hub id.")]
 DrafterName = Annotated[
-    str | None, typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one.")
+    str | None,
+    typer.Option(
+        help="Drafter: alias, directory or hub id, or none to decode plainly; default: the bundled "
+        "one."
+    ),
 ]
 MaxNewTokens = Annotated[int, "Maximum number of new tokens."]
 Shape = Annotated[
     str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
-]
-
-
-FreeBranches = Annotated[
-    Literal["auto", "on", "off"], "Also draft continuations that occur earlier in the text."
 ]
 Temperature = Annotated[float | None, "0: greedy; default: the model's if it samples, else 0."]
 TopK = Annotated[int | None, "Sample among this many tokens; 0: all; default: the model's."]
@@ -75,9 +72,6 @@ GenerationConfig = Annotated[
     "auto: the model's generation_config.json gives the defaults; none: it is not used.",
 ]
 Seed = Annotated[int | None, "Seed of sampling; random by default."]
-Speculation = Annotated[
-    bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
-]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="auto: bfloat16 if it is faster here, else float32."),
@@ -124,13 +118,17 @@ class LoadOptions:
     tokenizer: Tokenizer = None
     threads: Threads = None
 
+    @property
+    def drafts(self) -> bool:
+        """Whether --drafter leaves drafting to a drafter."""
+        return self.drafter != NO_DRAFTER
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
     """Options of drafting and sampling."""
 
     tree: Shape = "auto"
-    free_branches: FreeBranches = "auto"
     temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
@@ -138,7 +136,6 @@ class DecodingOptions:
     repetition_penalty: RepetitionPenalty = None
     seed: Seed = None
     generation_config: GenerationConfig = "auto"
-    speculation: Speculation = True
 
     @property
     def only_samples(self) -> bool:
@@ -159,7 +156,6 @@ class DecodingOptions:
             **{name: getattr(self, name) for name in SAMPLING},
             "max_new_tokens": max_new_tokens,
             "tree": self.tree,
-            "free_branches": FREE_BRANCHES[self.free_branches],
             "generation_config": generation_defaults(self.generation_config),
             "stop": stop_strings(stop),
         }

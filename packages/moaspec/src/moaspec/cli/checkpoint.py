@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from moaspec.hub import PROBE_S
-from moaspec_core.cli.options import MODEL, Tokenizer, with_options
+from moaspec_core.cli.options import MODEL, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading, status
 from moaspec_core.errors import HubError, InputError
@@ -33,7 +33,6 @@ def convert(
         Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
     ],
     model: Annotated[str, "The target it drafts for."] = MODEL,
-    tokenizer: Tokenizer = None,
     num_target_layers: Annotated[
         int | None, "N of a published checkpoint, which does not record it; default: 0."
     ] = None,
@@ -60,7 +59,7 @@ def convert(
         from moaspec.target.registry import read_skeleton
 
         require_replaceable(out)
-        target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
+        target = read_skeleton(model, dtype="float32")
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if num_target_layers is not None:
         if drafter.config.target is not None:
@@ -79,7 +78,6 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
     repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
     private: Annotated[bool, "Create the repository as private."] = False,
-    revision: Annotated[str | None, "Branch; default: main."] = None,
 ) -> None:
     """Upload a checkpoint to the hub.
 
@@ -106,7 +104,6 @@ def push(
                 repo_id=repository,
                 folder_path=checkpoint,
                 allow_patterns=PUSHED,
-                revision=revision,
                 commit_message="Upload a moaspec drafter",
             )
     except HFValidationError as error:

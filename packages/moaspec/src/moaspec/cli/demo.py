@@ -284,7 +284,7 @@ def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report
         return measure(
             setting.methods,
             prompts,
-            chat_encoder(setting.target, "default"),
+            chat_encoder(setting.target),
             EvalSettings(max_new_tokens=tokens),
             trusted=setting.trusted(),
             advance=bar.advance,
