@@ -197,6 +197,7 @@ def test_synth_counts_prompts_before_their_group_ends(
 
     monkeypatch.setattr(WritingProgress, "add", watched)
     monkeypatch.setattr("moaspec_train.cli.data.SAMPLES_PER_PROMPT", 1)
+    monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 64)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, "--max-new-tokens", "16")
     assert cli("data", "synth", "--num", "64", *out)[0] == 1
     assert 0 < max(shown) < 64
