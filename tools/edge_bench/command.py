@@ -15,7 +15,7 @@ import typer
 
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec_core.bundled import bundled_drafters
-from moaspec_core.cli.options import MODEL, DrafterName, Json, Model
+from moaspec_core.cli.options import MODEL, Json, Model
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.status import loading
@@ -43,7 +43,10 @@ T = TypeVar("T")
 
 def edge_bench(
     model: Model = MODEL,
-    drafter: DrafterName = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one."),
+    ] = None,
     link: Annotated[
         str, typer.Option(help="none, lan, 4g, 5g, commas between; a jitter model after a colon.")
     ] = "lan,5g,4g",

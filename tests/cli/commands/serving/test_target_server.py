@@ -29,6 +29,7 @@ from moaspec_edge.protocol.websocket_transport import WebSocketTransport
     [
         (["--host", "0.0.0.0"], "without TLS"),
         (["--key", "key.pem"], "come together"),
+        (["--drafter", "none", "--learn", "learnt"], "--learn needs a drafter"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
         (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file"),
         (["--websocket", "0.0.0.0:8443"], "was renamed to --host and --port"),

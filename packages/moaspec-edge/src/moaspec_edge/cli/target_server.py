@@ -143,11 +143,14 @@ def target_server(
         tls = server_tls(certificate, key, client_ca)
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
-    if not asked.drafts:
+    drafts = asked.drafts
+    if not drafts:
         asked = replace(asked, drafter=None)
     learning = None
     if learn is not None:
         require("--learn", "moaspec-train")
+        if not drafts:
+            raise InputError("--learn needs a drafter: leave out --drafter none.")
         from moaspec_train.cli.learning import with_learning
 
         asked, learning = with_learning(asked, learn, context.with_resource)
