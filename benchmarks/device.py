@@ -59,11 +59,11 @@ ROOT = Path(__file__).parents[1]
 ALIAS = "smollm2-135m"
 KINDS = {
     "PyTorch": [],
-    "PyTorch, 8 bits": ["--int8"],
-    "onnxruntime, 8 bits": ["--format", "onnx", "--int8"],
-    "onnxruntime, 4 bits": ["--format", "onnx", "--int4"],
-    "WebAssembly, 8 bits": ["--format", "onnx-web", "--int8"],
-    "WebAssembly, 4 bits": ["--format", "onnx-web", "--int4"],
+    "PyTorch, 8 bits": ["--bits", "8"],
+    "onnxruntime, 8 bits": ["--format", "onnx", "--bits", "8"],
+    "onnxruntime, 4 bits": ["--format", "onnx", "--bits", "4"],
+    "WebAssembly, 8 bits": ["--format", "onnx-web", "--bits", "8"],
+    "WebAssembly, 4 bits": ["--format", "onnx-web", "--bits", "4"],
 }
 WEB = [name for name in KINDS if name.startswith("WebAssembly")]
 NUM_READ, DEPTH = 40, 8

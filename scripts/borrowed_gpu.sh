@@ -13,7 +13,7 @@
 #
 # Settings, from the environment:
 #   BLOCK       time of a block, 8m; long enough for a group of conversations
-#   REGENERATE  options of `data regenerate`: "--model NAME --device cuda --group-size 32"
+#   REGENERATE  options of `data regenerate`: "--model NAME --device cuda"
 #   MOASPEC     the command, moaspec
 set -euo pipefail
 

@@ -21,6 +21,7 @@ import torch
 import moaspec_train.dataset.regenerate
 import moaspec_train.dataset.synth  # noqa: F401 - what commands import when they need it
 from moaspec_core.cli.main import run
+from moaspec_train.cli import writing_options
 
 
 def started(arguments: list[str]) -> int:
@@ -91,4 +92,5 @@ def main(kills: int, out: Path, arguments: list[str]) -> None:
 if __name__ == "__main__":
     # A forked child must not inherit a pool of threads that it cannot use.
     torch.set_num_threads(1)
+    writing_options.GROUP_SIZE = 3  # so that a few conversations are saved group by group
     main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -23,7 +23,7 @@ def run(arguments: list[str], directory: Path) -> int:
     """Return the one block of the page."""
     environment = os.environ | {
         "MOASPEC": f"{sys.executable} -m moaspec",
-        "REGENERATE": f"--model {directory / 'model'} --max-new-tokens 8 --group-size 3",
+        "REGENERATE": f"--model {directory / 'model'} --max-new-tokens 8",
         "BLOCK": "2s",
         "FORCE_COLOR": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

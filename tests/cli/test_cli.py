@@ -115,14 +115,6 @@ def test_calibrate_tells_what_each_exit_promises(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("loaded")
-def test_calibrate_refuses_an_n_that_the_drafter_was_not_trained_for(cli: Cli) -> None:
-    output = cli("calibrate", "--num-target-layers", "1")
-    assert output.code == 2
-    assert "the drafter was trained for N = 0." in output.error
-
-
-@pytest.mark.slow
 def test_calibrate_without_a_drafter_promises_nothing(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,16 +178,6 @@ def test_why_a_machine_is_not_measured_is_told_once(
 def test_nothing_measures_the_machine_unasked(cli: Cli, loaded: Target) -> None:
     assert cli("generate", PROMPT, "--raw", "--max-new-tokens", "4").code == 0
     assert stored_costs(loaded, tiny.agreeing_drafter("llama")) is None
-
-
-def test_free_branches_are_told_apart(cli: Cli, loaded: Target) -> None:
-    assert loaded.tokenizer is not None
-    plain = json.loads(cli("generate", PROMPT, "--raw", "--json", "--no-speculation").out)
-    output = cli("generate", PROMPT, "--raw", "--json", "--free-branches", "on")
-    facts = json.loads(output.out)
-    assert facts["token_ids"] == plain["token_ids"]
-    assert facts["num_copied"] == facts["sources"].count("copy")
-    assert cli("generate", PROMPT, "--free-branches", "maybe").code == 2
 
 
 # Help and lists
@@ -356,7 +338,7 @@ def test_info_of_nothing(tmp_path: Path, cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("options", [(), ("--no-speculation",), ("--tree", "tree:3x2x6")])
+@pytest.mark.parametrize("options", [(), ("--drafter", "none"), ("--tree", "tree:3x2x6")])
 def test_generate_streams_the_text(options: tuple[str, ...], cli: Cli) -> None:
     output = cli("generate", PROMPT, "--max-new-tokens", "24", *options)
     assert output.code == 0
@@ -432,7 +414,7 @@ def test_generate_with_a_system_prompt(cli: Cli, monkeypatch: pytest.MonkeyPatch
     tokenizer: Any = target.tokenizer
     tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
     load_targets_by(monkeypatch, lambda *_, **__: target)
-    options = ("--no-speculation", "--json", "--max-new-tokens", "2", "--system", "w7 w8")
+    options = ("--drafter", "none", "--json", "--max-new-tokens", "2", "--system", "w7 w8")
     assert json.loads(cli("generate", PROMPT, *options).out)["prompt_tokens"] == 5
     assert cli("generate", PROMPT, "--raw", *options).code == 2
 
@@ -455,7 +437,7 @@ def test_generate_as_json(cli: Cli) -> None:
 def test_generate_samples_the_same_with_and_without_speculation(cli: Cli) -> None:
     settings = "--temperature 1.2 --top-p 0.9 --top-k 40 --min-p 0.01 --repetition-penalty 1.1"
     options = (*settings.split(), "--seed", "5", "--max-new-tokens", "12", "--json")
-    plain = json.loads(cli("generate", PROMPT, "--no-speculation", *options).out)
+    plain = json.loads(cli("generate", PROMPT, "--drafter", "none", *options).out)
     drafted = json.loads(cli("generate", PROMPT, "--tree", "tree:3x2x6", *options).out)
     assert plain["token_ids"] == drafted["token_ids"] != list(OWN[:12])
     assert plain["seed"] == drafted["seed"] == 5
@@ -467,17 +449,6 @@ def test_generate_stops_at_a_string(cli: Cli) -> None:
     output = cli("generate", PROMPT, "--stop", "nowhere", "--stop", stop)
     assert output.words == " ".join(f"w{token}" for token in OWN[:6])
     assert "stop_string" in output.err
-
-
-@pytest.mark.usefixtures("loaded")
-def test_generate_several_choices(cli: Cli) -> None:
-    options = ("--num-choices", "2", "--temperature", "1.5", "--seed", "3", "--max-new-tokens", "6")
-    choices = json.loads(cli("generate", PROMPT, *options, "--json").out)["choices"]
-    assert choices[0]["token_ids"] != choices[1]["token_ids"]
-    output = cli("generate", PROMPT, *options)
-    assert output.words == f"{choices[0]['text']} {choices[1]['text']}"
-    assert "choice 1" in output.err
-    assert "seed 3" in output.err
 
 
 @pytest.mark.usefixtures("loaded")
@@ -608,8 +579,6 @@ def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
         (("--threads", "1000000"), "--threads"),
         (("--max-new-tokens", "-1"), "--max-new-tokens"),
         (("--temperature", "-1"), "temperature"),
-        (("--num-choices", "0"), "--num-choices"),
-        (("--num-choices", "100000000000"), "--num-choices"),
         (("--stop", ""), "stop"),
     ],
 )
@@ -768,7 +737,7 @@ def test_a_chat_template_is_used_unless_raw(cli: Cli, monkeypatch: pytest.Monkey
     tokenizer: Any = target.tokenizer
     tokenizer.chat_template = "w7 {{ messages[0]['content'] }} w8"
     load_targets_by(monkeypatch, lambda *_, **__: target)
-    options = ("--no-speculation", "--json", "--max-new-tokens", "2")
+    options = ("--drafter", "none", "--json", "--max-new-tokens", "2")
     assert json.loads(cli("generate", PROMPT, *options).out)["prompt_tokens"] == 5
     assert json.loads(cli("generate", PROMPT, "--raw", *options).out)["prompt_tokens"] == 3
 

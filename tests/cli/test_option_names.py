@@ -65,6 +65,10 @@ def test_one_thing_has_one_name() -> None:
         {"--batch", "--batch-size"},
         {"--threads", "--num-threads"},
         {"--max-new-tokens", "--num-tokens"},
+        {"--certificate", "--tls-certificate"},
+        {"--key", "--tls-key"},
+        {"--bits", "--int8"},
+        {"--drafter", "--speculation"},
     ):
         assert len(names & synonyms) == 1, synonyms
 
@@ -75,6 +79,7 @@ def test_one_thing_has_one_name() -> None:
         ("--quantize", ["int8", "int4"]),
         ("--on-cut", ["rollback", "keep", "wait"]),
         ("--codec", ["fp16", "int8", "int4"]),
+        ("--bits", ["8", "4"]),
         ("--link", ["none", "lan", "4g", "5g"]),
         ("--dtype", ["auto", "float32", "bfloat16", "float16"]),
     ],

@@ -128,14 +128,14 @@ def test_intervals_and_speedups() -> None:
 
 def test_the_command_is_one_that_the_command_line_takes() -> None:
     facts = report(moa=method([0.5] * 12), lookup=method([1.0] * 12, timed=False))
-    facts["settings"] = {**SETTINGS, "system": "You're a pirate.", "checkpoints": {"eagle": "a b"}}
+    facts["settings"] = {**SETTINGS, "adapter": "the pirate's", "checkpoints": {"eagle": "a b"}}
     text = eval_command(facts)
     assert text.startswith("moaspec eval \\\n    --methods plain,moa \\\n")
     words = shlex.split(text.replace("\\\n", ""))
     taken = typer.main.get_command(app).make_context("eval", words[2:]).params
     assert taken["methods"] == "plain,moa"
     assert taken["tau_only"] == "lookup"
-    assert taken["system"] == "You're a pirate."
+    assert taken["adapter"] == "the pirate's"
     assert list(taken["checkpoint"]) == ["eagle=a b"]
     assert taken["max_new_tokens"] == 16
     facts["settings"]["generation_config"] = None

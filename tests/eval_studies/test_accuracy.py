@@ -106,5 +106,4 @@ def test_humaneval_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("eval_studies.sandbox._isolation", lambda: None)
     with pytest.raises(InputError, match="no sandbox"):
         require_graders([PROMPT])
-    require_graders([PROMPT], unsafe=True)
     require_graders([Prompt("gsm8k", "1", ("?",))])

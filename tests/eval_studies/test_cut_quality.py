@@ -117,7 +117,7 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
 
 @pytest.mark.parametrize("after", [0, 8])
 def test_a_cut_has_tokens_before_and_after_it(after: int) -> None:
-    study = CutStudy(after, 8, accuracy=False, unsafe=False)
+    study = CutStudy(after, 8, accuracy=False)
     with pytest.raises(InputError, match="--cut"):
         study.check(PROMPTS)
 

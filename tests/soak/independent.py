@@ -50,7 +50,7 @@ def main() -> None:
     figures: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{'method':16} {'figure':17} {'eval':>8} {'here':>8}")
     for name, flags in (
-        ("plain", ["--no-speculation"]),
+        ("plain", ["--drafter", "none"]),
         (f"moa@{args.shape}", ["--tree", args.shape]),
     ):
         figures[name] = compared(name, flags, common, args.repeats)

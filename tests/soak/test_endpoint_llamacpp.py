@@ -61,7 +61,7 @@ def test_killed_and_continued(url: str, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": f"Name {i + 2} things that are larger than {i}."} for i in range(PROMPTS)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--max-new-tokens", "48", "--batch", "4", "--group-size", "4")
+    options = ("--max-new-tokens", "48", "--batch", "4")
     command = ("data", "regenerate", str(prompts), "--out", str(out), "--model", ALIAS, *options)
     program = Path(__file__).parents[1] / "kill_commands.py"
     done = subprocess.run(

@@ -202,7 +202,7 @@ def edge(files: Files, server: str, *options: str) -> Any:
 
 @contextmanager
 def target_server(files: Files, *, tls: bool = False) -> Iterator[tuple[Process, str]]:
-    secure = ("--tls-certificate", files.at(CERTIFICATE), "--tls-key", files.at(PRIVATE_KEY))
+    secure = ("--certificate", files.at(CERTIFICATE), "--key", files.at(PRIVATE_KEY))
     process = Process(
         *("target-server", "--model", files.at("target"), "--drafter", files.at("drafter")),
         *("--port", "0", "--threads", "1", "--dtype", "float32", "--tokens", files.at("tokens")),

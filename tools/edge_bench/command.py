@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec_core.bundled import bundled_drafters
-from moaspec_core.cli.options import MODEL, DrafterName, Dtype, Json, Model
+from moaspec_core.cli.options import MODEL, Json, Model
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.progress_bar import ProgressBar
 from moaspec_core.cli.terminal.status import loading
@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 def edge_bench(
     model: Model = MODEL,
-    drafter: DrafterName = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one."),
+    ] = None,
     link: Annotated[
         str, typer.Option(help="none, lan, 4g, 5g, commas between; a jitter model after a colon.")
     ] = "lan,5g,4g",
@@ -62,29 +65,22 @@ def edge_bench(
     server_speed: Annotated[
         str, typer.Option(help="How many times the device's the server's speed is.")
     ] = "3",
-    drafted: Annotated[int, typer.Option(help="Tokens per round; 0: as many as pay.")] = 4,
     pass_ms: Annotated[float, typer.Option(help="Least time of a server's pass.")] = 0.0,
-    codec: Annotated[
-        Literal["fp16", "int8", "int4"], typer.Option(help="Of activations.")
-    ] = "int8",
-    int8: Annotated[bool, typer.Option("--int8", help="Weights on the device in 8 bits.")] = False,
     limit: Annotated[int, typer.Option(help="Prompts of those in the package.", min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 64,
     cut_after: Annotated[
         int | None, typer.Option(help="Cut the link after this many tokens, instead of timing.")
     ] = None,
-    dtype: Dtype = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure client-server decoding.
 
     Compares it with its alternatives over emulated links, on Linux, as root. Server and device are
-    processes of their own, in network namespaces with a relay between them that delays, loses and
-    limits real packets. Beside each measurement stands what the formula of docs/remote.md predicts,
-    and whether the case pays beside plain streaming by it. `speed` is the server's over the
-    device's; passes and bytes are per token.
+    processes of their own, of one CPU thread each, in network namespaces with a relay between them
+    that delays, loses and limits real packets. Beside each measurement stands what the formula of
+    docs/remote.md predicts, and whether the case pays beside plain streaming by it. `speed` is the
+    server's over the device's; passes and bytes are per token.
 
     Example: moaspec edge-bench --link lan,4g --drafter smollm2-135m-n3 --out edge.json
     """
@@ -111,25 +107,21 @@ def edge_bench(
             drafter=name,
             bundles=bundles,
             prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
-            dtype=dtype,
             links=tuple(_list(link)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
             num_target_layers=layers or (0,),
             server_speeds=speeds,
-            drafted=drafted,
             agreement=AGREEMENT,
             pass_s=pass_ms / 1e3,
-            codec=codec,
             max_new_tokens=max_new_tokens,
-            threads=threads,
         )
         with console.err.status("Exporting the device bundle"):
             most = max(layers, default=None)
-            export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
+            export_bundle(model, name, bundles["moa"], num_target_layers=most)
             known = _known(bundles["moa"], layers)
         with loading(model):  # kernels are compiled once all names are known to be right
-            settings = replace(settings, num_target_layers=known, dtype=chosen_dtype(dtype))
+            settings = replace(settings, num_target_layers=known, dtype=chosen_dtype("auto"))
         report = _run(settings, cut_after)
     if as_json:
         console.out.print(json.dumps(report))

@@ -25,8 +25,8 @@ from moaspec.evaluate.report.comparison import (
 TRANSFORMERS = "hf"  # prefix of transformers' own methods, which are references, not candidates
 
 FLAGS = (
-    *("suite", "limit", "turns", "max_new_tokens", "repeats", "batch", "temperature", "seed"),
-    *("system", "model", "drafter", "dtype", "quantize", "adapter", "device", "threads"),
+    *("suite", "limit", "max_new_tokens", "repeats", "batch", "temperature", "seed"),
+    *("model", "drafter", "dtype", "quantize", "adapter", "device", "threads"),
 )
 """Settings of a report that are options of `moaspec eval`."""
 

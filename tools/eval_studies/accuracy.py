@@ -19,20 +19,20 @@ HumanEvalTask = Mapping[str, str]
 `entry_point` (the function's name)."""
 
 
-def is_correct(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
+def is_correct(prompt: Prompt, answer: str) -> bool | None:
     """Return whether an answer is right; None for suites without a grader.
 
     `gsm8k` is graded by the last number of the answer, `humaneval` by running the answer's code
     with its tests (see `sandbox`).
 
     Raises:
-        InputError: HumanEval's package is missing, or there is no sandbox and `unsafe` is not set.
+        InputError: HumanEval's package is missing, or there is no sandbox.
     """
     grade = GRADERS.get(prompt.suite)
-    return None if grade is None else grade(prompt, answer, unsafe)
+    return None if grade is None else grade(prompt, answer)
 
 
-def _number_is_right(prompt: Prompt, answer: str, _unsafe: bool) -> bool | None:
+def _number_is_right(prompt: Prompt, answer: str) -> bool | None:
     results = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
     wanted = _last_number(results[0]) if results else None
     return None if wanted is None else _last_number(answer) == wanted
@@ -43,11 +43,11 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
+def _passes_tests(prompt: Prompt, answer: str) -> bool | None:
     found = [text.strip() for text in prompt.references]
     tasks = (task for task in humaneval_tasks() if task["canonical_solution"].strip() in found)
     task = next(tasks, None)
-    return None if task is None else passes(trial(task, answer), unsafe=unsafe)
+    return None if task is None else passes(trial(task, answer))
 
 
 def trial(task: HumanEvalTask, answer: str) -> Trial:
@@ -74,14 +74,14 @@ def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
     return tuple(read_problems().values())
 
 
-def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
+def require_graders(prompts: Sequence[Prompt]) -> None:
     """Check that the suites can be graded on this system; errors as of `is_correct`."""
     if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
         humaneval_tasks()
-        isolation(unsafe=unsafe)
+        isolation()
 
 
-GRADERS: dict[str, Callable[[Prompt, str, bool], bool | None]] = {
+GRADERS: dict[str, Callable[[Prompt, str], bool | None]] = {
     "gsm8k": _number_is_right,
     "humaneval": _passes_tests,
     "openai_humaneval": _passes_tests,

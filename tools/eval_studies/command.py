@@ -51,7 +51,6 @@ class CutStudy:
     cut: int  # tokens before the cut
     max_new_tokens: int  # of the whole text
     accuracy: bool  # whether answers are graded
-    unsafe: bool  # whether code may run without a sandbox
     file_name = "cut.json"
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -61,7 +60,7 @@ class CutStudy:
             InputError: no tokens before the cut or after it, or no grader for these prompts here.
         """
         if self.accuracy:
-            require_graders(prompts, unsafe=self.unsafe)
+            require_graders(prompts)
         if not 1 <= self.cut < self.max_new_tokens:
             raise InputError(
                 f"--cut must be at least 1 and below --max-new-tokens ({self.max_new_tokens}), got "
@@ -78,7 +77,7 @@ class CutStudy:
 
         def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            return is_correct(prompt, text, unsafe=self.unsafe)
+            return is_correct(prompt, text)
 
         with ProgressBar("measuring", len(prompts)) as bar:
             return measure_cut(

@@ -1,6 +1,6 @@
 """The program inside the sandbox; `sandbox.py` runs its text, so it imports no moaspec modules.
 
-Arguments: the role (`candidate` or `judge`), `namespaces` or `none`, seconds of processor time,
+Arguments: the role (`candidate` or `judge`), `namespaces` or `bwrap`, seconds of processor time,
 bytes of address space, and the paths that stay visible. Standard input is the role's job as JSON,
 standard output a socket to the other role.
 
@@ -70,8 +70,7 @@ def main(role: str, isolation: str, seconds: str, memory: str, *visible: str) ->
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     limit(int(seconds), int(memory))
-    if isolation != "none":
-        drop_rights()
+    drop_rights()
     stream = cast(BinaryIO, channel.makefile("rwb"))
     if role == "judge":
         judge(job, stream)

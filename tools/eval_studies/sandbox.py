@@ -1,7 +1,7 @@
 """Run a model's functions with their tests in a sandbox.
 
 The answer and its tests run in two processes, each in its own sandbox (`jail.py`): bubblewrap if it
-works, else Linux namespaces. Without either, nothing runs unless the caller sets `unsafe`.
+works, else Linux namespaces. Without either, nothing runs.
 """
 
 import contextlib
@@ -36,9 +36,7 @@ class Trial:
     setup: str = ""  # source text that the tests need to run before them
 
 
-def passes(
-    trial: Trial, *, timeout_s: int = 5, memory_bytes: int = 1 << 30, unsafe: bool = False
-) -> bool:
+def passes(trial: Trial, *, timeout_s: int = 5, memory_bytes: int = 1 << 30) -> bool:
     """Return whether the function passes its tests within limits.
 
     Arguments and results are sent as plain data: numbers, strings, lists, tuples, sets, dicts. The
@@ -48,29 +46,21 @@ def passes(
     Args:
         timeout_s: seconds of processor time; `START_S` more by the clock.
         memory_bytes: address space of each process.
-        unsafe: run without a sandbox if there is none.
 
     Raises:
-        InputError: this system has no sandbox, and `unsafe` is not set.
+        InputError: this system has no sandbox.
     """
-    return _run(trial, isolation(unsafe=unsafe), timeout_s, memory_bytes)
+    return _run(trial, isolation(), timeout_s, memory_bytes)
 
 
-def isolation(*, unsafe: bool = False) -> str:
-    """The sandbox here: `bwrap`, `namespaces`, or `none` where there is none and `unsafe` is set.
-
-    Raises:
-        InputError: there is none, and `unsafe` is not set, or this is no POSIX system.
-    """
+def isolation() -> str:
+    """The sandbox here: `bwrap` or `namespaces`; InputError where there is none."""
     found = _isolation()
     if found is not None:
         return found
-    if unsafe and os.name == "posix":
-        return "none"
     raise InputError(
         "This system has no sandbox for code that a model wrote (bubblewrap, or Linux namespaces). "
         "Install bubblewrap, or allow unprivileged user namespaces."
-        + (" --unsafe runs the code with this user's rights." if os.name == "posix" else "")
     )
 
 

@@ -42,7 +42,7 @@ from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.link_policy import LinkPolicy
 from moaspec_edge.emulation import LinkProfile
 from moaspec_edge.protocol.wire import chain
-from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier
+from moaspec_edge.server.shared_verifier import PREFILL_TOKENS, PassOptions, SharedVerifier
 
 Mode = Literal["plain", "sync", "ahead"]
 """Plain: servers stream tokens and nobody drafts. Sync and ahead: devices draft, and in `ahead`
@@ -269,7 +269,7 @@ class Device:
     async def _read_prompt(self) -> None:
         """Have prompt and text so far encoded, in pieces; it ends with a token."""
         total, done = self._trace.prompt + self._length, 0
-        size = self._fleet.options.prefill_tokens
+        size = PREFILL_TOKENS
         await asyncio.sleep(self._delay_s())
         while total - done > size:
             await self._ask(done, size, DraftTree(), text_length=total)

@@ -71,7 +71,7 @@ def test_an_address_without_a_scheme() -> None:
         ServerChat("localhost:8000", {**SETTINGS})
 
 
-@pytest.mark.parametrize("option", [("--model", "m"), ("--tree", "chain:2"), ("--no-speculation",)])
+@pytest.mark.parametrize("option", [("--model", "m"), ("--tree", "chain:2"), ("--drafter", "none")])
 def test_options_of_a_target_here(
     option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,13 @@ def jsonl(path: Path, rows: list[Any]) -> str:
 
 
 PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)]
-SMALL = ("--max-new-tokens", "8", "--batch", "2", "--group-size", "4")
+SMALL = ("--max-new-tokens", "8", "--batch", "2")
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few conversations are more than one group."""
+    monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 4)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,10 +84,7 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     """synth, regenerate, stats, train, generate: no data set anywhere."""
     prompts, responses = str(tmp_path / "p.jsonl"), str(tmp_path / "r.jsonl.gz")
     name = ("--model", model)
-    code, out, _ = cli(
-        "data", "synth", "--num", "6", "--out", prompts, *name, "--batch", "4",
-        "--group-size", "8",
-    )  # fmt: skip
+    code, out, _ = cli("data", "synth", "--num", "6", "--out", prompts, *name, "--batch", "4")
     assert (code, out) == (0, f"6 rows in {prompts}")
     code, out, err = cli("data", "regenerate", prompts, "--out", responses, *name, *SMALL)
     assert (code, out) == (0, f"6 rows in {responses}")
@@ -194,6 +197,7 @@ def test_synth_counts_prompts_before_their_group_ends(
 
     monkeypatch.setattr(WritingProgress, "add", watched)
     monkeypatch.setattr("moaspec_train.cli.data.SAMPLES_PER_PROMPT", 1)
+    monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 64)
     out = ("--out", str(tmp_path / "p.jsonl"), "--model", model, "--max-new-tokens", "16")
     assert cli("data", "synth", "--num", "64", *out)[0] == 1
     assert 0 < max(shown) < 64
@@ -341,7 +345,7 @@ def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:
     systems = tmp_path / "s.txt"
     systems.write_text("w12\n\nw13\n")
     prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
-    name = ("--model", model, "--system-prompts", str(systems), "--without-system", "0.3", *SMALL)
+    name = ("--model", model, "--system-prompts", str(systems), *SMALL)
     assert cli("data", "regenerate", prompts, "--out", str(out), *name)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["messages"][0]["content"] for row in rows} >= {"w12", "w13"}
@@ -359,7 +363,6 @@ def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:
         (("regenerate", "p", "--out", "x", "--temperature", "-1"), "temperature"),
         (("regenerate", "p", "--out", "x", "--system-prompts", "nowhere.txt"), "nowhere.txt"),
         (("synth", "--out", "x", "--num", "0"), "--num"),
-        (("overlap", "p", "--against", "x", "--size", "0"), "--size"),
     ],
     ids=str,
 )
@@ -396,7 +399,8 @@ def test_overlaps_before_ctrl_c(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     against = jsonl(tmp_path / "eval.jsonl", [{"prompt": "a b c"}])
     data = jsonl(tmp_path / "data.jsonl", [{"prompt": "a b c"}] * 3)
     interrupt_after(1, "moaspec.data.overlap._texts", monkeypatch)
-    options = ("--against", against, "--size", "3", "--out", str(tmp_path / "out.jsonl"))
+    monkeypatch.setattr("moaspec_train.cli.data_studies.SHARED_WORDS", 3)
+    options = ("--against", against, "--out", str(tmp_path / "out.jsonl"))
     code, out, err = cli("data", "overlap", data, *options)
     assert code == 130
     assert "1 rows share 3 words" in out
@@ -441,7 +445,7 @@ def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
     """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     rows = [{"prompt": f"w{10 + i % 50} w{11 + i % 7}"} for i in range(12)]
     prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
-    options = ("--max-new-tokens", "30", "--batch", "2", "--group-size", "3")
+    options = ("--max-new-tokens", "30", "--batch", "2")
     program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(

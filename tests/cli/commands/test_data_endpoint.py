@@ -24,7 +24,13 @@ from moaspec.target import registry
 from moaspec.target.target import Target
 from moaspec_train.cli.writing_progress import WritingProgress
 
-SMALL = ("--max-new-tokens", "8", "--batch", "2", "--group-size", "4")
+SMALL = ("--max-new-tokens", "8", "--batch", "2")
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few conversations are more than one group."""
+    monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 4)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +176,8 @@ def test_a_signal_while_a_group_is_saved(
             signal.raise_signal(number)
 
     name = ("data", "regenerate", prompts, "--model", model, "--out", str(out))
-    options = ("--max-new-tokens", "8", "--batch", "12", "--group-size", "3")
+    options = ("--max-new-tokens", "8", "--batch", "12")
+    monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 3)
     with fake(second_group_last) as url:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", fsync)
@@ -223,7 +230,7 @@ def test_sigterm_while_no_answer_comes(cli: Cli, model: str, prompts: str, tmp_p
 
 
 def test_a_server_that_goes_away_costs_no_finished_conversation(
-    cli: Cli, model: str, prompts: str, tmp_path: Path
+    cli: Cli, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, asked = tmp_path / "out.jsonl", []
 
@@ -236,7 +243,8 @@ def test_a_server_that_goes_away_costs_no_finished_conversation(
 
     arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
     with fake(unloaded) as url:
-        endpoint = ("--endpoint", url, "--batch", "1", "--group-size", "12")
+        endpoint = ("--endpoint", url, "--batch", "1")
+        monkeypatch.setattr("moaspec_train.cli.writing_options.GROUP_SIZE", 12)
         done = cli(*arguments, *endpoint)
         assert done.code == 1
         assert "model unloaded" in done.err
@@ -271,7 +279,7 @@ def test_kill_9_at_ten_random_moments(
 ) -> None:
     """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     out = tmp_path / "r.jsonl"
-    options = ("--max-new-tokens", "30", "--batch", "2", "--group-size", "3")
+    options = ("--max-new-tokens", "30", "--batch", "2")
     program = Path(__file__).parents[2] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(

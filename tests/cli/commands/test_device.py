@@ -18,7 +18,7 @@ from moaspec_core.support.extras import MODULES
 def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     target, drafter, out = tmp_path / "target", tmp_path / "drafter", tmp_path / "device"
     save_drafter(tiny.random_drafter(save_target(target)), drafter)
-    output = cli("checkpoint", "export-device", str(target), str(drafter), str(out), "--int8")
+    output = cli("checkpoint", "export-device", str(target), str(drafter), str(out), "--bits", "8")
     assert output.code == 0, output.err
     facts = json.loads(cli("info", str(out), "--json").out)
     assert (facts["format"], facts["weights"]) == ("device bundle", "int8")
@@ -37,10 +37,10 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     ("options", "weights", "versions"),
     [
         (("onnx",), "float32", "onnx/1/float32/0"),
-        (("onnx", "--int8"), "int8", "onnx/1/int8/0"),
-        (("onnx", "--int4"), "int4", "onnx/1/int4/0"),
-        (("onnx-web", "--int8"), "int8-web", "onnx/2/int8-web/0"),
-        (("onnx-web", "--int4"), "int4-web", "onnx/1/int4-web/0"),
+        (("onnx", "--bits", "8"), "int8", "onnx/1/int8/0"),
+        (("onnx", "--bits", "4"), "int4", "onnx/1/int4/0"),
+        (("onnx-web", "--bits", "8"), "int8-web", "onnx/2/int8-web/0"),
+        (("onnx-web", "--bits", "4"), "int4-web", "onnx/1/int4-web/0"),
     ],
 )
 def test_export_and_info_of_onnx(
@@ -79,8 +79,14 @@ def test_a_page_that_needs_much_memory(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--int4",), "--format onnx"),
-        (("--format", "onnx", "--int4", "--int8"), "exclude"),
+        (
+            (
+                "--bits",
+                "4",
+            ),
+            "--format onnx",
+        ),
+        (("--format", "onnx", "--bits", "5"), "'5' is not one of '8', '4'"),
     ],
 )
 def test_options_that_exclude_each_other(

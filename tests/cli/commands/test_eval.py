@@ -15,7 +15,6 @@ from moaspec.backends import load
 from moaspec.cli.method_loading import MethodSources, check_methods
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.target.target import Target
 from moaspec_core.drafting.draft_tree import DraftTree, walk
 from moaspec_core.errors import InputError
 
@@ -226,20 +225,6 @@ def test_throughput_is_called_so(cli: Cli) -> None:
     assert "one prompt at a time" in refused.err
 
 
-@pytest.mark.parametrize(("system", "tokens"), [("default", 5), ("none", 6), ("w1 w2", 8)])
-def test_system_prompts(system: str, tokens: int, cli: Cli, loaded: Target, tmp_path: Path) -> None:
-    tokenizer: Any = loaded.tokenizer
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}w9 {% endif %}{{ m.content }} "
-        "{% endfor %}w7 w8"
-    )
-    path = tmp_path / "one.jsonl"
-    path.write_text(json.dumps({"prompt": PROMPT}))
-    options = ("--max-new-tokens", "2", "--methods", "plain", "--json", "--system", system)
-    facts = json.loads(cli("eval", "--suite", str(path), *options).out)
-    assert facts["methods"]["plain"]["prompts"][0]["prompt_tokens"] == tokens
-
-
 @pytest.mark.usefixtures("loaded")
 def test_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1, 2)), ("WIDTHS", (1, 2))):
@@ -365,7 +350,6 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--suite", "paper"), "MOASPEC_SUITES"),
-        (("--turns", "0"), "--turns"),
         (("--repeats", "0"), "repeats"),
         (("--methods", "plain,plain"), "twice"),
         (("--methods", "plain", "--tau-only", "plain"), "twice"),
@@ -373,7 +357,6 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
         (("--checkpoint", "eagle"), "KIND=DIR"),
         (("--checkpoint", "bogus=/tmp"), "got 'bogus'"),
         (("--accuracy",), "--cut"),
-        (("--unsafe",), "--accuracy"),
         (("--out", "/proc/nothing"), "Cannot write results"),
     ],
 )

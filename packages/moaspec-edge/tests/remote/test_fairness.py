@@ -30,12 +30,24 @@ from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.protocol.wire import chain
 from moaspec_edge.server.service import TargetService, wire_encoder
 from moaspec_edge.server.session_store import NoRoomError, StoreOptions
-from moaspec_edge.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
+from moaspec_edge.server.shared_verifier import (
+    OWNER_DRAFTED,
+    PREFILL_TOKENS,
+    PassOptions,
+    SharedVerifier,
+    _QueuedRequest,
+)
 from simulated_time import run_simulated
 
 TOKEN_S = 0.002
 PASS_S = CPU_CLIENT_TOKENS * TOKEN_S
 """A CPU's: a pass reads all weights in the time of so many tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _all_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.RECENT_S", 600.0)
 
 
 class Unused(Verifier):
@@ -66,7 +78,7 @@ def passes(*owners: tuple[str, int, int], **options: int) -> list[list[tuple[str
     """Owner and drafted tokens of the requests in each pass, until nobody waits."""
 
     async def run() -> list[list[tuple[str, int]]]:
-        shared = SharedVerifier(Unused(), PassOptions(recent_s=600.0, **options))
+        shared = SharedVerifier(Unused(), PassOptions(**options))
         for owner, drafted, number in owners:
             asked(shared, owner, drafted, number)
         made = []
@@ -147,7 +159,7 @@ def test_a_long_prompt_lets_others_of_its_owner_pass() -> None:
 
     asyncio.run(run())
     assert [1] in made[:2]
-    assert len(made) == 1 + -(-2000 // PassOptions().prefill_tokens)
+    assert len(made) == 1 + -(-2000 // PREFILL_TOKENS)
 
 
 def test_tokens_of_one_owner_take_a_share_of_a_pass() -> None:
@@ -161,7 +173,7 @@ def test_drafts_that_are_cut_do_not_count_against_the_limit() -> None:
     """Ten drafts and then sixty: four of these have room, which is within the limit of 64."""
 
     async def run() -> list[tuple[str, int]]:
-        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16, recent_s=600.0))
+        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16))
         for owner, drafted in (("bob", 10), ("bob", 60), ("alice", 1)):
             asked(shared, owner, drafted)
         return [(job.owner, job.drafted) for job in shared._next()]
@@ -173,7 +185,7 @@ def test_tokens_are_not_limited_for_an_owner_who_is_idle() -> None:
     """Only owners who wait, or were in the last two passes, make the parts of a text small."""
 
     async def lengths(last_pass: int) -> list[int]:
-        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16, recent_s=600.0))
+        shared = SharedVerifier(Unused(), PassOptions(owner_tokens=16))
         shared._asked_s["alice"] = time.monotonic()
         shared._served["alice"], shared.counts.passes = last_pass, 10
         row = shared.lease("bob")
@@ -197,7 +209,7 @@ def test_a_text_that_is_split_is_verified_as_a_whole_one(encode: bool) -> None:
     async def run(owner_tokens: int) -> tuple[VerifyResult, int]:
         encoder: Any = wire_encoder(drafter, target)
         verifier = LocalVerifier(target, encoder)
-        shared = SharedVerifier(verifier, PassOptions(owner_tokens=owner_tokens, recent_s=600.0))
+        shared = SharedVerifier(verifier, PassOptions(owner_tokens=owner_tokens))
         shared._asked_s["alice"] = time.monotonic()
         shared._served["alice"] = 1000  # she is in every pass
         assert shared.lease("bob") == 0
@@ -340,7 +352,7 @@ def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None
         while len(text) < len(prompt) + LENGTH:
             request = VerifyRequest(row, base, tuple(known), tree, sampling, len(prompt), False)
             verdict, _ = await shared.decide(request)
-            cut = tree.tokens[: shared.options.owner_drafted]
+            cut = tree.tokens[:OWNER_DRAFTED]
             accepted = [cut[node] for node in verdict.accepted]
             base += len(known) + len(accepted)
             known = [verdict.next_token]
@@ -351,14 +363,14 @@ def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None
 
     async def run() -> tuple[list[list[int]], Recording]:
         recording = Recording(target)
-        shared = SharedVerifier(recording, PassOptions(recent_s=600.0))
+        shared = SharedVerifier(recording)
         texts = await asyncio.gather(*(write(shared, i) for i in range(len(tiny.PROMPTS))))
         await shared.stop()
         return texts, recording
 
     texts, recording = asyncio.run(run())
     assert texts == plain
-    most = PassOptions().owner_drafted
+    most = OWNER_DRAFTED
     assert max(drafted for one in recording.passes for drafted in one) == most
     assert any(one.count(most) > 1 for one in recording.passes), "no pass had several cut drafts"
     assert len(recording.passes) < LENGTH, "nothing was accepted"

@@ -19,8 +19,7 @@ from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.codec import CODECS
 from moaspec_edge.protocol.transport import InProcessTransport
-from moaspec_edge.server.service import ServiceOptions, TargetService
-from moaspec_edge.server.shared_verifier import PassOptions
+from moaspec_edge.server.service import TargetService
 
 PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0)
 """For tests without faults, on a busy machine."""
@@ -35,11 +34,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.3},
 }
 SHAPES = (Chain(4), "auto", Tree(3, 2, 6))
-SMALL_STRETCHES = ServiceOptions(passes=PassOptions(prefill_tokens=5))
+
+
+@pytest.fixture(autouse=True)
+def _small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are encoded in several."""
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.PREFILL_TOKENS", 5)
 
 
 def service(family: str = "llama") -> TargetService:
-    return TargetService(tiny.target(family), tiny.agreeing_drafter(family), SMALL_STRETCHES)
+    return TargetService(tiny.target(family), tiny.agreeing_drafter(family))
 
 
 async def read(session: RemoteSession, prompt: Any, **options: Any) -> list[int]:
@@ -68,7 +72,7 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
             await check(codec, SETTINGS[setting], drafter, number)
 
     async def check(codec: Any, options: dict[str, Any], drafter: Any, number: int) -> None:
-        server = Restartable(lambda: TargetService(target, drafter, SMALL_STRETCHES))
+        server = Restartable(lambda: TargetService(target, drafter))
         transport = FaultyTransport(server.transport, LINKS[link], seed=number)
         remote = RemoteOptions(
             codec=codec,

@@ -19,16 +19,15 @@ from moaspec_serve import http_errors
 from moaspec_serve.http_errors import RequestError
 
 PROTECTED_PATHS = ("/v1", "/metrics")  # paths that require a key, with all paths below them
+BODY_TIMEOUT_S = 30.0  # maximum time to receive a request's body
 COMPOUND_VALUES = 4  # values that an object, a list or a member of an object counts for
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Limits and keys of `HttpGuard`."""
+    """Keys and names of `HttpGuard`."""
 
     api_keys: tuple[str, ...] = ()  # accepted API keys; if empty, no key is required
-    max_body_bytes: int = limits.MAX_BODY_BYTES  # maximum size of a request body
-    body_timeout_s: float = 30.0  # maximum time to receive the body
     # Accepted names in the `Host` header; if empty, or with "*", all are. On a loopback address
     # this prevents DNS rebinding by web pages.
     hosts: tuple[str, ...] = ()
@@ -100,7 +99,7 @@ class HttpGuard:
             self._check_size(int(length[:20]))
 
     def _check_size(self, size: int) -> None:
-        limit = self._settings.max_body_bytes
+        limit = limits.MAX_BODY_BYTES
         if size > limit:
             text = f"The body is larger than this server takes ({limit} bytes)."
             raise RequestError(text, status=413)
@@ -115,13 +114,13 @@ class HttpGuard:
         messages: list[Message] = []
         size = 0
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not messages or messages[-1].get("more_body", False):
                     messages.append(await receive())
                     size += len(messages[-1].get("body", b""))
                     self._check_size(size)
         except TimeoutError:
-            text = f"The body did not arrive within {self._settings.body_timeout_s:g} s."
+            text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
             raise RequestError(text, status=408) from None
         if too_many_json_values(b"".join(one.get("body", b"") for one in messages)):
             text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."

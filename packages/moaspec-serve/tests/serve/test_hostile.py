@@ -16,7 +16,7 @@ import pytest
 
 import serving
 from moaspec_core.support import limits
-from moaspec_serve import uvicorn_server
+from moaspec_serve import guard, uvicorn_server
 from moaspec_serve.guard import GuardSettings
 from moaspec_serve.server_context import ServeSettings
 from serving import MODEL, Served, say
@@ -36,17 +36,15 @@ def strict() -> Iterator[Served]:
 @contextmanager
 def guarding(*, body_timeout_s: float = 60.0, send_timeout_s: float = 60.0) -> Iterator[Served]:
     """A guarded server. Its time limits hold on a busy machine too."""
-    guarded = GuardSettings(
-        api_keys=(KEY,),
-        max_body_bytes=LARGEST,
-        body_timeout_s=body_timeout_s,
-        hosts=("127.0.0.1", "localhost"),
-    )
+    guarded = GuardSettings(api_keys=(KEY,), hosts=("127.0.0.1", "localhost"))
     settings = ServeSettings(
         guarded=guarded, send_timeout_s=send_timeout_s, cors_origins=("http://app",)
     )
-    with serving.serving(serving.source(active=4, waiting=2), settings) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(limits, "MAX_BODY_BYTES", LARGEST)
+        patched.setattr(guard, "BODY_TIMEOUT_S", body_timeout_s)
+        with serving.serving(serving.source(active=4, waiting=2), settings) as running:
+            yield running
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_the_command_from_start_to_sigterm(tmp_path: Path) -> None:
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
     port = free_port()
-    arguments = ["serve", "--model", str(tmp_path), "--no-speculation", "--port", str(port)]
+    arguments = ["serve", "--model", str(tmp_path), "--drafter", "none", "--port", str(port)]
     server = subprocess.Popen(
         [sys.executable, "-m", "moaspec", *arguments, "--threads", "1"],
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},

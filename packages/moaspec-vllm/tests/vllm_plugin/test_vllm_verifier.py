@@ -31,7 +31,6 @@ from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import ServiceOptions, TargetService, wire_encoder
 from moaspec_edge.server.session_store import StoreOptions
-from moaspec_edge.server.shared_verifier import PassOptions
 from moaspec_vllm.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
@@ -39,11 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 MOST = 200
 """Tokens of the longest text."""
-OPTIONS = ServiceOptions(
-    max_tokens=MOST,
-    sessions=StoreOptions(max_sessions=8, connected_busy_s=0.0),
-    passes=PassOptions(prefill_tokens=24),
-)
+OPTIONS = ServiceOptions(max_tokens=MOST, sessions=StoreOptions(max_sessions=8))
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 3},
@@ -57,6 +52,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 LONG = [3 + i % 60 for i in range(90)]
 """Read in stretches, none of which is a whole number of vLLM's blocks."""
+
+
+@pytest.fixture(autouse=True)
+def _small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read in several, and idle sessions make room at once."""
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("moaspec_edge.server.session_store.CONNECTED_BUSY_S", 0.0)
 
 
 class Served:

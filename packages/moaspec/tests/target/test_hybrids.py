@@ -193,14 +193,14 @@ def test_long_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
-def test_across_a_link_that_is_cut(kind: str) -> None:
+def test_across_a_link_that_is_cut(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read in pieces, sessions begin again on a server that was restarted."""
     target, prompt = hybrid_models.target(kind), PROMPTS[2]
     drafter = tiny.random_drafter(target)
-    options = ServiceOptions(passes=PassOptions(prefill_tokens=5))
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.PREFILL_TOKENS", 5)
 
     async def run() -> list[int]:
-        server = Restartable(lambda: TargetService(target, drafter, options))
+        server = Restartable(lambda: TargetService(target, drafter))
         transport = FaultyTransport(server.transport, Faults(), seed=0)
         remote = RemoteOptions(draft=Tree(2, 2, 4), link=QUICK)
         session = RemoteSession(LocalDevice(target, drafter), transport, remote)
@@ -217,10 +217,13 @@ def test_across_a_link_that_is_cut(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "whole"), [("lfm2", False), ("jamba", True)])
-def test_a_server_reads_each_token_of_a_prompt_once(kind: str, whole: bool) -> None:
+def test_a_server_reads_each_token_of_a_prompt_once(
+    kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In pieces, or whole where a piece would be read again with each later one."""
     target, prompts = hybrid_models.target(kind), ([3, 4, 5] * 8, [6, 7] * 9)
-    options = ServiceOptions(passes=PassOptions(prefill_tokens=5, owner_tokens=4))
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.PREFILL_TOKENS", 5)
+    options = ServiceOptions(passes=PassOptions(owner_tokens=4))
     passes: list[list[int]] = []  # tokens of each pass's rows, also those read again
 
     async def run() -> None:

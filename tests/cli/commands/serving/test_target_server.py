@@ -30,7 +30,8 @@ pytestmark = pytest.mark.essential
     ("arguments", "why"),
     [
         (["--host", "0.0.0.0"], "without TLS"),
-        (["--tls-key", "key.pem"], "come together"),
+        (["--key", "key.pem"], "come together"),
+        (["--drafter", "none", "--learn", "learnt"], "--learn needs a drafter"),
         (["--client-ca", "ca.pem"], "--client-ca needs"),
         (["--tokens", "nowhere.json"], "Error: Cannot read nowhere.json: No such file"),
         (["--websocket", "0.0.0.0:8443"], "was renamed to --host and --port"),

@@ -12,22 +12,27 @@ if TYPE_CHECKING:
     from moaspec_core.sampling.generation_defaults import GenerationDefaults
 
 
-def print_defaults(target: DeviceTarget, defaults: GenerationDefaults) -> None:
-    """Print which of the model's own generation defaults apply, if any."""
+def print_defaults(
+    target: DeviceTarget, defaults: GenerationDefaults, *, optional: bool = True
+) -> None:
+    """Print which of the model's own generation defaults apply, if any.
+
+    Args:
+        optional: whether the command has --generation-config.
+    """
     if defaults.words:
-        console.err.print(
-            f"Defaults of {target.name}: {defaults.words}. --generation-config none leaves them "
-            "out.",
-            style="dim",
-        )
+        hint = " --generation-config none leaves them out." if optional else ""
+        console.err.print(f"Defaults of {target.name}: {defaults.words}.{hint}", style="dim")
 
 
-def with_model_defaults(settings: GenerateOptions, target: DeviceTarget) -> GenerateOptions:
-    """Fill in the temperature from the model's defaults, and print which of them apply."""
+def with_model_defaults(
+    settings: GenerateOptions, target: DeviceTarget, *, optional: bool = True
+) -> GenerateOptions:
+    """Fill in the temperature from the model's defaults, and `print_defaults`."""
     from moaspec_core.engine.generate_options import defaults_of
 
     defaults = defaults_of(target, settings)
-    print_defaults(target, defaults)
+    print_defaults(target, defaults, optional=optional)
     if settings.get("temperature") is not None:
         return settings
     return {**settings, "temperature": defaults.temperature or 0.0}

@@ -29,14 +29,12 @@ from moaspec_core.support.causes import system_reason
 
 if TYPE_CHECKING:
     from moaspec_core.engine.generate_options import GenerateOptions
-    from moaspec_core.policy.policies import FreeBranches as Setting
 
 T = TypeVar("T")
-FREE_BRANCHES: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
-"""The Python values of --free-branches."""
 SAMPLING = {name: setting for name, setting in SETTINGS.items() if setting.help}
 """Settings with an option, named so in `generate` and in requests too; None is not given."""
 MODEL = "smollm2-135m"
+NO_DRAFTER = "none"  # a value of --drafter
 MAX_GIB = 1_000_000  # more memory than any machine has
 
 Prompt = Annotated[
@@ -46,16 +44,15 @@ Prompt = Annotated[
 System = Annotated[str | None, "System prompt."]
 Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or hub id.")]
 DrafterName = Annotated[
-    str | None, typer.Option(help="Drafter: alias, directory or hub id; default: the bundled one.")
+    str | None,
+    typer.Option(
+        help="Drafter: alias, directory or hub id, or none to decode plainly; default: the bundled "
+        "one."
+    ),
 ]
 MaxNewTokens = Annotated[int, "Maximum number of new tokens."]
 Shape = Annotated[
     str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
-]
-
-
-FreeBranches = Annotated[
-    Literal["auto", "on", "off"], "Also draft continuations that occur earlier in the text."
 ]
 Temperature = Annotated[float | None, SETTINGS["temperature"].help]
 TopP = Annotated[float | None, SETTINGS["top_p"].help]
@@ -63,9 +60,6 @@ Seed = Annotated[int | None, SETTINGS["seed"].help]
 GenerationConfig = Annotated[
     Literal["auto", "none"],
     "auto: the model's generation_config.json gives the defaults; none: it is not used.",
-]
-Speculation = Annotated[
-    bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
 Dtype = Annotated[
     Literal["auto", TargetDtype],
@@ -113,16 +107,19 @@ class LoadOptions:
     tokenizer: Tokenizer = None
     threads: Threads = None
 
+    @property
+    def drafts(self) -> bool:
+        """Whether --drafter leaves drafting to a drafter."""
+        return self.drafter != NO_DRAFTER
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
     """Options of drafting and sampling."""
 
     tree: Shape = "auto"
-    free_branches: FreeBranches = "auto"
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     generation_config: GenerationConfig = "auto"
-    speculation: Speculation = True
 
     @property
     def only_samples(self) -> bool:
@@ -142,7 +139,6 @@ class DecodingOptions:
             **self.sampling,
             "max_new_tokens": max_new_tokens,
             "tree": self.tree,
-            "free_branches": FREE_BRANCHES[self.free_branches],
             "generation_config": generation_defaults(self.generation_config),
             "stop": stop_strings(stop),
         }

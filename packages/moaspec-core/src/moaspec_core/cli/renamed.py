@@ -12,20 +12,89 @@ RENAMED = {
     "edge": {"--draft": "--tree", "--emulate": "--link"},
     "edge-bench": {"--cut": "--cut-after", "--links": "--link"},
     "remote": {"--draft": "--tree"},
-    "target-server": {"--max-cache-gib": "--cache-gib", "--websocket": "--host and --port"},
+    "target-server": {
+        "--max-cache-gib": "--cache-gib",
+        "--websocket": "--host and --port",
+        "--tls-certificate": "--certificate",
+        "--tls-key": "--key",
+    },
 }
 """Earlier and present names, by command."""
 
+AUTO_COPIES = "copies are drafted where they pay"
+PLAINLY = "--drafter none decodes plainly"
+GROUPS = "64 conversations are saved together"
+OWN_DIRECTORY = "--model takes the directory of the model's own config.json and tokenizer.json"
+ONLY_LIMIT = "bodies have at most 8 MiB; a reverse proxy can allow less"
+WITHOUT_FILE = "remove the setting from the model's generation_config.json"
+
 REMOVED = {
+    "calibrate": {
+        "--adapter": "an adapter changes no costs",
+        "--num-target-layers": "each N that the drafter has is measured",
+        "--tokenizer": "`moaspec serve` measures such a target while it is idle",
+    },
+    "chat": {
+        "--free-branches": AUTO_COPIES,
+        "--no-speculation": PLAINLY,
+        "--speculation": "it is the default",
+    },
     "check": {
         "--alone": "the first prompt is decoded alone, too",
+        "--generation-config": WITHOUT_FILE,
         "--seeds": "take more prompts, by --limit",
     },
-    "data synth": {"--max-samples": "it gives up after 20 samples for each prompt of --num"},
-    "edge-bench": {
-        "--independent": "name the independent drafter by --drafter, in a run of its own"
+    "checkpoint convert": {"--tokenizer": OWN_DIRECTORY},
+    "checkpoint export-device": {"--int4": "write --bits 4", "--int8": "write --bits 8"},
+    "checkpoint push": {"--revision": "`hf upload --revision` takes a branch"},
+    "data overlap": {
+        "--size": "eight words in a row count",
+        "--tokenizer": OWN_DIRECTORY,
     },
-    "remote": {"--cut-s": "a cut lasts 3 s"},
+    "data regenerate": {
+        "--group-size": GROUPS,
+        "--tokenizer": OWN_DIRECTORY,
+        "--without-system": "half of the conversations get no system prompt",
+    },
+    "data stats": {"--tokenizer": OWN_DIRECTORY},
+    "data synth": {
+        "--generation-config": WITHOUT_FILE,
+        "--group-size": GROUPS,
+        "--max-samples": "it gives up after 20 samples for each prompt of --num",
+        "--tokenizer": "name a directory with the model's own tokenizer.json by --model",
+    },
+    "edge": {"--max-body-bytes": ONLY_LIMIT},
+    "edge-bench": {
+        "--codec": "activations are sent in int8",
+        "--drafted": "four tokens are drafted for a round",
+        "--dtype": "it is that of --dtype auto elsewhere",
+        "--independent": "name the independent drafter by --drafter, in a run of its own",
+        "--int8": "the device's weights have 16 bits",
+        "--threads": "each process has one thread",
+    },
+    "eval": {
+        "--system": "the chat template's own system prompt is used",
+        "--turns": "all turns are decoded",
+        "--unsafe": "install bubblewrap, or allow unprivileged user namespaces",
+    },
+    "generate": {
+        "--free-branches": AUTO_COPIES,
+        "--no-speculation": PLAINLY,
+        "--num-choices": "run it several times, or ask `moaspec serve` for `n` choices",
+        "--speculation": "it is the default",
+    },
+    "remote": {
+        "--cut-s": "a cut lasts 3 s",
+        "--generation-config": WITHOUT_FILE,
+        "--prefix-dir": "`moaspec edge` keeps activations of prompts",
+    },
+    "serve": {
+        "--free-branches": AUTO_COPIES,
+        "--max-body-bytes": ONLY_LIMIT,
+        "--no-speculation": PLAINLY,
+        "--speculation": "it is the default",
+    },
+    "target-server": {"--traces": "run it by `opentelemetry-instrument`, which exports its spans"},
 }
 """Options that are gone, and what takes their place, by command."""
 

@@ -17,7 +17,7 @@ MAX_GRAMMAR_ITEMS = 16000
 # Levels of nested objects and arrays in a JSON schema or in variables of a chat template.
 MAX_JSON_DEPTH = 100
 
-MAX_BODY_BYTES = 8 << 20  # Of an HTTP request's body; `--max-body-bytes` sets another.
+MAX_BODY_BYTES = 8 << 20  # Of an HTTP request's body.
 # JSON values in an HTTP request's body; objects, lists and members of objects count four times.
 MAX_JSON_VALUES = 1 << 18
 MAX_FRAME_BYTES = 4 << 20  # Of a WebSocket message, in both directions.

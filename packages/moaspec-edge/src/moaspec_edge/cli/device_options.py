@@ -61,10 +61,6 @@ class DeviceOptions:
     num_target_layers: Annotated[
         int | None, "N: drafts also pass the target's last N layers; default: the drafter's."
     ] = None
-    generation_config: options.GenerationConfig = "auto"
-    prefix_dir: Annotated[
-        Path | None, "Directory that keeps activations of prompts for later; default: none."
-    ] = None
     give_up_s: Annotated[
         float | None,
         typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
@@ -132,16 +128,16 @@ class DeviceOptions:
         tls = self.ca is not None
         return [server_url(one.strip(), tls=tls) for one in self.server.split(",")]
 
-    def remote_options(self) -> RemoteOptions:
+    def remote_options(self, prefix_dir: Path | None = None) -> RemoteOptions:
         """How a session uses its link; InputError as of `RemoteOptions`."""
         # Imported here, because most commands need no protobuf; below for the same reason.
         from moaspec_edge.device.remote_session import RemoteOptions
 
-        if self.prefix_dir is not None:
-            require_writable("--prefix-dir", self.prefix_dir)
-        names = ("codec", "num_target_layers", "on_cut", "prefix_dir", "give_up_s")
+        if prefix_dir is not None:
+            require_writable("--prefix-dir", prefix_dir)
+        names = ("codec", "num_target_layers", "on_cut", "give_up_s")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return RemoteOptions(draft=self.tree, **given)
+        return RemoteOptions(draft=self.tree, prefix_dir=prefix_dir, **given)
 
     def vault(self) -> Vault:
         from moaspec_core.privacy.recognisers import default

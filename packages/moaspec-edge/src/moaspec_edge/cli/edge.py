@@ -1,6 +1,7 @@
 """`moaspec edge`: the device as an OpenAI endpoint."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from moaspec_core.cli import options
@@ -19,6 +20,10 @@ def edge(
     port: Port = 8001,
     link: Annotated[
         options.Link | None, "Emulate a link, which the page can then cut; none: without delay."
+    ] = None,
+    generation_config: options.GenerationConfig = "auto",
+    prefix_dir: Annotated[
+        Path | None, "Directory that keeps activations of prompts for later; default: none."
     ] = None,
     max_active: Active = 8,
     max_waiting: Waiting = 64,
@@ -47,11 +52,11 @@ def edge(
         from moaspec_edge.http.edge_source import EdgeLimits, EdgeSource
 
         prepare_process()
-    chosen = device.remote_options()
+    chosen = device.remote_options(prefix_dir)
     with bind(http.host, port) as listener:
         loaded = device.load()
         loaded.drafting(device.num_target_layers)  # a bad N is told now, not to every client
-        auto = device.generation_config == "auto"
+        auto = generation_config == "auto"
         defaults = loaded.target.generation_defaults if auto else NO_DEFAULTS
         check_defaults(loaded.target, defaults)
         source = EdgeSource(

@@ -35,8 +35,10 @@ def export_device(
             help="What drafts on the device: PyTorch, onnxruntime, or onnxruntime in browsers.",
         ),
     ] = "torch",
-    int8: Annotated[bool, "Store eight bits per weight."] = False,
-    int4: Annotated[bool, "Store four bits per weight; not for PyTorch."] = False,
+    bits: Annotated[
+        Literal["8", "4"] | None,
+        "Store each weight in 8 bits or, not for PyTorch, in 4; default: 16, for ONNX 32.",
+    ] = None,
     num_target_layers: Annotated[
         int | None,
         typer.Option(
@@ -51,16 +53,16 @@ def export_device(
 
     A bundle is all that a device needs to draft for a target on a server.
 
-    Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
+    Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --bits 8
     """
     if form != "torch":
         require("`moaspec checkpoint export-device`", "moaspec-edge[export]")
     require_writable("OUT", out)
-    if form == "torch" and int4:
+    if form == "torch" and bits == "4":
         raise InputError(
-            "--int4 needs --format onnx or onnx-web; PyTorch's bundles have 16 or 8 bits."
+            "--bits 4 needs --format onnx or onnx-web; PyTorch's bundles have 16 or 8 bits."
         )
-    weights = _onnx_weights(form, int8=int8, int4=int4)
+    weights = _onnx_weights(form, bits)
     # Imported here, because the command line starts without it; it loads nothing large.
     from moaspec_edge.device.bundle_place import require_free
 
@@ -74,7 +76,7 @@ def export_device(
                 target,
                 drafter,
                 out,
-                int8=int8,
+                int8=bits == "8",
                 num_target_layers=num_target_layers,
                 tokenizer=tokenizer,
             )
@@ -99,7 +101,7 @@ def export_device(
     if memory > MAX_WASM_BYTES:
         console.warn(
             "WebAssembly has at most 4 GB of memory, and phones often give a page less than 1 GB. "
-            "Compare --int8 with --int4, or take a drafter with fewer weights."
+            "Compare --bits 8 with --bits 4, or take a drafter with fewer weights."
         )
 
 
@@ -111,11 +113,9 @@ def _wasm_bytes(bundle: Path, weights: Weights) -> int:
     return wasm_bytes(onnx.load(bundle / GRAPH_FILE), weights)
 
 
-def _onnx_weights(form: str, *, int8: bool, int4: bool) -> Weights:
-    if int8 and int4:
-        raise InputError("--int8 and --int4 exclude each other.")
-    if int4:
+def _onnx_weights(form: str, bits: Literal["8", "4"] | None) -> Weights:
+    if bits == "4":
         return "int4" if form == "onnx" else "int4-web"
-    if int8:
+    if bits == "8":
         return "int8" if form == "onnx" else "int8-web"
     return "float32"

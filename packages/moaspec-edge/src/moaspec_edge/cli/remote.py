@@ -81,9 +81,8 @@ def remote(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
-        "generation_config": options.generation_defaults(device.generation_config),
     }
-    settings = with_model_defaults(settings, loaded.target)
+    settings = with_model_defaults(settings, loaded.target, optional=False)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, no_link=wire.no_link))
     _report(session, show, as_json=as_json, hidden=len(vault))
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,8 +62,8 @@ def target_server(
     page_scripts: Annotated[
         Path | None, "Directory of the page's scripts; default: where they are built."
     ] = None,
-    tls_certificate: Annotated[Path | None, "Certificate chain of this server, PEM."] = None,
-    tls_key: Annotated[Path | None, "Private key of --tls-certificate, PEM."] = None,
+    certificate: Annotated[Path | None, "TLS: certificate chain of this server, PEM."] = None,
+    key: Annotated[Path | None, "Private key of --certificate, PEM."] = None,
     client_ca: Annotated[
         Path | None, "Devices must show a certificate that this CA signed."
     ] = None,
@@ -79,7 +78,6 @@ def target_server(
             help="Port of Prometheus metrics, on --host; default: none.", min=0, max=65535
         ),
     ] = None,
-    traces: Annotated[bool, "Print OpenTelemetry spans on standard error."] = False,
     max_sessions: Annotated[
         int, typer.Option(help="Largest number of sessions; fewer if memory is short.", min=1)
     ] = 64,
@@ -133,7 +131,7 @@ def target_server(
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
     require("`moaspec target-server`", "moaspec-edge[server]")
-    _check(host, tls_certificate, tls_key, client_ca)
+    _check(host, certificate, key, client_ca)
     origins = _origins(allow_origin or [])
     scripts = _scripts(page, page_scripts)
     _check_engine(engine, asked, learn, ranks=tensor_parallel_size)
@@ -141,15 +139,18 @@ def target_server(
 
     guard = CallAuth() if tokens is None else CallAuth.read(tokens)
     tls = None
-    if tls_certificate is not None and tls_key is not None:
-        tls = server_tls(tls_certificate, tls_key, client_ca)
-    if traces:
-        _print_traces()
+    if certificate is not None and key is not None:
+        tls = server_tls(certificate, key, client_ca)
     if asked.drafter is None and asked.model in bundled_drafters():
         asked = replace(asked, drafter=asked.model)
+    drafts = asked.drafts
+    if not drafts:
+        asked = replace(asked, drafter=None)
     learning = None
     if learn is not None:
         require("--learn", "moaspec-train")
+        if not drafts:
+            raise InputError("--learn needs a drafter: leave out --drafter none.")
         from moaspec_train.cli.learning import with_learning
 
         asked, learning = with_learning(asked, learn, context.with_resource)
@@ -227,7 +228,7 @@ def _page(
     if not service.capabilities.serves(app.manifest.fingerprint):
         raise InputError(
             f"The bundle at {bundle} is of another drafter than this server's. Export it again: "
-            f"moaspec checkpoint export-device {model} DRAFTER {bundle} --format onnx-web --int8."
+            f"moaspec checkpoint export-device {model} DRAFTER {bundle} --format onnx-web --bits 8."
         )
     return page_protocols(app)
 
@@ -308,13 +309,13 @@ def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Pat
     from moaspec_edge.server.auth import LOCAL_HOSTS
 
     if (certificate is None) != (key is None):
-        raise InputError("--tls-certificate and --tls-key come together.")
+        raise InputError("--certificate and --key come together.")
     if client_ca is not None and certificate is None:
-        raise InputError("--client-ca needs --tls-certificate and --tls-key.")
+        raise InputError("--client-ca needs --certificate and --key.")
     if certificate is None and host not in LOCAL_HOSTS:
         raise InputError(
             f"Listening on {host} without TLS would send texts and tokens in the clear. Give "
-            "--tls-certificate and --tls-key, or listen on 127.0.0.1."
+            "--certificate and --key, or listen on 127.0.0.1."
         )
 
 
@@ -340,16 +341,6 @@ def _serve_metrics(service: Any, host: str, port: int) -> None:
         start_http_server(port, addr=host, registry=service.observer.registry)
     except OSError as error:
         raise InputError(f"Cannot serve metrics on {host}:{port}: {error.strerror}.") from error
-
-
-def _print_traces() -> None:
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
-
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=sys.stderr)))
-    trace.set_tracer_provider(provider)
 
 
 async def _serve(

@@ -22,6 +22,7 @@ from moaspec_core.sampling.params import GREEDY
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
 from moaspec_edge.protocol.transport import Connection
+from moaspec_edge.server import shared_verifier
 from moaspec_edge.server.activation_records import WireEncoder
 from moaspec_edge.server.auth import ANONYMOUS
 from moaspec_edge.server.capabilities import Capabilities, EngineCapabilities, layers_offered
@@ -315,7 +316,7 @@ class TargetService:
         What grammars share is made, too: no device waits for another's first grammar.
         """
         await self.capabilities.prepare_grammars()
-        prompt = range(min(self.options.passes.prefill_tokens, self.capabilities.max_tokens // 2))
+        prompt = range(min(shared_verifier.PREFILL_TOKENS, self.capabilities.max_tokens // 2))
         request = pb.GenerateRequest(
             token_ids=[token % self.target.vocab_size for token in prompt],
             sampling=wire.sampling_message(GREEDY),

@@ -24,6 +24,11 @@ class ForeignSessionError(MoaSpecError):
     """A session of that name belongs to other credentials."""
 
 
+CONNECTED_BUSY_S = 60.0
+"""A session with connection may be evicted after this idle time; its device can open it again from
+the token ids."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
     """Limits of the number of sessions.
@@ -35,8 +40,6 @@ class StoreOptions:
         shares: the same for single owners.
         idle_s: seconds after which an idle session without connection is removed.
         busy_s: a session without connection may be evicted after this idle time.
-        connected_busy_s: a session with connection may be evicted after this idle time; its device
-            can open it again from the token ids.
     """
 
     max_sessions: int = 64
@@ -44,7 +47,6 @@ class StoreOptions:
     shares: Mapping[str, int] = field(default_factory=dict)
     idle_s: float = 300.0
     busy_s: float = 5.0
-    connected_busy_s: float = 60.0
 
     def share_of(self, owner: str) -> int:
         """Number of texts that an owner may have."""
@@ -115,7 +117,7 @@ class SessionStore:
     def _evict(self, owner: str | None) -> bool:
         """Evict the session that was idle longest, preferably one without connection."""
         options = self._options
-        for seconds, connected in ((options.busy_s, False), (options.connected_busy_s, True)):
+        for seconds, connected in ((options.busy_s, False), (CONNECTED_BUSY_S, True)):
             idle = self._idle(seconds, connected=connected)
             own = [session for session in idle if owner in (None, session.owner)]
             if own:

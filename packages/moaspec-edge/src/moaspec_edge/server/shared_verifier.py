@@ -24,6 +24,13 @@ from moaspec_core.sampling.params import GREEDY
 from moaspec_core.support.tasks import end_tasks
 
 Adopt = Callable[[DraftSettings], None]
+PREFILL_TOKENS = 128
+"""Prompt tokens of a pass; longer prompts are encoded in pieces of this size, or whole where the
+verifier reads prompts whole."""
+OWNER_DRAFTED = 64
+"""Drafted tokens of one owner, if several owners asked within `RECENT_S`. Longer drafts are cut,
+which changes no text."""
+RECENT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +39,18 @@ class PassOptions:
 
     Attributes:
         max_rows: requests.
-        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size, or whole
-            where the verifier reads prompts whole.
         max_drafted: drafted tokens.
-        owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
-            Longer drafts are cut, which changes no text.
-        owner_rows: requests of one owner, see `owner_drafted` and `client_rows`.
+        owner_rows: requests of one owner, see `OWNER_DRAFTED` and `client_rows`.
         owner_tokens: tokens of one owner, of texts and drafts, if another owner waits or was in
             one of the last two passes: or as many as all others have in a pass. More of a text
             waits for the next pass.
-        recent_s: see `owner_drafted`.
         min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
 
     max_rows: int = 64
-    prefill_tokens: int = 128
     max_drafted: int = 1024
-    owner_drafted: int = 64
     owner_rows: int = 64
     owner_tokens: int = 1 << 30
-    recent_s: float = 5.0
     min_pass_s: float = 0.0
 
 
@@ -137,12 +136,12 @@ class _Pass:
         room = max(self.owner_tokens, self.tokens.total() - own) - own
         left = max(0, room - len(job.request.new_tokens))
         drafted = min(job.drafted, self.owner_drafted, left)
-        prefill = min(job.prefill, room, self.options.prefill_tokens)
+        prefill = min(job.prefill, room, PREFILL_TOKENS)
         fits = (
             len(self.jobs) < self.options.max_rows
             and rows < max(self.owner_rows, len(self.jobs) - rows)
             and room > 0
-            and (not prefill or self.prefill + prefill <= self.options.prefill_tokens)
+            and (not prefill or self.prefill + prefill <= PREFILL_TOKENS)
             and self.drafted[job.owner] + drafted <= self.owner_drafted
             and self.drafted.total() + drafted <= self.options.max_drafted
         )
@@ -189,7 +188,7 @@ class SharedVerifier:
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle, self.budget = on_idle, budget
-        self.prompt_piece = sys.maxsize if verifier.reads_whole else self.options.prefill_tokens
+        self.prompt_piece = sys.maxsize if verifier.reads_whole else PREFILL_TOKENS
         self._recent: deque[set[int]] = deque(maxlen=2)
         self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
@@ -325,13 +324,13 @@ class SharedVerifier:
 
     def _owner_limits(self) -> tuple[int, int, int]:
         """The drafted tokens, rows and tokens of one owner, fewer if there is another owner."""
-        since = time.monotonic() - self.options.recent_s
+        since = time.monotonic() - RECENT_S
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         active = {job.owner for job in self._jobs}
         drafted, rows, tokens = self.options.max_drafted, self.options.max_rows, 1 << 30
         if len(active | self._asked_s.keys()) > 1:
-            drafted, rows = self.options.owner_drafted, self.options.owner_rows
+            drafted, rows = OWNER_DRAFTED, self.options.owner_rows
         # A text is not encoded in small parts for an owner who is idle.
         active |= {o for o, served in self._served.items() if served >= self.counts.passes - 1}
         if len(active) > 1:

@@ -247,11 +247,14 @@ def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
     asyncio.run(run())
 
 
-def test_streams_of_one_owner_do_not_keep_others_waiting() -> None:
+def test_streams_of_one_owner_do_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stream has one request in the queue, as a device that asks for each token."""
+    monkeypatch.setattr("moaspec_edge.server.shared_verifier.RECENT_S", 600.0)
 
     async def run() -> None:
-        passes = PassOptions(max_rows=1, recent_s=600.0)
+        passes = PassOptions(max_rows=1)
         sessions = StoreOptions(max_sessions=5, max_sessions_per_owner=4)
         at, served = service(passes=passes, sessions=sessions), list[str]()
         inner = at.shared._decide_together

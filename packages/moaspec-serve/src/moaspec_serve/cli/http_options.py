@@ -14,7 +14,6 @@ import typer
 from moaspec_core.cli import options
 from moaspec_core.cli.model_defaults import print_defaults
 from moaspec_core.cli.terminal import console
-from moaspec_core.support import limits
 
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget
@@ -47,9 +46,6 @@ class HttpOptions:
     default_max_tokens: Annotated[
         int, typer.Option(help="Tokens of an answer if the request sets no limit.", min=1)
     ] = 1024
-    max_body_bytes: Annotated[
-        int, typer.Option(help="Largest request body, in bytes.", min=1024)
-    ] = limits.MAX_BODY_BYTES
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False
 
     def keys(self) -> tuple[str, ...]:
@@ -66,11 +62,7 @@ class HttpOptions:
             names=tuple(self.name or ()),
             default_max_tokens=self.default_max_tokens,
             cors_origins=tuple(self.cors_origin or ()),
-            guarded=GuardSettings(
-                api_keys=keys,
-                max_body_bytes=self.max_body_bytes,
-                hosts=tuple(self.allow_host or ()),
-            ),
+            guarded=GuardSettings(api_keys=keys, hosts=tuple(self.allow_host or ())),
         )
 
     def run(

@@ -28,8 +28,6 @@ def serve(
     http: HttpOptions,
     port: Port = 8000,
     tree: options.Shape = "auto",
-    free_branches: options.FreeBranches = "auto",
-    speculation: options.Speculation = True,
     generation_config: options.GenerationConfig = "auto",
     max_active: Active = 64,
     max_waiting: Waiting = 256,
@@ -59,15 +57,13 @@ def serve(
             learning = None
             if learn is not None:
                 require("--learn", "moaspec-train")
-                if not speculation:
-                    raise InputError("--learn needs a drafter: leave out --no-speculation.")
+                if not asked.drafts:
+                    raise InputError("--learn needs a drafter: leave out --drafter none.")
                 from moaspec_train.cli.learning import with_learning
 
                 asked, learning = with_learning(asked, learn, context.with_resource)
             target, module = load_pair(
-                asked,
-                generation_config=options.generation_defaults(generation_config),
-                speculation=speculation,
+                asked, generation_config=options.generation_defaults(generation_config)
             )
             if learning is not None:
                 learning.check(target)
@@ -77,9 +73,7 @@ def serve(
         source = LocalSource(
             target,
             module,
-            shaping=shaping_for(
-                target, module, tree=tree, free_branches=options.FREE_BRANCHES[free_branches]
-            ),
+            shaping=shaping_for(target, module, tree=tree),
             renew=partial(renewed_shaping, target, module) if module is not None else None,
             limits=WorkerLimits(
                 active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)

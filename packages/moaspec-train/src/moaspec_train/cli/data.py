@@ -12,7 +12,7 @@ import typer
 
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import require_outside
-from moaspec_core.cli.options import TopP, with_options
+from moaspec_core.cli.options import GenerationConfig, TopP, generation_defaults, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import status
 from moaspec_core.errors import DataError, InputError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="data", help="Write and inspect training data.", no_args_is_help=True)
 SAMPLES_PER_PROMPT = 20  # of `data synth`, on average, before it gives up
+WITHOUT_SYSTEM = 0.5  # share of conversations that get no system prompt
 
 Temperature = Annotated[float, "0: greedy."]
 
@@ -102,10 +103,10 @@ def regenerate_command(
     options: WritingOptions,
     elsewhere: EndpointOptions,
     max_new_tokens: Annotated[int, "Tokens of a response."] = 512,
-    without_system: Annotated[float, "Share of conversations that get no system prompt."] = 0.5,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     seed: Annotated[int, "Seed of sampling and of the choice of system prompts."] = 0,
+    generation_config: GenerationConfig = "auto",
     limit: Annotated[int | None, "Read only this many conversations."] = None,
     skip_malformed: Skip = False,
 ) -> None:
@@ -116,8 +117,8 @@ def regenerate_command(
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
-    if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
-        raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit must be at least 1, got {limit}.")
     writing, seconds = options.checked(
         context, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -128,7 +129,8 @@ def regenerate_command(
     with status("Reading rows"):
         found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
-    spec = read_spec(options.model, tokenizer=options.tokenizer, generation_config=options.auto)
+    defaults = generation_defaults(generation_config)
+    spec = read_spec(options.model, defaults)
     from moaspec_train.dataset.regenerate import (
         check_prompts,
         fingerprint,
@@ -137,7 +139,7 @@ def regenerate_command(
         with_system_prompts,
     )
 
-    found = with_system_prompts(found, systems, without=without_system, seed=seed)
+    found = with_system_prompts(found, systems, without=WITHOUT_SYSTEM, seed=seed)
     with status("Checking prompts"):
         conversations = check_prompts(spec, found, malformed)
     if not conversations:
@@ -148,7 +150,7 @@ def regenerate_command(
     if endpoint is None:
         from moaspec_train.dataset.response_writer import ResponseWriter
 
-        make = partial(ResponseWriter, *options.load(), writing)
+        make = partial(ResponseWriter, *options.load(defaults), writing)
     else:
         from moaspec_train.dataset.endpoint_writer import EndpointWriter
 
@@ -163,7 +165,7 @@ def regenerate_command(
             Journal(options.out, settings) as journal,
             bar.stoppable(journal, lambda: writer.finished),
         ):
-            done = journal.groups * options.group_size + len(journal.kept)
+            done = journal.groups * writing.group_size + len(journal.kept)
             bar.resume(min(done, len(conversations)))
             regenerate(writer, conversations, journal)
     console.out.print(f"{journal.rows} rows in {journal.path}")

@@ -12,7 +12,7 @@ import typer
 
 from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records
-from moaspec_core.cli.options import MODEL, Json, Model, Tokenizer, with_options
+from moaspec_core.cli.options import MODEL, Json, Model, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts
 from moaspec_core.cli.terminal.status import status
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from moaspec_train.dataset.statistics import Statistics
 
 SHOWN_FINDINGS = 20
+SHARED_WORDS = 8  # in a row that count as overlap
 
 
 @with_options
 def stats(
     sources: Sources,
     model: Model = MODEL,
-    tokenizer: Tokenizer = None,
     max_length: Annotated[
         int, typer.Option(help="Tokens of an example; longer ones are cut.", min=1)
     ] = 2048,
@@ -47,7 +47,7 @@ def stats(
 
     Example: moaspec data stats responses.jsonl.gz
     """
-    target = read_spec(model, tokenizer=tokenizer)
+    target = read_spec(model)
     malformed, report = MalformedRows(skip=skip_malformed), ReadReport()
     from moaspec_train.dataset.read_examples import read_examples
     from moaspec_train.dataset.statistics import statistics
@@ -81,13 +81,9 @@ def overlap(
     against: Annotated[
         list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
     ],
-    size: Annotated[
-        int, typer.Option(help="Number of successive words that count as overlap.")
-    ] = 8,
     model: Annotated[
         str | None, typer.Option(help="Target whose tokenizer decodes rows without text.")
     ] = None,
-    tokenizer: Tokenizer = None,
     out: Annotated[
         Path | None, typer.Option(help="New JSONL file for the rows without overlap.")
     ] = None,
@@ -96,40 +92,40 @@ def overlap(
 ) -> None:
     """Find rows that share words with prompts.
 
-    The rows are training data, the prompts those of an evaluation. Exit code 1 if there are any.
-    With --out all other rows are written unchanged, and the exit code is 0.
+    The rows are training data, the prompts those of an evaluation, and eight words in a row count.
+    Exit code 1 if there are any. With --out all other rows are written unchanged, and the exit code
+    is 0.
 
     Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
     """
     from moaspec.data.overlap import overlaps
 
-    if size < 1:
-        raise InputError(f"--size must be at least 1, got {size}.")
     if out is not None and out.exists():
         raise InputError(f"{out} exists; name another file.")
     if out is not None:
         require_writable_file("--out", out)
     malformed = MalformedRows(skip=skip_malformed)
-    target = read_spec(model, tokenizer=tokenizer) if model else None
+    target = read_spec(model) if model else None
     found: list[Overlap] = []
     stopped = True
     with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
         for finding in overlaps(
             read_conversations(sources, malformed),
             read_conversations(against, malformed),
-            size=size,
+            size=SHARED_WORDS,
             decode=lambda ids: _decoded(target, ids),
         ):
             found.append(finding)
         stopped = False
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in found]
-        facts = {"size": size, "overlaps": rows, "complete": not stopped}
+        facts = {"size": SHARED_WORDS, "overlaps": rows, "complete": not stopped}
         console.out.print(json.dumps(facts))
     else:
         for finding in found[:SHOWN_FINDINGS]:
             console.print_wrapped(f"{finding.where} and {finding.against}: {finding.words}")
-        console.print_wrapped(f"{len(found)} rows share {size} words in a row with a prompt.")
+        said = f"{len(found)} rows share {SHARED_WORDS} words in a row with a prompt."
+        console.print_wrapped(said)
     malformed.tell()
     _leave_if(stopped)
     if out is not None:

@@ -13,11 +13,8 @@ from moaspec_core.cli.options import (
     Adapter,
     Device,
     Dtype,
-    GenerationConfig,
     Model,
     Threads,
-    Tokenizer,
-    generation_defaults,
     read_lines,
     sent_api_key,
 )
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
     from moaspec_train.dataset.response_writer import WriterOptions
 
 KEY = "MOASPEC_API_KEY"
+GROUP_SIZE = 64  # conversations that are saved together
 LOCAL = ("drafter", "adapter", "dtype", "device", "threads")  # no effect with --endpoint
 
 
@@ -47,10 +45,7 @@ class WritingOptions:
     drafter: Annotated[str | None, "Drafter, for speed: alias, directory or hub id."] = None
     system_prompts: Annotated[Path | None, "Text file, one system prompt per line."] = None
     batch: Annotated[int, "Conversations decoded together, or asked of --endpoint together."] = 8
-    group_size: Annotated[int, "Conversations saved together."] = 64
-    generation_config: GenerationConfig = "auto"
     adapter: Adapter = None
-    tokenizer: Tokenizer = None
     dtype: Dtype = "auto"
     device: Device = "cpu"
     threads: Threads = None
@@ -71,10 +66,9 @@ class WritingOptions:
 
         require_writable_file("--out", self.out)
         seconds = None if self.for_ is None else parse_duration(self.for_)
-        options = WriterOptions(batch_size=self.batch, group_size=self.group_size, **sampling)
+        options = WriterOptions(batch_size=self.batch, group_size=GROUP_SIZE, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
-        own = {} if self.tokenizer is None else {"tokenizer": self.tokenizer}
-        known = {"target": self.model, "drafter": self.drafter, **own, **asked}
+        known = {"target": self.model, "drafter": self.drafter, **asked}
         context.with_resource(writing(self.out))
         resumed(self.out, known, complete=False)  # refuses the file of another run
         return options, seconds
@@ -83,26 +77,18 @@ class WritingOptions:
         path = self.system_prompts
         return [] if path is None else read_lines("--system-prompts", path)
 
-    @property
-    def auto(self) -> Literal["auto"] | None:
-        """The Python value of --generation-config."""
-        return generation_defaults(self.generation_config)
-
-    def load(self) -> tuple[Target, Any]:
+    def load(self, generation_config: Literal["auto"] | None = "auto") -> tuple[Target, Any]:
         with loading(self.model, self.threads):
             from moaspec.backends.load import load_target
             from moaspec.generation.drafters import check_drafter, load_any_drafter
 
-            drafter = self.drafter and check_drafter(
-                self.drafter, self.model, tokenizer=self.tokenizer
-            )
+            drafter = self.drafter and check_drafter(self.drafter, self.model)
             target = load_target(
                 self.model,
                 dtype=self.dtype,
                 device=self.device,
                 adapter=self.adapter,
-                tokenizer=self.tokenizer,
-                generation_config=self.auto,
+                generation_config=generation_config,
             )
         return target, drafter and load_any_drafter(drafter, target=target)
 
@@ -140,16 +126,9 @@ class EndpointOptions:
         return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
 
 
-def read_spec(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    generation_config: Literal["auto"] | None = "auto",
-) -> TargetSpec:
+def read_spec(model: str, generation_config: Literal["auto"] | None = "auto") -> TargetSpec:
     """A target's config and tokenizer; see `read_skeleton`."""
     with loading(model):
         from moaspec.target.registry import read_skeleton
 
-        return read_skeleton(
-            model, dtype="float32", tokenizer=tokenizer, generation_config=generation_config
-        )
+        return read_skeleton(model, dtype="float32", generation_config=generation_config)

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moaspec.cli.loading import load
 from moaspec.cli.report_tables import in_ms
-from moaspec_core.cli.options import Device, Json, LoadOptions, with_options
+from moaspec_core.cli.options import (
+    MODEL,
+    Device,
+    DrafterName,
+    Dtype,
+    Json,
+    LoadOptions,
+    Model,
+    Quantize,
+    Threads,
+    with_options,
+)
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts
 from moaspec_core.cli.terminal.status import measuring
@@ -35,10 +46,11 @@ KEPT = (
 @with_options
 def calibrate(
     *,
-    asked: LoadOptions,
-    num_target_layers: Annotated[
-        int | None, "N, target layers that the drafter reuses; default: each N that it has."
-    ] = None,
+    model: Model = MODEL,
+    drafter: DrafterName = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    threads: Threads = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -53,35 +65,25 @@ def calibrate(
 
     Example: moaspec calibrate --threads 2
     """
+    asked = LoadOptions(model, drafter, dtype, quantize, threads=threads)
     target, module = load(asked, device=device)
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.measure_costs import calibrate as measure
     from moaspec.calibration.measure_costs import stored_costs
-    from moaspec.drafting.proposer_checks import check_trained
     from moaspec.model.moa import MoADrafter
 
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(
-            f"{asked.drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
+            f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
             "because only they draft by cost. Name one, or leave --drafter out."
         )
-    if module is not None:
-        check_trained(num_target_layers, module.config)
     if target.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
         console.warn(said)
     with measuring() as advance, deferred_interrupts() as stopped:
-        measured = measure(
-            target,
-            module,
-            num_target_layers=num_target_layers,
-            advance=advance,
-            stopped=lambda: bool(stopped),
-        )
-    costs = stored_costs(target, module, num_target_layers=num_target_layers) or measured
-    exits = []
-    if module is not None:
-        exits = known_exits(target, module, num_target_layers=num_target_layers)
+        measured = measure(target, module, advance=advance, stopped=lambda: bool(stopped))
+    costs = stored_costs(target, module) or measured
+    exits = [] if module is None else known_exits(target, module)
     if as_json:
         console.out.print(json.dumps(_facts(costs, exits)))
     else:

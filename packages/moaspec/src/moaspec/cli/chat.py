@@ -52,7 +52,7 @@ def chat(
             )
         _hold(ServerChat(url, settings, system))
         return
-    target, module = load(asked, speculation=decoding.speculation)
+    target, module = load(asked)
     if decoding.tree == "auto":
         measure_once(target, module)
     from moaspec.generation.session import Session

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from moaspec.hub import PROBE_S
-from moaspec_core.cli.options import MODEL, Tokenizer, with_options
+from moaspec_core.cli.options import MODEL, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading, status
 from moaspec_core.errors import HubError, InputError
@@ -33,11 +33,12 @@ def convert(
         Literal["moaspec", "raw", "vllm"], "This package's form, or one of the authors' two."
     ],
     model: Annotated[str, "The target it drafts for."] = MODEL,
-    tokenizer: Tokenizer = None,
     num_target_layers: Annotated[
         int | None, "N of a published checkpoint, which does not record it; default: 0."
     ] = None,
-    int8: Annotated[bool, "Store eight bits per weight; needs --to moaspec."] = False,
+    bits: Annotated[
+        Literal["8"] | None, "Store each weight in 8 bits; needs --to moaspec; default: as it is."
+    ] = None,
 ) -> None:
     """Convert a drafter checkpoint.
 
@@ -50,8 +51,8 @@ def convert(
         raise InputError(f"{out} is the source itself; name another directory.")
     if num_target_layers is not None and to != "moaspec":
         raise InputError(f"--num-target-layers has no effect: the form {to} does not record N.")
-    if int8 and to != "moaspec":
-        raise InputError(f"--int8 is for --to moaspec: nothing else reads eight bits in {to}.")
+    if bits and to != "moaspec":
+        raise InputError(f"--bits is for --to moaspec: nothing else reads eight bits in {to}.")
     require_writable("OUT", out)
     context.with_resource(writing(out))
     with loading(model):
@@ -64,7 +65,7 @@ def convert(
         from moaspec_core.checkpoint.directory import read_config
 
         require_replaceable(out)
-        target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
+        target = read_skeleton(model, dtype="float32")
         directory = find_drafter(source)
         drafter = load_checkpoint(directory, target.identity, target.config)
     if num_target_layers is not None:
@@ -74,7 +75,7 @@ def convert(
     if to == "moaspec":
         drafter = recorded(drafter, target.identity, num_target_layers or 0)
         training = read_config(directory).get("training")
-        save_drafter(drafter, out, training=training, int8=int8)
+        save_drafter(drafter, out, training=training, int8=bits is not None)
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")
@@ -86,7 +87,6 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
     repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
     private: Annotated[bool, "Create the repository as private."] = False,
-    revision: Annotated[str | None, "Branch; default: main."] = None,
 ) -> None:
     """Upload a checkpoint to the hub.
 
@@ -113,7 +113,6 @@ def push(
                 repo_id=repository,
                 folder_path=checkpoint,
                 allow_patterns=PUSHED,
-                revision=revision,
                 commit_message="Upload a moaspec drafter",
             )
     except HFValidationError as error:

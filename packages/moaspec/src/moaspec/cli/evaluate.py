@@ -48,15 +48,11 @@ def evaluate(
     ] = DEFAULT_METHODS,
     tau_only: Annotated[str, "Methods measured for tau only: decoded in batches, not timed."] = "",
     limit: Annotated[int | None, "Prompts per suite, spread over its categories."] = None,
-    turns: Annotated[int | None, "Turns per conversation; default: all."] = None,
     max_new_tokens: Annotated[int, "Tokens per answer."] = 128,
     repeats: Annotated[int, "How often each method decodes each prompt."] = 1,
     batch: Annotated[int, "Prompts decoded together; above 1, speed is throughput."] = 1,
     temperature: Annotated[float, "0: greedy; above 0, all methods sample the same text."] = 0.0,
     seed: Annotated[int, "Seed of sampling."] = 0,
-    system: Annotated[
-        str, "System prompt: default (the template's own), none, or a text."
-    ] = "default",
     asked: LoadOptions,
     checkpoint: Annotated[
         list[str] | None, "Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."
@@ -84,13 +80,6 @@ def evaluate(
             "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
         ),
     ] = False,
-    unsafe: Annotated[
-        bool,
-        checkout_option(
-            "--unsafe",
-            "With --accuracy: where there is no sandbox, run that code with your rights.",
-        ),
-    ] = False,
     out: Annotated[
         Path | None, "Directory for results; the same command resumes what is there."
     ] = None,
@@ -108,11 +97,9 @@ def evaluate(
     _check_options(context.params, timed)
     if out is not None:
         context.with_resource(writing(out))
-    read = {"suite": suite, "limit": limit, "turns": turns}
-    prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
-    study = _study(
-        cost=cost, cut=cut, max_new_tokens=max_new_tokens, accuracy=accuracy, unsafe=unsafe
-    )
+    read = {"suite": suite, "limit": limit}
+    prompts = [] if cost else read_prompts(suite, limit=limit)
+    study = _study(cost=cost, cut=cut, max_new_tokens=max_new_tokens, accuracy=accuracy)
     if study is not None:
         study.check(prompts)
     with loading(asked.model, asked.threads, asked.quantize):
@@ -161,14 +148,14 @@ def evaluate(
             tokenizer=asked.tokenizer,
         )
         sources = replace(sources, dtype=dtype)
-        around = {**asdict(sources), "system": system, **surroundings()}
+        around = {**asdict(sources), **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
         store = None if study else ResultsStore(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
         trusted = None if study else load_reference_target(loaded, sources)
     print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
-    encode = chat_encoder(loaded[0].target, system)
+    encode = chat_encoder(loaded[0].target)
     if study is not None:
         found = study.measure(loaded, prompts, encode)
         if cut is not None:
@@ -203,15 +190,12 @@ def evaluate(
 
 def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
     """Refuse options that are out of range or would be ignored, before anything is loaded."""
-    for name in ("limit", "turns"):
-        value = options[name]
-        if value is not None and value < 1:
-            raise InputError(f"--{name} must be at least 1, got {value}.")
+    limit = options["limit"]
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit must be at least 1, got {limit}.")
     apart = options["cost"] or options["cut"] is not None
     if options["accuracy"] and options["cut"] is None:
         raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
-    if options["unsafe"] and not options["accuracy"]:
-        raise InputError("--unsafe goes with --accuracy, which runs code that the model writes.")
     if options["cost"] and options["cut"] is not None:
         raise InputError("--cost and --cut are measured by themselves: use one after the other.")
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
@@ -222,9 +206,7 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--methods must name at least one method that is timed.")
 
 
-def _study(
-    *, cost: bool, cut: int | None, max_new_tokens: int, accuracy: bool, unsafe: bool
-) -> Any:
+def _study(*, cost: bool, cut: int | None, max_new_tokens: int, accuracy: bool) -> Any:
     """The study of --cost or --cut, whose code only a checkout has; None for neither.
 
     Raises:
@@ -235,7 +217,7 @@ def _study(
     studies = import_tool("eval_studies.command", f"moaspec eval --{'cost' if cost else 'cut'}")
     if cost:
         return studies.CostStudy()
-    return studies.CutStudy(cut, max_new_tokens, accuracy, unsafe)
+    return studies.CutStudy(cut, max_new_tokens, accuracy)
 
 
 @app.command()

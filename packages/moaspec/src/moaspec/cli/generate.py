@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,7 +30,6 @@ def generate(
     decoding: options.DecodingOptions,
     system: options.System = None,
     stop: Annotated[list[str] | None, "Stop at this string; may be given several times."] = None,
-    num_choices: Annotated[int, "Number of answers, sampled independently."] = 1,
     raw: Annotated[bool, "No chat template."] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
@@ -40,8 +38,7 @@ def generate(
     Accepted drafts are green, copies from the text cyan. --tree auto drafts what pays on this
     machine.
 
-    Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
-    together and shown one after another when they are done.
+    Ctrl-C stops generating; what was generated stays on the screen.
 
     Without a prompt, or with -, it is read from standard input: moaspec generate < question.txt
 
@@ -50,49 +47,24 @@ def generate(
     settings = decoding.settings(max_new_tokens, stop or ())
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
-    # Imported here, because the command line starts without it.
-    from moaspec_core.engine.generate_options import check_num_choices
-
-    check_num_choices("--num-choices", num_choices)
     question = read_prompt(prompt)
-    target, module = load(asked, speculation=decoding.speculation)
+    target, module = load(asked)
     if decoding.tree == "auto":
         measure_once(target, module)
     from moaspec.generation.api import start
 
     settings = with_model_defaults(settings, target)
     prompt_ids = chat_ids(target, question, system=system, raw=raw)
-    engine, results = start(
-        target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
-    )
-    before = prompt_ids if raw else []
-    printer = None if as_json or num_choices > 1 else TokenPrinter(target, before)
+    engine, (result,) = start(target, [prompt_ids], drafter=module, **settings)
+    printer = None if as_json else TokenPrinter(target, prompt_ids if raw else [])
     with deferred_interrupts() as interrupts:
         interrupted = show_events(engine.run(), printer, interrupts)
         if as_json:
-            facts = [summary(target, prompt_ids, result, raw=raw) for result in results]
-            console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
+            console.out.print(json.dumps(summary(target, prompt_ids, result, raw=raw)))
         else:
-            _show(target, results, before, streamed=printer is not None)
+            console.err.print(describe(result), style="dim")
     if interrupted:
         raise typer.Exit(130)
-
-
-def _show(
-    target: Target,
-    results: list[GenerationResult],
-    before: Sequence[int],
-    *,
-    streamed: bool,
-) -> None:
-    """Print statistics, and whole choices if they were not streamed."""
-    from moaspec_core.sampling.incremental_text import continuation
-
-    for number, result in enumerate(results):
-        if not streamed:
-            console.err.print(f"choice {number}", style="bold")
-            console.out.print(continuation(target.tokenizer, before, result.token_ids))
-        console.err.print(describe(result), style="dim")
 
 
 def describe(result: GenerationResult) -> str:
@@ -113,7 +85,7 @@ def describe(result: GenerationResult) -> str:
 def summary(
     target: Target, prompt_ids: list[int], result: GenerationResult, *, raw: bool
 ) -> dict[str, Any]:
-    """The JSON object of one choice; a raw text continues its prompt."""
+    """The JSON object of an answer; a raw text continues its prompt."""
     from moaspec_core.sampling.incremental_text import continuation
 
     before = prompt_ids if raw else []

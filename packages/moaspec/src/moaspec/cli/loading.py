@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from moaspec_core.bundled import bundled_drafters
+from moaspec_core.cli.options import NO_DRAFTER
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading, measuring
 
@@ -16,26 +17,23 @@ if TYPE_CHECKING:
     from moaspec_core.drafting.protocols import Proposer
 
 
-def load(
-    asked: LoadOptions, *, device: str = "cpu", speculation: bool = True
-) -> tuple[Target, MoADrafter | Proposer | None]:
+def load(asked: LoadOptions, *, device: str = "cpu") -> tuple[Target, MoADrafter | Proposer | None]:
     """Load target and drafter, and print their dtype, number of threads and kernels."""
     with loading(asked.model, asked.threads, asked.quantize):
-        return load_pair(asked, device=device, speculation=speculation)
+        return load_pair(asked, device=device)
 
 
 def load_pair(
     asked: LoadOptions,
     *,
     device: str = "cpu",
-    speculation: bool = True,
     generation_config: Literal["auto"] | None = "auto",
 ) -> tuple[Target, MoADrafter | Proposer | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import check_drafter
 
-    if speculation and asked.drafter is not None:
+    if asked.drafts and asked.drafter is not None:
         check_drafter(asked.drafter, asked.model, tokenizer=asked.tokenizer)
     target = load_target(
         asked.model,
@@ -46,7 +44,7 @@ def load_pair(
         tokenizer=asked.tokenizer,
         generation_config=generation_config,
     )
-    module = choose_drafter(asked.drafter, asked.model, target) if speculation else None
+    module = choose_drafter(asked.drafter, asked.model, target)
     console.err.print(target_summary(target), style="dim")
     return target, module
 
@@ -55,6 +53,8 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
     from moaspec.generation.drafters import load_any_drafter
 
+    if name == NO_DRAFTER:
+        return None
     if name is not None:
         return load_any_drafter(name, target=target)
     if model in bundled_drafters():

@@ -146,14 +146,11 @@ def _load_checkpoints(kinds: set[str], sources: MethodSources, target: Target) -
     return loaded
 
 
-def chat_encoder(target: Target, system: str) -> Encode:
+def chat_encoder(target: Target) -> Encode:
     """How turns and answers become prompt ids."""
-    first = {"none": [{"role": "system", "content": ""}], "default": []}.get(
-        system, [{"role": "system", "content": system}]
-    )
 
     def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
-        messages = list(first)
+        messages = list[dict[str, str]]()
         tokenizer: Any = target.tokenizer
         for turn, answer in zip_longest(turns, answers):
             messages.append({"role": "user", "content": turn})

@@ -264,9 +264,12 @@ def test_idle_sessions_make_room_and_come_back() -> None:
 
 
 @pytest.mark.slow
-def test_idle_devices_make_room_though_they_stay_connected() -> None:
+def test_idle_devices_make_room_though_they_stay_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """More devices than sessions, none of which ever hangs up: each has its turn."""
-    limits = StoreOptions(max_sessions=1, connected_busy_s=0.1)
+    monkeypatch.setattr("moaspec_edge.server.session_store.CONNECTED_BUSY_S", 0.1)
+    limits = StoreOptions(max_sessions=1)
     service = TargetService(
         tiny.target(), tiny.agreeing_drafter("llama"), ServiceOptions(sessions=limits)
     )
@@ -294,7 +297,8 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The device that comes back after long makes room for nobody while its pass runs."""
-    options = ServiceOptions(sessions=StoreOptions(max_sessions=2, connected_busy_s=0.0))
+    options = ServiceOptions(sessions=StoreOptions(max_sessions=2))
+    monkeypatch.setattr("moaspec_edge.server.session_store.CONNECTED_BUSY_S", 0.0)
     service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
     may_decide, decide = threading.Event(), service.shared._decide
 
