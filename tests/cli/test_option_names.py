@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +91,9 @@ def test_choices_are_shown_and_others_refused(option: str, choices: list[str], c
     assert found
     for command in found:
         shown = cli(*command.split(), "--help").out
-        assert f"{option} <{'|'.join(choices)}>" in " ".join(shown.split()), command
+        (listed,) = re.findall(rf"{option} <(\S+)>", " ".join(shown.split()))
+        # `checkpoint convert` writes 8 bits only.
+        assert listed == ("8" if command == "checkpoint convert" else "|".join(choices)), command
     done = cli(*found[0].split(), option, "nonsense")
     assert (done.code, done.out) == (2, "")
     assert choices[0] in done.err

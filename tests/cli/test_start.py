@@ -126,6 +126,11 @@ def test_bad_input_is_told_before_libraries_are_imported() -> None:
         ["chat", "--top-p", "2"],
         ["serve", "--tree", "tree:1x1x9"],
         ["serve", "--api-key-file", nowhere],
+        *(
+            ["serve", "--allow-host", name]
+            for name in ("http://x.org", "", "x.org/path", "*.x.org")
+        ),
+        ["edge", "--allow-host", "a b"],
         ["check", "--suite", nowhere],
         ["eval", "--suite", nowhere],
         ["eval", "--limit", "0"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,23 @@ def test_answers_are_the_servers(
     assert "tau" in captured.out
     assert "Nothing has been answered" in captured.err
     assert talk.messages == []
+
+
+def test_a_gateway_may_drop_what_it_does_not_know(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text is shown all the same, and is the answer that the next turn goes on from."""
+    talk = ServerChat(served.api, {**SETTINGS})
+    stream = talk._server.stream
+
+    def plain(*args: Any, **options: Any) -> Iterator[dict[str, Any]]:
+        for chunk in stream(*args, **options):
+            yield {name: value for name, value in chunk.items() if name != "moaspec"}
+
+    monkeypatch.setattr(talk._server, "stream", plain)
+    say(talk, monkeypatch, "hello")
+    shown = "".join(capsys.readouterr().out.split())  # the terminal sets tabs
+    assert shown == "".join(escape_unsafe(serving.own_text("hello", 12)).split())
 
 
 def test_refusals_are_said(

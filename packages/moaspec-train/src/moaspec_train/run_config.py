@@ -329,7 +329,8 @@ def _known(kind: Any, values: Any, inside: str = "") -> Any:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, Mapping):
-        raise InputError(f"Expected a mapping of {', '.join(sorted(hints))}; got {values!r}.")
+        named = f"{inside.rstrip('.')}: expected" if inside else "Expected"
+        raise InputError(f"{named} a mapping of {', '.join(sorted(hints))}; got {values!r}.")
     values = {key: value for key, value in values.items() if not _is_gone(f"{inside}{key}", value)}
     unknown = next((str(key) for key in values if key not in hints), None)
     if unknown is not None:

@@ -367,7 +367,7 @@ def test_weights_of_losses(name: str, weight: float) -> None:
     [
         (b"\xff", "Cannot read"),
         (b"1: 2", r"c\.yaml: Unknown key"),
-        (b"loss: 3", r"c\.yaml: Expected a mapping"),
+        (b"loss: 3", r"c\.yaml: loss: expected a mapping"),
         (b"target: t\noutput: o\ndata: {}", r"data must be a list, for example data="),
         (b"target: t\noutput: o\ndata: [a]\nseed: -1", r"c\.yaml: seed must be within"),
     ],

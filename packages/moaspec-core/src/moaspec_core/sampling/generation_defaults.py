@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,29 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
+
+
+def check_ends(ids: Any, vocab_size: int, where: str) -> None:
+    """Refuse an `eos_token_id` by which no text would end as the model's texts do.
+
+    Raises:
+        ValueError: it is no id and no list of ids, or none of them is in the vocabulary.
+    """
+    given = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if any(type(one) is not int for one in given):
+        raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, got {ids!r}")
+    # Some files say -1 where they mean none.
+    if given and not any(one < vocab_size for one in given):
+        raise ValueError(f"{where}: eos_token_id {ids!r} is not in the {vocab_size} tokens")
+
+
+def check_numbers(config: GenerationConfig, where: str) -> None:
+    """Refuse settings of sampling that are no numbers, or negative; ValueError: says which."""
+    for name in (*SAMPLED, "repetition_penalty"):
+        value = getattr(config, name, None)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"{where}: {name} must be a number of at least 0, got {value!r}")
 
 
 def without_defaults(config: GenerationConfig) -> GenerationConfig:

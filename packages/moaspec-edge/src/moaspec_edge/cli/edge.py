@@ -39,7 +39,7 @@ def edge(
     Example: moaspec edge --server 127.0.0.1:50051 --link 4g --open
     """
     device.check("`moaspec edge`")
-    keys = http.keys()
+    keys, hosts = http.keys(), http.hosts()
     # Imported here, because it needs the extra; it loads nothing large.
     from moaspec_edge.emulation import Faults, ShapedTransport, link_named
 
@@ -47,7 +47,7 @@ def edge(
     emulated = None if link is None else link_named(link)
     transport = device.transport()
     with loading(device.name, device.threads, torch=device.needs_torch):
-        settings = http.settings(keys)
+        settings = http.settings(keys, hosts)
         from moaspec_core.sampling.generation_defaults import NO_DEFAULTS
         from moaspec_edge.http.edge_source import EdgeLimits, EdgeSource
 

@@ -97,7 +97,7 @@ def export_device(
         console.out.print(written)
         return
     memory = _wasm_bytes(out, weights)
-    console.out.print(f"{written}; in a browser about {memory / 1e6:.0f} MB of memory")
+    console.out.print(f"{written}; a browser holds its weights in about {memory / 1e6:.0f} MB")
     if memory > MAX_WASM_BYTES:
         console.warn(
             "WebAssembly has at most 4 GB of memory, and phones often give a page less than 1 GB. "

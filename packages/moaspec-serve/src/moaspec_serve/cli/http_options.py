@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,17 @@ import typer
 from moaspec_core.cli import options
 from moaspec_core.cli.model_defaults import print_defaults
 from moaspec_core.cli.terminal import console
+from moaspec_core.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget
     from moaspec_core.sampling.generation_defaults import GenerationDefaults
     from moaspec_serve.server_context import ServeSettings
     from moaspec_serve.sources.source import TextSource
+
+
+HOST = re.compile(r"([a-z0-9_-]+\.)*[a-z0-9_-]+\.?(:\d+)?|\[[0-9a-f:.]+\](:\d+)?", re.I)
+"""A name in the Host header, or an address, in brackets if it is one of IPv6."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,22 @@ class HttpOptions:
     ] = 1024
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False
 
+    def hosts(self) -> tuple[str, ...]:
+        """Names of --allow-host. InputError: one that no Host header can have."""
+        for name in self.allow_host or ():
+            if name != "*" and not HOST.fullmatch(name):
+                raise InputError(
+                    f"--allow-host {name!r} is no name of a host: give one such as example.org, "
+                    "without a scheme, a path or wildcards, or * for all."
+                )
+        return tuple(self.allow_host or ())
+
     def keys(self) -> tuple[str, ...]:
         """API keys of the file and the environment, because all users see command lines."""
         keys, path = os.environ.get("MOASPEC_API_KEY", "").split(), self.api_key_file
         return (*keys, *(options.read_lines("--api-key-file", path) if path is not None else ()))
 
-    def settings(self, keys: tuple[str, ...]) -> ServeSettings:
+    def settings(self, keys: tuple[str, ...], hosts: tuple[str, ...]) -> ServeSettings:
         """Settings of the endpoints."""
         from moaspec_serve.guard import GuardSettings
         from moaspec_serve.server_context import ServeSettings
@@ -62,7 +78,7 @@ class HttpOptions:
             names=tuple(self.name or ()),
             default_max_tokens=self.default_max_tokens,
             cors_origins=tuple(self.cors_origin or ()),
-            guarded=GuardSettings(api_keys=keys, hosts=tuple(self.allow_host or ())),
+            guarded=GuardSettings(api_keys=keys, hosts=hosts),
         )
 
     def run(

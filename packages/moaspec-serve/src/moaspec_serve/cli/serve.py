@@ -45,10 +45,10 @@ def serve(
     from moaspec_core.drafting.tree_shapes import parse_shape
 
     parse_shape(tree)  # before anything slow, as below
-    keys = http.keys()
+    keys, hosts = http.keys(), http.hosts()
     with bind(http.host, port) as listener:
         with loading(asked.model, asked.threads, asked.quantize):
-            settings = http.settings(keys)
+            settings = http.settings(keys, hosts)
             from moaspec.generation.shaping import renewed_shaping, shaping_for
             from moaspec_serve.sources.engine_worker import WorkerLimits
             from moaspec_serve.sources.local_source import LocalSource

@@ -74,9 +74,10 @@ class _Printer:
         self._shown = 0  # provisional tokens on the screen
 
     def show(self, chunk: dict[str, Any]) -> None:
-        for choice in chunk["choices"]:
-            self.text += choice["delta"].get("content") or ""
-        said = chunk.get("moaspec", {})
+        new = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        self.text += new
+        # A gateway may drop what it does not know; then nobody says where the text is from.
+        said = chunk.get("moaspec", {"pieces": [{"text": new, "source": "target"}]})
         self.stats = said.get("stats", self.stats)
         for text, style in self._parts(said):
             console.out.print(Text(text, style=style), end="")

@@ -79,7 +79,8 @@ class DataRow:
     def note_keys(self, message: Mapping[str, Any]) -> None:
         """Note keys of a message that only some chat templates read."""
         for key, value in message.items():
-            if key not in MESSAGE_KEYS and _matters(key, value):
+            # A number beside a text may say whether it carries loss, under whatever name.
+            if key not in MESSAGE_KEYS and (_matters(key, value) or isinstance(value, int | float)):
                 self.note_key(key)
 
     def note_key(self, key: str) -> None:
@@ -358,7 +359,7 @@ def _is_empty(value: Any) -> bool:
 def _matters(key: Any, value: Any) -> bool:
     """Whether somebody may miss it if it is not used."""
     about_loss = key in OTHER_LOSS_KEYS or key in LOSS_KEYS
-    return _carries_text(value) or (about_loss and value is not None)
+    return _carries_text(value) or isinstance(value, bool) or (about_loss and value is not None)
 
 
 def _carries_text(value: Any) -> bool:

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from moaspec.hub import cached_if_offline
@@ -43,7 +44,7 @@ from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.dtypes import TARGET_DTYPES
 from moaspec_core.checkpoint.user_files import why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
-from moaspec_core.sampling.generation_defaults import without_defaults
+from moaspec_core.sampling.generation_defaults import check_ends, check_numbers, without_defaults
 from moaspec_core.support.causes import first_line
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
@@ -77,8 +78,7 @@ def read_target(
         model = _load_model(source, name, dtype).to(device)
         if adapter is not None:
             model = merged(model, adapter, name)
-        if generation_config is None:
-            model.generation_config = without_defaults(model.generation_config)
+        model.generation_config = _generation_config(source, model.config, generation_config)
         words = _tokenizer(source, tokenizer, model.config)
         target = target_of(model, words, name=name, quantize=quantize)
         target.adapter = hashed
@@ -189,8 +189,13 @@ def _generation_config(source: str, config: Any, kept: str | None) -> Generation
     """The model's generation config; only its stop tokens if `kept` is None."""
     try:
         found = GenerationConfig.from_pretrained(source)
-    except OSError:  # many directories have none
+    except OSError as error:  # many directories have none, and others a damaged one
+        if (Path(source) / GENERATION_CONFIG_NAME).exists() or "valid JSON" in str(error):
+            raise
         found = GenerationConfig.from_model_config(config)
+    for name, one in ((GENERATION_CONFIG_NAME, found), ("config.json", config)):
+        check_ends(getattr(one, "eos_token_id", None), config.get_text_config().vocab_size, name)
+    check_numbers(found, GENERATION_CONFIG_NAME)
     return found if kept else without_defaults(found)
 
 

@@ -68,17 +68,49 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    "name",
+    [
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("model.safetensors.index.json", "tokenizer.json"),
+    ],
 )
 def test_files_of_a_target(name: str, kind: Callable[[Path], None], model: Path) -> None:
     (model / name).unlink(missing_ok=True)
     kind(model / name)
     if name.endswith("index.json") and kind in (dangling, empty):
         return  # the weights are whole without it
+    if name == "generation_config.json" and kind is dangling:
+        return  # as if it were missing
     if name == "tokenizer.json" and kind is dangling:
         return  # token ids still work
     with pytest.raises(UnknownModelError, match="Cannot load the target"):
         moaspec.load_target(model)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"eos_token_id": [257, 3',
+        bytes(64),
+        '{"eos_token_id": 3}'.encode("utf-16"),
+        b'{"eos_token_id": "3"}',
+        b'{"eos_token_id": [3, null]}',
+        b'{"eos_token_id": true}',
+        b'{"eos_token_id": 99999}',
+        b'{"do_sample": true, "temperature": "hot"}',
+        b'{"do_sample": true, "temperature": -3}',
+        b'{"do_sample": true, "top_p": NaN}',
+        b'{"repetition_penalty": [1.1]}',
+    ],
+    ids=str,
+)
+def test_a_damaged_generation_config_is_refused(content: bytes, model: Path) -> None:
+    """It is not taken for one that is missing: its ends of texts would be lost."""
+    (model / "generation_config.json").write_bytes(content)
+    for kept in ("auto", None):
+        with pytest.raises(UnknownModelError, match="Cannot load the target"):
+            moaspec.load_target(model, generation_config=kept)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -392,6 +392,31 @@ def test_phi_3_drops_spaces_after_control_tokens() -> None:
     assert tokenizer.convert_ids_to_tokens(ids) == [*right, "<|end|>", "b"]
 
 
+@needs_llama_cpp
+def test_llama_cpp_drops_the_same_spaces_in_phi_3(tmp_path: Path) -> None:
+    """Those of ASCII, after control tokens and tokens of users, and no others."""
+    known = {**SENTENCE_SPECIAL, "<|endoftext|>": CONTROL}  # llama.cpp asks for it
+    spaces = {**known, "  ": USER_DEFINED}
+    files = {
+        case: {**sentence_fields(special=special, add_space_prefix=prefix), "general.name": "Phi-3"}
+        for case, special, prefix in (
+            ("plain", known, False),
+            ("prefix", known, True),
+            ("spaces", spaces, False),
+        )
+    }
+    gaps = (" ", "  ", "\n", "\t\r\n ", "\v\f", "\u00a0", "\u3000", "\u2028", "\u0085", " \u00a0 ")
+    texts = [f"<|end|>{gap}ab<s>{gap}ab" for gap in gaps]
+    written = {
+        case: gguf_files.write(tmp_path / f"{case}.gguf", one) for case, one in files.items()
+    }
+    right = llama_cpp.token_ids(written, texts)
+    for case, fields in files.items():
+        tokenizer = read_tokenizer(fields, name="x")
+        for text, ids in zip(texts, right[case], strict=True):
+            assert (case, text, tokenizer(text)["input_ids"]) == (case, text, ids)
+
+
 # Special tokens follow 256 letters, "ab" and <s>.
 FIRST = 258
 ENDS: dict[str, tuple[dict[str, int], dict[str, Any], set[int]]] = {

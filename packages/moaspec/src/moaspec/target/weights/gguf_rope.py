@@ -136,7 +136,7 @@ def _yarn(fields: Fields, factor: float, rotary: Rotary) -> dict[str, Any]:
     }
     usual = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
     # Converters copy a config's `attention_factor` to it, and llama.cpp does not read it.
-    _require_usual(fields, "yarn_attn_factor", (1.0, usual))
+    _require_usual(fields, "yarn_attn_factor", (usual,))
     _require_usual(fields, "yarn_ext_factor", (1.0, -1.0))
     whole = 0.0
     if rotary.own_yarn:

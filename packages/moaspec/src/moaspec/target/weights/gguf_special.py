@@ -21,7 +21,8 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _MARK, _BORDER, _PREFIX = "\ufdd0", "\ufdd1", "\ufdd2"
 _FIRST_MARKED = 0xF0000  # with a private character for each token, a mark stands for it
 _KEPT_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
-"""Tokens after which Phi-3 keeps spaces; those after its other special tokens are dropped."""
+"""Tokens after which Phi-3 keeps spaces. ASCII ones after its other special tokens are dropped; no
+token of `tokenizers` drops just these, so they are cut out as overlapping ones are."""
 
 
 def add_special(backend: Tokenizer, tokens: Tokens) -> None:
@@ -29,7 +30,7 @@ def add_special(backend: Tokenizer, tokens: Tokens) -> None:
     special = dict(tokens.special())
     ordered = sorted(special, key=lambda text: -len(text.encode()))
     strips = special.keys() - _KEPT_SPACES if _is_phi3(tokens) else set()
-    overlap = _overlap(ordered)
+    overlap = bool(strips) or _overlap(ordered)
     if overlap:
         _set_borders(backend, ordered, strips, prefix=tokens.space_prefix)
     elif tokens.space_prefix:
@@ -40,7 +41,6 @@ def add_special(backend: Tokenizer, tokens: Tokens) -> None:
                 text,
                 special=kind != USER_DEFINED,
                 normalized=overlap,  # found after the normalizers
-                rstrip=text in strips and not overlap,
             )
             for text, kind in special.items()
         ]
@@ -79,7 +79,7 @@ def _set_borders(
     marks = {text: _MARK + chr(_FIRST_MARKED + i) for i, text in enumerate(ordered)}
     steps = [normalizers.Prepend(_PREFIX)] if prefix else []
     for text, mark in marks.items():
-        found = Regex(re.escape(text) + r"\s*") if text in strips else text
+        found = Regex(re.escape(text) + r"[ \t-\r]*") if text in strips else text
         steps.append(normalizers.Replace(found, mark + (_PREFIX if prefix else "")))
     if prefix:  # not before tokens, nor behind the last one
         steps.append(normalizers.Replace(Regex(rf"{_PREFIX}(?={_MARK}|\z)"), ""))
