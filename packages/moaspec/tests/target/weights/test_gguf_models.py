@@ -431,6 +431,25 @@ def test_other_tensors_are_refused_by_name(
     assert not any((tmp_path / "cache").glob("*"))
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_tensor_more_or_less_is_refused(architecture: str, tmp_path: Path) -> None:
+    """Of each kind that a file has; a head that is missing is the embedding, in llama.cpp too."""
+    case, names = CASES[architecture], list[str]()
+    case.write(tmp_path / "whole.gguf", change=names.extend)
+    kinds = {re.sub(r"^blk\.\d+", "blk.1", name) for name in names} - {"output.weight"}
+    assert len(kinds) >= 7
+    for name in sorted(kinds):
+        path = case.write(tmp_path / "less.gguf", change=_without(name))
+        with pytest.raises(
+            UnknownModelError, match=r"lacks (the|3) tensors?:? blk|lacks the tensor"
+        ):
+            moaspec.load_target(path)
+    for name in ("blk.0.attn_x.weight", "blk.99.attn_norm.weight", "extra.weight"):
+        path = case.write(tmp_path / "more.gguf", change=_with(name, 64))
+        with pytest.raises(UnknownModelError, match=rf"has the tensor {re.escape(name)}"):
+            moaspec.load_target(path)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [

@@ -223,10 +223,11 @@ def test_sentencepiece_gives_llama_cpps_ids(tmp_path: Path) -> None:
         name: gguf_files.write(tmp_path / f"{name}.gguf", sentence_fields(**further))
         for name, further in SENTENCE_FILES.items()
     }
-    right = llama_cpp.token_ids(files, SENTENCES)
+    texts = [*SENTENCES, *TEXTS]
+    right = llama_cpp.token_ids(files, texts)
     for name, further in SENTENCE_FILES.items():
         tokenizer = read_tokenizer(sentence_fields(**further), name="x")
-        for text, ids in zip(SENTENCES, right[name], strict=True):
+        for text, ids in zip(texts, right[name], strict=True):
             assert (name, text, tokenizer(text)["input_ids"]) == (name, text, ids)
 
 
