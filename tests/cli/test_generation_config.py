@@ -46,12 +46,9 @@ def test_commands_are_right_and_say_what_holds(command: str, directory: Path, cl
     assert output.code == 0
     assert "repetition_penalty 1.3" in output.err
     assert "temperature 0.7" in output.err
-    if command == "eval":
-        output = cli(command, *options, "--generation-config", "none")
-        assert output.code == 0
-        assert "repetition_penalty" not in output.err
-    else:
-        assert "--generation-config" not in output.err
+    output = cli(command, *options, "--generation-config", "none")
+    assert output.code == 0
+    assert "repetition_penalty" not in output.err
 
 
 def test_commands_sample_where_the_model_does(directory: Path, cli: Cli) -> None:

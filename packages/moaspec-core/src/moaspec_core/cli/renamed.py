@@ -41,7 +41,6 @@ REMOVED = {
     },
     "check": {
         "--alone": "the first prompt is decoded alone, too",
-        "--generation-config": WITHOUT_FILE,
         "--seeds": "take more prompts, by --limit",
     },
     "checkpoint convert": {"--tokenizer": OWN_DIRECTORY},

@@ -40,6 +40,7 @@ def check(
     max_new_tokens: Annotated[
         int | None, "Maximum number of new tokens; default: 16, with --thorough 32."
     ] = None,
+    generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Check that texts are exactly right here.
@@ -80,6 +81,7 @@ def check(
         quantize=asked.quantize,
         adapter=asked.adapter,
         tokenizer=asked.tokenizer,
+        generation_config=options.generation_defaults(generation_config),
     )
     settings = {
         "max_new_tokens": max_new_tokens,
@@ -92,7 +94,7 @@ def check(
     for one in dict.fromkeys((chosen, "float32") if both else (chosen,)):
         with status(f"Loading {model} in {one}"):
             plan = _plan(partial(load, dtype=one), asked, prompts, settings)
-        print_defaults(plan.target, plan.target.generation_defaults, optional=False)
+        print_defaults(plan.target, plan.target.generation_defaults)
         precision, number = plan.target.precision, plan.num_texts
         text = [token for prompt in plan.prompts for token in prompt]
         findings = checked[precision] = _run(plan)
