@@ -5,7 +5,8 @@
  * Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
  * angle brackets become the usual ones; accents and invisible characters are removed. In a second
  * copy the escapes of JSON, HTML, URLs and Markdown are decoded, in a third one also those of mails
- * (quoted-printable) and octal numbers, which ordinary text contains by chance.
+ * (quoted-printable), octal numbers and CSS, which ordinary text contains by chance. Further copies
+ * have no HTML tags.
  */
 import { decodeHTML } from "entities/decode";
 
@@ -34,18 +35,43 @@ const DASH = /\p{Pd}/u;
 const ESCAPE = new RegExp(
   // Escapes of the first character of escapes, nested in any depth.
   String.raw`%(?:25)+(?=[0-9a-fA-F]{2})|&(?:[aA][mM][pP];)+` +
-    String.raw`|\\U[0-9a-fA-F]{8}|(?:[\\%][uU][0-9a-fA-F]{4})+|\\[uUxX]\{[0-9a-fA-F]{1,8}\}|\\[xX][0-9a-fA-F]{2}` +
+    String.raw`|\\U[0-9a-fA-F]{8}|(?:[\\%][uU][0-9a-fA-F]{4})+|\\[uUxX]\{0*[0-9a-fA-F]{1,8}\}|\\[xX][0-9a-fA-F]{2}` +
     String.raw`|\\[nN]\{[\w +\-]{1,90}\}|(?:%[0-9a-fA-F]{2})+` +
-    String.raw`|&(?:#[0-9]{1,8}|#[xX][0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});?` +
+    String.raw`|&(?:#0*[0-9]{1,8}|#[xX]0*[0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});?` +
     String.raw`|\\[nrtNRT]|\\(?=[!-/:-@\[-${"`"}{-~])|[*${"`"}]+|~~|__`,
   "gu",
 );
-/** Quoted-printable and octal numbers. A number in code (`width=40`) mostly is none of these. */
+const WORD = String.raw`\p{L}\p{N}_`;
+const SEPARATOR = "=(?:0[9ad]|2[0-9a-f]|3[ab]|5f|7c|a0)";
+const TOP = "com|org|net|edu|gov|mil|int|info|biz|name|mobi|asia|online|shop|site|club|top|vip|xyz|app|dev|[a-z]{2}";
+/** Not before names of files or numbers with units. */
+const NO_ADDRESS =
+  String.raw`(?![${WORD}.\-]{1,200}\.(?:avif|bmp|css|csv|docx?|gif|gz|html?|ini|jpe?g|js|json|log|mp[34]|pdf|png` +
+  String.raw`|pptx?|svg|tar|ts|txt|webp|xlsx?|xml|ya?ml|px|em|ms|kb|gb|vw|vh)(?!\.?[${WORD}\-]))`;
+/** Quoted-printable, CSS and octal numbers. A number in code (`width=40`) mostly is none of these. */
 const RARE_ESCAPE = new RegExp(
-  String.raw`=\r?\n|(?:=[2-7a-f][0-9a-f]){2,}|=40(?=[0-9]{0,3}\p{L})(?!x[0-9]|px)` +
-    String.raw`|=(?:2[0-9a-f]|3[a-f]|4[1-9a-f]|[5-7][0-9a-f])(?![0-9])|\\(?:[0-3][0-7]{2}|o\{[0-7]{1,7}\})`,
+  // Quoted-printable applied more than once, and runs.
+  String.raw`=\r?\n|=(?:3d)+(?=[02-7a-f][0-9a-f])|(?:=(?:0[9ad]|[2-7a-f][0-9a-f])){2,}` +
+    // At-signs before a domain; one that begins with digits needs a usual end.
+    String.raw`|=40(?=\[(?:ipv6:)?[0-9a-f.:]{3,45}\])|=40(?=[0-9]{0,3}\p{L})(?!x[0-9]|px)` +
+    String.raw`|=40(?=[0-9][${WORD}\-]{0,62}(?:(?:\.|=2e)[${WORD}\-]{1,63}){0,8}(?:\.|=2e)(?:${TOP})(?![${WORD}\-]))` +
+    NO_ADDRESS +
+    // Other characters; before a digit only between groups of digits, or in a telephone number.
+    String.raw`|=(?:2[0-9a-f]|3[a-f]|4[1-9a-f]|[5-7][0-9a-f]|a0)(?![0-9])|=2b(?=[0-9])` +
+    String.raw`|${SEPARATOR}(?=[0-9]{1,7}${SEPARATOR})` +
+    String.raw`|(?:(?<=${SEPARATOR}[0-9]{1,7})|(?<=\+[0-9]{1,3}))${SEPARATOR}(?=[0-9])` +
+    // CSS and octal numbers.
+    String.raw`|\\(?:(?:0{2,4})?(?:40|2e)[ ]|0000(?:40|2e))(?=[${WORD}\-])${NO_ADDRESS}` +
+    String.raw`|\\(?:[0-3][0-7]{2}|[4-7][0-7](?![0-7])|o\{0*[0-7]{1,7}\})`,
   "giu",
 );
+const NO_SPACE =
+  "a|abbr|b|bdi|bdo|big|code|del|em|font|i|ins|kbd|mark|nobr|q|s|samp|small|span|strong|sub|sup|tt|u|var|wbr";
+const INLINE_TAG = new RegExp(
+  String.raw`<!--.{0,300}?-->|</?(?:${NO_SPACE})(?:\s[^<>]{0,300})?/?>`,
+  "gisu",
+);
+const BLOCK_TAGS = /(?:\s{0,20}<\/?[a-z][a-z0-9:\-]{0,30}(?:\s[^<>]{0,300})?\/?>\s{0,20})+/giu;
 /** The characters of addresses and numbers by name; the browser has no table of all names. */
 const NAMED: ReadonlyMap<string, string> = new Map([
   ["COMMERCIAL AT", "@"],
@@ -88,14 +114,18 @@ export class FoldedText {
   }
 }
 
-/** The folded text, and copies without escapes and emphasis if it has any. */
+/** The folded text, and copies without escapes, emphasis and tags if it has any. */
 export function foldedCopies(text: string): FoldedText[] {
   const read = unfolded(text);
   const plain = withoutEscapes(read);
-  const rare = decode(plain, RARE_ESCAPE);
+  const rare = withoutRareEscapes(plain);
   const copies = [folded(read)];
   if (plain !== read) copies.push(folded(plain));
-  if (rare.text !== plain.text) copies.push(folded(withoutEscapes(rare)));
+  if (rare !== plain) copies.push(folded(rare));
+  for (const one of new Set([plain, rare])) {
+    const untagged = replaced(replaced(one, INLINE_TAG, () => ""), BLOCK_TAGS, () => ";");
+    if (untagged.text !== one.text) copies.push(folded(untagged));
+  }
   return copies;
 }
 
@@ -110,6 +140,16 @@ function withoutEscapes(read: FoldedText): FoldedText {
     const decoded = decode(plain, ESCAPE);
     if (decoded.text === plain.text) break;
     plain = decoded;
+  }
+  return plain;
+}
+
+function withoutRareEscapes(read: FoldedText): FoldedText {
+  let plain = read;
+  for (let i = 0; i < DECODINGS; i++) {
+    const decoded = decode(plain, RARE_ESCAPE);
+    if (decoded.text === plain.text) break;
+    plain = withoutEscapes(decoded);
   }
   return plain;
 }
@@ -158,6 +198,11 @@ function folded(read: FoldedText): FoldedText {
 
 /** Decode escapes; each decoded character maps to the whole escape. */
 function decode(read: FoldedText, escapes: RegExp): FoldedText {
+  return replaced(read, escapes, decodeEscape);
+}
+
+/** Replace what a pattern finds; each new unit maps to all of it. */
+function replaced(read: FoldedText, pattern: RegExp, replacement: (found: string) => string): FoldedText {
   const parts: string[] = [];
   const starts: number[] = [];
   const stops: number[] = [];
@@ -169,12 +214,12 @@ function decode(read: FoldedText, escapes: RegExp): FoldedText {
       stops.push(read.stops[place]!);
     }
   };
-  for (const { 0: escape, index } of read.text.matchAll(escapes)) {
+  for (const { 0: found, index } of read.text.matchAll(pattern)) {
     copy(index);
-    const decoded = decodeEscape(escape);
-    parts.push(decoded);
-    place = index + escape.length;
-    for (let i = 0; i < decoded.length; i++) {
+    const fresh = replacement(found);
+    parts.push(fresh);
+    place = index + found.length;
+    for (let i = 0; i < fresh.length; i++) {
       starts.push(read.starts[index]!);
       stops.push(read.stops[place - 1]!);
     }
@@ -185,6 +230,7 @@ function decode(read: FoldedText, escapes: RegExp): FoldedText {
 
 /** Decode one escape; emphasis and a backslash before punctuation are dropped. */
 function decodeEscape(escape: string): string {
+  if (/^=(?:3d)+$/i.test(escape)) return "=";
   if (escape[0] === "=") return fromBytes(escape.trim().slice(1).split("="));
   if (escape[0] === "&") return htmlCharacter(escape);
   if (/^(?:\\[ux]|%u)/i.test(escape)) {
@@ -193,17 +239,20 @@ function decodeEscape(escape: string): string {
   if (/^\\N\{/i.test(escape)) return namedCharacter(escape.slice(3, -1).toUpperCase());
   if (escape[0] === "%") return /^%(?:25)+$/.test(escape) ? "%" : fromBytes(escape.slice(1).split("%"));
   if (escape[0] !== "\\" || escape.length === 1) return "";
+  const css = /^\\(?:0{0,4}(40|2e) |0000(40|2e))$/i.exec(escape);
+  if (css) return fromCodes([css[1] ?? css[2]!], 16);
   return escape.length === 2 ? " " : fromCodes(escape.match(/[0-7]+/g)!, 8);
 }
 
 function htmlCharacter(escape: string): string {
   if (/^&(?:amp;)+$/i.test(escape)) return "&";
-  return decodeHTML(escape.endsWith(";") ? escape : `${escape};`).replace(NO_CHARACTER, "");
+  const short = escape.replace(/(?<=#x?)0+(?=[0-9a-f])/i, "");
+  return decodeHTML(short.endsWith(";") ? short : `${short};`).replace(NO_CHARACTER, "");
 }
 
 /** The character of a name or number; nothing for an unknown name. */
 function namedCharacter(name: string): string {
-  const code = /^U\+([0-9A-F]{1,8})/.exec(name)?.[1];
+  const code = /^U\+0*([0-9A-F]{1,8})/.exec(name)?.[1];
   return code ? fromCodes([code], 16) : (NAMED.get(name) ?? "");
 }
 

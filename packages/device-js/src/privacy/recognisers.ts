@@ -16,12 +16,15 @@ import { Span } from "./spans.js";
 export type Recogniser = (text: string) => Iterable<Span>;
 type Place = readonly [start: number, stop: number];
 
-const AT = / @ |@ ?| ?[[({<] ?(?:at|@) ?[\])}>] ?/gu;
+const AT = / @ |@ ?| ?[[({<] ?(?:at|@) ?[\])}>] ?|(?<=[\p{L}\p{N}])\(a\)(?=\p{L})/gu;
 const LABEL = String.raw`[\p{L}\p{N}_\-]+`;
 const DOT = String.raw`(?:[.\u3002]| ?[\[\(\{<] ?(?:dot|\.) ?[\]\)\}>] ?)`;
+const TOP = "com|org|net|edu|gov|mil|info|biz|io|dev|app|eu|de|fr|nl|ch|uk|jp|cn|pl|dk|cz|ru|au|ca";
 const DOMAIN = new RegExp(
-  String.raw`${LABEL}(?:${DOT}${LABEL})+|${LABEL}(?: ?\.|\. )${LABEL}` +
-    String.raw`|\[[0-9a-f.:]{3,45}(?:ipv6:)?[0-9a-f.:]*\]`,
+  // With spaces around dots only before usual ends: a sentence may begin there.
+  String.raw`${LABEL}(?: ?\. ?${LABEL}){0,4} \. (?:${TOP})(?![\p{L}\p{N}_\-])` +
+    String.raw`|${LABEL}(?:${DOT}${LABEL})+|${LABEL}(?: ?\.|\. )${LABEL}` +
+    String.raw`|\[(?:ipv6:)?[0-9a-f.:]{3,45}\]`,
   "uy",
 );
 const QUOTED = /"[^"@]{1,64}"$/u;
@@ -71,6 +74,14 @@ const CARD_GROUPS = new RegExp(
   String.raw`(?=(\d{4}(?:FAR\d{4}){3}(?:FAR\d{3})?|\d{4}FAR\d{6}FAR\d{4,5}))`.replaceAll("FAR", `${NO_LETTER}{1,4}`),
   "gu",
 );
+/** Groups with the same word between them, such as "and". */
+const WORDED = new RegExp(
+  String.raw`(?<![0-9])(?:[0-9]{4}(WORD)[0-9]{4}(?:\1[0-9]{4}){2}|[0-9]{4}(WORD)[0-9]{6}\2[0-9]{5})(?![0-9])`.replaceAll(
+    "WORD",
+    "[^a-z0-9]{0,3}[a-z]{1,5}[^a-z0-9]{0,3}",
+  ),
+  "gu",
+);
 const CARDS_IN_A_ROW = /(?<!\d)(?:\d{16}){2,}(?!\d)/gu;
 const IBAN = new RegExp(`(?=([a-z]${FAR}[a-z](?:${FAR}[0-9]){2}(?:${FAR}[a-z0-9]){11,30}))`, "gu");
 const IBAN_LENGTHS = { least: 15, most: 34 };
@@ -112,7 +123,7 @@ export function cards(text: string): Span[] {
     for (const { 1: found, index } of copy.text.matchAll(CARD_GROUPS)) {
       if (hasCheckDigit(digitsOf(found!))) places.push(copy.span(index, index + found!.length));
     }
-    for (const { 0: found, index } of [...copy.text.matchAll(LISTED), ...copy.text.matchAll(SINGLE)]) {
+    for (const { 0: found, index } of [LISTED, SINGLE, WORDED].flatMap((form) => [...copy.text.matchAll(form)])) {
       const digits = digitsOf(found.slice(0, MAX_LISTED));
       if (BRANDS.test(digits) && hasCheckDigit(digits)) places.push(copy.span(index, index + found.length));
     }

@@ -222,6 +222,17 @@ HOSTILE = {
     "placeholders": "[AA_1",
     "accents": "1\u0301\u0302",
     "spaces": " ",
+    "mails": "=3D40=2042",
+    "at-signs of mails": "=401=2e",
+    "groups of mails": "4242=20",
+    "nested mails": "=3D",
+    "octal numbers": "\\64\\6",
+    "tags": "<b ><br>",
+    "starts of tags": "<b ",
+    "comments": "<!--",
+    "dots": "a@b . ",
+    "words": "4242 and ",
+    "zeros": "&#0",
     "marks": "<private>abc</private> abc ",
 }
 

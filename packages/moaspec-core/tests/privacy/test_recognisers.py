@@ -148,6 +148,7 @@ def test_an_unknown_region() -> None:
 
 
 CARD, ADDRESS, ACCOUNT = "4242424242424242", "ada@example.org", "DE89370400440532013000"
+IBAN, UK_IBAN = "DE89 3704 0044 0532 0130 00", "GB82 WEST 1234 5698 7654 32"
 
 
 def escaped(text: str, form: str) -> str:
@@ -166,6 +167,51 @@ FORMS = [
     nested("ada\\u0040example.org", "\\\\", 4),
     "ada%26amp%3B%2364%3Bexample.org",
     *("ada=40example.org", "ada=40example=2eorg", "ada=40exam=\nple.org", "ada=401and1.com"),
+    *("ada=40163.com", "ada=40126.com", "ada=40189.cn", "ada=40163=2Ecom", "ada=4020.mail.co.uk"),
+    *(nested("ada=40example.org", "=3D", depth) for depth in (1, 2, 5, 30)),
+    *(
+        "ada=3D40163=3D2Ecom",
+        "ada=3D3D40example.org",
+        "ada=40[192.168.0.1]",
+        "ada\\134100example.org",
+    ),
+    *(
+        nested(text.replace(" ", separator), "=3D", depth)
+        for text in ("4242 4242 4242 4242", "3782 822463 10005", IBAN, UK_IBAN, "+1 415 555 2671")
+        for separator in (
+            "=20",
+            "=2C=20",
+            "=2D",
+            "=A0",
+            "=0D=0A",
+            "<br>",
+            "</td><td>",
+            "&lt;br/&gt;",
+        )
+        for depth in (0, 1, 3)
+    ),
+    *("DE89=203704=200044=200532=200130=2000=20", "=2B14155552671", "=28415=29=20555=2D2671"),
+    *("ada@[IPv6:2001:db8::1]", "ada@[ipv6:::1]", "ada&#64;[IPv6:2001:db8::1]"),
+    *(escaped(one, "\\%o") for one in (ADDRESS, CARD, ACCOUNT)),
+    *("ada@example\\56org", "4242\\55\\64\\62\\64\\62-4242-4242"),
+    *(f"4242{word}4242{word}4242{word}4242" for word in (" and ", " x ", "x", ", then ", " und ")),
+    *(f"3782{word}822463{word}10005" for word in (" and ", " x ")),
+    *(
+        "ada @ example . org",
+        "ada @ mail . example . org",
+        "ada@example . com",
+        "ada(a)example.org",
+    ),
+    *("ada\\40 example.org", "ada\\000040example.org", "ada\\40 example\\2e org"),
+    *(f"ada&#{'0' * zeros}64;example.org" for zeros in (1, 10, 4400)),
+    *(f"ada&#x{'0' * zeros}40;example.org" for zeros in (1, 10, 4400)),
+    *("ada\\u{0000000040}example.org", "ada\\o{0000000100}example.org"),
+    "ada\\N{U+0000000040}example.org",
+    *("ada<b>@</b>example.org", "ada@exam<wbr>ple.org", "ada<!-- at -->@example.org"),
+    *(
+        "<b>4242</b><i>4242</i> 4242 4242",
+        '<p class="n">4242</p>\n<p>4242</p><p>4242</p><p>4242</p>',
+    ),
     *("ada\\100example.org", "ada\\100example\\056org", "ada\\o{100}example.org"),
     *("ada\\x{40}example.org", "ada\\U00000040example.org", "ada%u0040example.org"),
     *("ada\\N{COMMERCIAL AT}example.org", "ada\\N{U+0040}example.org"),
@@ -202,6 +248,13 @@ color: #404040; a=b==c; key=4f3a9c; uuid=123e4567-e89b-12d3-a456-426614174000
 fib = 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144; box=(212, 100, 640, 480); a=0x4242; c=4e2
 @decorator def f(a: int=40) -> None: pass; foo@bar; git@v1; user=40; a&b; 100% sure; 50%25 off
 bytes: 48 65 6c 6c 6f; 0,1,0,1,1,0,1,0,0,1,1,1,0,1,0; scores 5-4, 3-2, 4-4, 2-1, 3-3, 5-1
+x=20 y=204242; if a==20: b=3D40; for x=2020, y=2021, z=2022; id=20261129164653&p1=2020&p2=2021
+1+1=2; 4242+4242=8484; 12=2012, 13=2013, 14=2014; t1=2024-11-28 12:30:05 a1=20261129T164653
+img=4012.png; w=401.5px; rate=4012.50; t=40123.5ms; f(a)g(b); f(a)2.5; (a) v1.2 or (b) v1.3; z=2B1
+a @ b; x @ w . t; home @ 5 . Then; 1920 x 1080 x 24; 1990 and 1991 and 1992 and 1993; 40x40x40x40
+C:\data\40 days.txt \1\2 \62 \4242 List<int> Map<String, List<int>> a<b>c 1<x && y>2 `a<b`
+<table><tr><td>12</td><td>3456</td><td>789</td><td>2024</td><td>1.5</td></tr></table> x<sup>2</sup>
+<td>4242</td><td>4242</td><td>17</td> <li>1200</li><li>1300</li><li>1400</li><li>1500</li>
 rows: 1; 20; 300; 4000; 50000; ISBN 978-3-16-148410-0; t=4.5, 5.5, 6.25, 7.125; q=4.25,3.5
 """
 

@@ -18,10 +18,13 @@ from moaspec_core.support.extras import require
 
 Recogniser = Callable[[str], Iterable[Span]]  # finds private spans in a text
 
-_AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?")
+_AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?|(?<=[^\W_])\(a\)(?=[^\W\d_])")
 _DOT = r"(?:[.\u3002]| ?[\[({<] ?(?:dot|\.) ?[\])}>] ?)"
+_TOP = "com|org|net|edu|gov|mil|info|biz|io|dev|app|eu|de|fr|nl|ch|uk|jp|cn|pl|dk|cz|ru|au|ca"
 _DOMAIN = re.compile(
-    rf"[\w-]+(?:{_DOT}[\w-]+)+|[\w-]+(?: ?\.|\. )[\w-]+|\[[0-9a-f.:]{{3,45}}(?:ipv6:)?[0-9a-f.:]*\]"
+    # With spaces around dots only before usual ends: a sentence may begin there.
+    rf"[\w-]+(?: ?\. ?[\w-]+){{0,4}} \. (?:{_TOP})(?![\w-])"
+    rf"|[\w-]+(?:{_DOT}[\w-]+)+|[\w-]+(?: ?\.|\. )[\w-]+|\[(?:ipv6:)?[0-9a-f.:]{{3,45}}\]"
 )
 _QUOTED = re.compile(r'"[^"@]{1,64}"\Z')
 _IN_LOCAL = frozenset("_.!#$%&'*+/=?^`{|}~-")
@@ -50,6 +53,13 @@ _BRANDS = re.compile(
 )
 """Numbers of the large card companies, which begin with theirs. Digits of a list are a card only
 with such a number: lists of numbers are common."""
+_WORDED = re.compile(
+    (
+        r"(?<![0-9])(?:[0-9]{4}(WORD)[0-9]{4}(?:\1[0-9]{4}){2}"
+        r"|[0-9]{4}(WORD)[0-9]{6}\2[0-9]{5})(?![0-9])"
+    ).replace("WORD", "[^a-z0-9]{0,3}[a-z]{1,5}[^a-z0-9]{0,3}")
+)
+"""Groups with the same word between them, such as "and"."""
 _CARDS_IN_A_ROW = re.compile(r"(?<!\d)(?:\d{16}){2,}(?!\d)")
 _IBAN = re.compile(rf"(?=([a-z]{_FAR}[a-z](?:{_FAR}\d){{2}}(?:{_FAR}[a-z0-9]){{11,30}}))")
 _IBAN_LENGTHS = range(15, 35)
@@ -91,7 +101,8 @@ def cards(text: str) -> Iterator[Span]:
         for found in _CARD_GROUPS.finditer(copy.text):
             if _has_check_digit(re.sub(r"\D", "", found[1])):
                 places.add(copy.span(*found.span(1)))
-        for found in chain(_LISTED.finditer(copy.text), _SINGLE.finditer(copy.text)):
+        listed = (form.finditer(copy.text) for form in (_LISTED, _SINGLE, _WORDED))
+        for found in chain.from_iterable(listed):
             digits = re.sub(r"\D", "", found[0][:_MAX_LISTED])
             if _BRANDS.fullmatch(digits) and _has_check_digit(digits):
                 places.add(copy.span(*found.span()))
