@@ -146,4 +146,4 @@ def _over_texts(attention_mask_BT: Tensor) -> SelfAttend:
 
 
 KINDS: dict[str, type[Baseline]] = {one.kind: one for one in (EagleDrafter, IndependentDrafter)}
-"""All kinds; `PROPOSERS` of `moaspec.backends.fast_baselines` says how each drafts."""
+"""All kinds, by the names that checkpoints record."""
