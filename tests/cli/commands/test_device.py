@@ -52,7 +52,7 @@ def test_export_and_info_of_onnx(
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
     output = cli("checkpoint", "export-device", *models, "--format", *options)
     assert output.code == 0, output.err
-    assert ("in a browser" in output.words) is weights.endswith("-web")
+    assert ("a browser holds" in output.words) is weights.endswith("-web")
     facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
     assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
     assert facts["versions"] == versions
@@ -72,7 +72,7 @@ def test_a_page_that_needs_much_memory(
     models = str(tmp_path / "target"), str(tmp_path / "drafter"), str(tmp_path / "device")
     output = cli("checkpoint", "export-device", *models, "--format", "onnx-web")
     assert output.code == 0, output.err
-    assert "MB of memory" in output.words
+    assert "a browser holds" in output.words
     assert ("at most 4 GB" in output.err) is too_large
 
 
