@@ -19,25 +19,26 @@ class NgramIndex:
     """The positions after each n-gram of a growing text.
 
     Args:
-        sizes: lengths of the n-grams, in look-up order.
+        sizes: lengths of the n-grams, the longest first.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
         self._text: list[int] = []
         self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._ends: list[tuple[int, ...]] = []  # the last n-gram of each size
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Index the new tokens of a text; a text that changed is indexed again as a whole."""
-        read = len(self._text)
-        if list(token_ids[:read]) != self._text:
-            self._text, self._followers, read = [], {}, 0
-        self._text += token_ids[read:]
-        for place in range(read, len(self._text)):
-            for size in self._sizes:
-                if size <= place:
-                    ngram = tuple(self._text[place - size : place])
-                    self._followers.setdefault(ngram, []).append(place)
+        text = self._text
+        if list(token_ids[: len(text)]) != text:
+            text, self._followers, self._ends = [], {}, []
+            self._text = text
+        for token in token_ids[len(text) :]:
+            for ngram in self._ends:
+                self._followers.setdefault(ngram, []).append(len(text))
+            text.append(token)
+            self._ends = [tuple(text[-size:]) for size in self._sizes if size <= len(text)]
 
     def paths(self, shape: Tree) -> list[tuple[int, ...]]:
         """At most `breadth` different continuations of the text, each up to `depth` long.
@@ -61,6 +62,8 @@ class NgramIndex:
             no tokens if nothing matches.
         """
         text, best = self._text, (0, 0)
+        if not self._ends or self._ends[-1] not in self._followers:
+            return 0, ()  # longer ones do not occur earlier either
         for place in islice(self._matches(), NUM_COMPARED):
             size = 0
             while size < min(most, place) and text[place - 1 - size] == text[-1 - size]:
@@ -71,9 +74,8 @@ class NgramIndex:
 
     def _matches(self) -> Iterator[int]:
         """Positions after earlier occurrences of the text's last n-gram, of each size."""
-        for size in self._sizes:
-            if size <= len(self._text):
-                yield from reversed(self._followers.get(tuple(self._text[-size:]), ()))
+        for ngram in self._ends:
+            yield from reversed(self._followers.get(ngram, ()))
 
 
 class NgramProposer(TextProposer):

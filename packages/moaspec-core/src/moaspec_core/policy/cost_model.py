@@ -31,7 +31,7 @@ GAIN = 1.15
 """Assumed speed-up over plain decoding; converts seconds into tokens. Simulated on 40 answers,
 1.0 and 1.3 gave the same speed."""
 
-EXCESS_STEPS = 8
+EXCESS_STEPS = 3
 """Costs are those at the nearest of so many values of an observed excess between it and its double,
 so that few are computed."""
 

@@ -21,7 +21,7 @@ from moaspec_core.policy.cost_model import (
     KnownCosts,
     RoundCosts,
 )
-from moaspec_core.policy.observed_times import ObservedTimes
+from moaspec_core.policy.observed_times import NEIGHBOURS, ObservedTimes
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 
 MAX_LOSS = 0.02
@@ -268,9 +268,9 @@ class AdaptivePolicy:
             self._spent_s += encoding_s
 
     def rests(self) -> bool:
-        # The last round of a pause has tokens encoded.
+        # The last rounds of a pause are compared with drafts after them, and have tokens encoded.
         alone = not self._left_out and self._beside() == 1
-        self._rested = alone and self._waiting > 1 and not self.wants_copies
+        self._rested = alone and self._waiting > NEIGHBOURS and not self.wants_copies
         if self._rested:
             self._waiting -= 1
             self._drafting, self.wants_features = None, False
@@ -332,6 +332,10 @@ class AdaptivePolicy:
         self.round_s = 0.0, 0.0
         if costs is None:
             return
+        if self._rested:
+            self.plain_s += costs.plain_s
+            self._count_unencoded(1)
+            return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
         self.plain_s += costs.plain_s * (1 + len(accepted))
@@ -345,9 +349,7 @@ class AdaptivePolicy:
             round_s = own_s = costs.drafted_s(levels, tree.num_expanded, own)
         round_s += costs.pass_s(len(tree.tokens)) - costs.pass_s(own)
         added_s = (round_s - costs.plain_s) / costs.excess
-        self._spent_s += added_s + encoding_s / costs.excess
-        if not self._rested:
-            self._spent_s += self._costs.table.decide_s
+        self._spent_s += added_s + encoding_s / costs.excess + self._costs.table.decide_s
         self._saved_s += costs.plain_s * len(accepted)
         if added_s > 0:  # the encoding after a plain round is not a part of its time
             added_s += encoding_s / costs.excess
