@@ -454,5 +454,4 @@ def test_a_second_call_prepares_nothing() -> None:
         again = FastMoAProposer(drafter, target)
     assert again.module is drafting.module
     assert not {name for name in count.ops if "mkldnn" in name or "clone" in name}
-    # The draft vocabulary's ids, looked up once for all rounds, are the one gather that is left.
-    assert count.ops["aten.index.Tensor"] == 1
+    assert "aten.index.Tensor" not in count.ops

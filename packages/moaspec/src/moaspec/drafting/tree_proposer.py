@@ -64,8 +64,11 @@ class TreeProposer(CachingProposer):
         self.target, self.text_cache = target, text_cache
         self.device = target.device  # `device` of a module searches its parameters
         self.draft_head, self._draft_token_ids = head, draft_token_ids
-        self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
-        self.vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=self.device))
+        if draft_token_ids is None:
+            self.vocabulary_ids = torch.arange(target.vocab_size, device=self.device)
+        else:
+            self.vocabulary_ids = draft_token_ids.to(self.device)
+        self.vocabulary = len(self.vocabulary_ids)
         self.num_read: dict[int, int] = {}
 
     @abstractmethod
