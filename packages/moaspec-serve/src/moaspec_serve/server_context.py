@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from itertools import islice
 from typing import Any, cast
 
 import yaml
@@ -33,6 +34,9 @@ NEUTRAL: dict[str, list[Any]] = yaml.safe_load(
 """Unsupported request fields that would change the answer, with values that would not."""
 MISSPELT = 0.85
 """How similar, by `difflib`'s ratio, an unknown field is to a known one that it misspells."""
+MAX_COMPARED, MAX_NAME = 50, 40
+"""Most unknown fields of a request that are compared so, and most characters of one: all other
+requests wait meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +77,13 @@ class ServerContext:
     def check(self, body: GenerationRequest) -> None:
         """Refuse other models, and fields that are misspelt or would change the answer."""
         self.check_model(body.model)
-        for name, value in (body.model_extra or {}).items():
-            if name not in NEUTRAL and (meant := _field_like(name, type(body).model_fields)):
+        extra = body.model_extra or {}
+        for name in islice((one for one in extra if one not in NEUTRAL), MAX_COMPARED):
+            if meant := _field_like(name, type(body).model_fields):
                 raise RequestError(
                     f"There is no field {name!r}; the nearest is {meant!r}.", param=name
                 )
+        for name, value in extra.items():
             if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
                 raise RequestError(
                     f"The field {name!r} is not supported at this endpoint, and it would change "
@@ -255,4 +261,6 @@ def fresh_id(kind: str) -> str:
 
 def _field_like(name: str, fields: Iterable[str]) -> str | None:
     """The field that an unknown name misspells or writes in camel case, if it does."""
+    if len(name) > MAX_NAME:
+        return None
     return next(iter(difflib.get_close_matches(name.lower(), fields, 1, MISSPELT)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ import tiny
 from moaspec_serve.openai.chat_schema import ChatRequest
 from moaspec_serve.openai.responses.responses_schema import ResponseRequest
 from moaspec_serve.openai.schema import CompletionRequest
-from moaspec_serve.server_context import NEUTRAL
+from moaspec_serve.server_context import MAX_COMPARED, NEUTRAL
 from moaspec_serve.sources.local_source import LocalSource
 from serving import MODEL, Served, say
 
@@ -107,6 +108,22 @@ def test_misspelt_fields_are_refused(http: httpx.Client, path: str, name: str, m
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
     assert repr(meant) in answer.json()["error"]["message"]
+
+
+def test_not_all_of_many_unknown_fields_are_compared(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other requests wait meanwhile."""
+    compared: list[str] = []
+
+    def compare(name: str, *_: Any) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr(difflib, "get_close_matches", compare)
+    fields: dict[str, Any] = {f"unheard_of_{i}": i for i in range(10_000)} | {"x" * 10**6: 1}
+    assert post(http, "/v1/completions", **fields).status_code == 200
+    assert len(compared) == MAX_COMPARED
 
 
 @pytest.mark.parametrize("prompt", [[-1], [[3, -1]]])
