@@ -69,6 +69,15 @@ def pytest_unconfigure() -> None:
         _cache.cleanup()
 
 
+@pytest.fixture
+def patient_link() -> Iterator[None]:
+    """No link counts as dead because the machine is busy; see `links.patient_link`."""
+    import links
+
+    with links.patient_link():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _independent() -> Iterator[None]:
     """No test finds a measurement that another one stored, or draws numbers after another one."""

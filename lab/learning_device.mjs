@@ -13,8 +13,7 @@ const { fromDirectory } = await import(new URL("dist/node.js", own));
 
 const device = await loadDevice(fromDirectory(bundle), ort);
 const transport = new WebSocketTransport(address, { WebSocket });
-const link = { deadAfterMs: 3_600_000, connectMs: 60_000 };
-const session = new RemoteSession(device, transport, { draft: Number(draft), link });
+const session = new RemoteSession(device, transport, { draft: Number(draft) });
 for await (const line of createInterface(process.stdin)) {
   const { prompt, bias } = JSON.parse(line);
   let result = {};

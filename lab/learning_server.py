@@ -27,7 +27,6 @@ from typing import Any
 from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.device.bundle import export_bundle, load_device
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 from moaspec_edge.device_onnx.onnx_device import OnnxDevice
@@ -56,8 +55,7 @@ class PythonDevice:
     def __init__(self, name: str, device: Any, address: str) -> None:
         self.name, self.device = name, device
         self.transport = Fleet.of(WebSocketTransport(address))
-        patient = LinkOptions(dead_after_s=3600, connect_s=60)
-        options = RemoteOptions(draft=Chain(DRAFTED), link=patient)
+        options = RemoteOptions(draft=Chain(DRAFTED))
         self.session = RemoteSession(device, self.transport, options)
 
     async def turn(self, prompt: list[int], bias: dict[int, float]) -> tuple[list[int], list[int]]:

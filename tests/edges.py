@@ -1,4 +1,7 @@
-"""Served edges with a link that can be cut after a number of frames, and restored."""
+"""Served edges with a link that can be cut after a number of frames, and restored.
+
+A cut is noticed at once; with `links.patient_link` a busy machine does not look like another one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ import serving
 import tiny
 from moaspec.target.target import Target
 from moaspec_core.errors import LinkError, RefusedError
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions
 from moaspec_edge.http.edge_source import EdgeLimits, EdgeSource
@@ -24,10 +26,6 @@ from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.transport import Connection, InProcessTransport
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import TargetService
-
-PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
-"""A busy machine must not look like a dead link; cuts here are noticed at once."""
-
 
 WRITTEN_ALONE = 4
 """Tokens after which a cut link is mended; a clock would tell little on a busy machine."""
@@ -121,7 +119,7 @@ class Edge:
             LocalDevice(target, drafter),
             self.link,
             name=serving.MODEL,
-            options=RemoteOptions(link=PATIENT, draft="chain:2", **options),
+            options=RemoteOptions(draft="chain:2", **options),
             limits=EdgeLimits(active=active),
             faults=cast(Any, self.link),
         )
@@ -185,7 +183,7 @@ def over_websockets() -> Iterator[EdgeSource]:
             LocalDevice(target, drafter),
             fleet,
             name=serving.MODEL,
-            options=RemoteOptions(link=PATIENT, draft="chain:2"),
+            options=RemoteOptions(draft="chain:2"),
             server=fleet,
         )
     finally:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from moaspec_core.errors import LinkError
-from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device import link
 from moaspec_edge.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec_edge.server.service import TargetService
 
-QUICK = LinkOptions(
-    heartbeat_s=0.1,
-    dead_after_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.05,
-    connect_s=0.2,
-    retry_s=0.05,
-)
-"""Tests should not wait half a second for what was lost."""
+
+@contextmanager
+def patient_link() -> Iterator[None]:
+    """A busy machine that is silent for a second is no dead link.
+
+    For real connections; sessions with a server in the same event loop need no patience in
+    simulated time, see `run_simulated`.
+    """
+    with patch.multiple(link, DEAD_AFTER_S=60.0, CONNECT_S=60.0):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ import tiny
 from certificates import Authority
 from free_port import free_port
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.fleet import Fleet
@@ -33,13 +32,16 @@ from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
 from moaspec_edge.server.shared_verifier import PassOptions
 
-pytestmark = [pytest.mark.slow, pytest.mark.essential]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.essential,
+    pytest.mark.usefixtures("patient_link"),
+]
 
 CONFIG = Path(__file__).parents[2] / "deploy/fleet/haproxy.cfg"
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
-PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def test_haproxy_before_servers_that_drain(tmp_path: Path, monkeypatch: pytest.M
     def session() -> RemoteSession:
         fleet = Fleet.at([f"wss://localhost:{port}"], Credentials(ca=authority.ca))
         device = LocalDevice(tiny.target(), moaspec.NgramProposer())
-        return RemoteSession(device, fleet, RemoteOptions(link=PATIENT, draft=Chain(2)))
+        return RemoteSession(device, fleet, RemoteOptions(draft=Chain(2)))
 
     async def run() -> None:
         async with AsyncExitStack() as stack:

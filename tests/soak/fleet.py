@@ -32,18 +32,18 @@ import psutil
 
 import moaspec
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.fleet import AVOID_S, Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
+from links import patient_link
 
 PHASES = ("three servers", "one killed", "one drained", "one added")
 NEW = 24
-PATIENT = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=10.0)
-"""One process plays all devices, so a silent second is no dead link."""
+RETRY_S = 10.0
+"""One process plays all devices, so an answer that comes late is not lost."""
 MAX_GROWTH = 1.25
 FLAT_S = 300.0
 """Shorter runs end before caches are full."""
@@ -127,7 +127,7 @@ class Devices:
             session = RemoteSession(
                 LocalDevice(self._target, drafter),
                 self._fleet,
-                RemoteOptions(draft=Chain(4), draft_ahead=False, on_cut="wait", link=PATIENT),
+                RemoteOptions(draft=Chain(4), draft_ahead=False, on_cut="wait", retry_s=RETRY_S),
             )
             for prompt, text in turns:
                 await self._turn(session, prompt, text, options)
@@ -232,7 +232,8 @@ def main() -> None:
         made = tiny.fresh_target(tokenizer=tiny.tokenizer())
         made.model.save_pretrained(scratch)
         made.tokenizer.save_pretrained(scratch)  # type: ignore[union-attr]
-        found = asyncio.run(soak(asked.seconds, asked.devices, Path(scratch)))
+        with patient_link():
+            found = asyncio.run(soak(asked.seconds, asked.devices, Path(scratch)))
     print(json.dumps(found))
     texts, mib = found["texts"], found["mib"]
     assert texts["begun"] == texts["ended"] > asked.devices, "a text was lost"

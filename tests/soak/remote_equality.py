@@ -32,7 +32,6 @@ from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import find_weights, target_facts
 from moaspec_core.sampling.params import SamplingParams
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.codec import CODECS
@@ -51,7 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02)
 CUT_S = 1.5
 """A device notices after 0.9 s and writes alone for the rest."""
-LINK = LinkOptions(backoff_s=0.05, retry_s=0.25)
 
 
 def parse() -> argparse.Namespace:
@@ -155,7 +153,6 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             codec=codec,
             num_target_layers=layers,
             draft="chain:2",
-            link=LINK,
             # Few, so that what is written during one cut does not reach the next one.
             max_provisional=4,
         )

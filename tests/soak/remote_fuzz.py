@@ -28,7 +28,6 @@ import moaspec
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import LinkError, MoaSpecError
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
@@ -41,6 +40,7 @@ from moaspec_edge.server.service import TargetService
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 from hostile import Hostile
+from links import patient_link
 
 
 async def attack(service: TargetService, hostile: Hostile, frames: int) -> Counter[str]:
@@ -111,8 +111,7 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
     await attack(service, hostile, 2000)  # warm-up: allocators and caches
     gc.collect()
     before = psutil.Process().memory_info().rss
-    link = LinkOptions(dead_after_s=30.0)
-    options = RemoteOptions(draft=Chain(2), link=link)
+    options = RemoteOptions(draft=Chain(2))
     honest = RemoteSession(
         LocalDevice(target, drafter), InProcessTransport(service, "alice"), options
     )
@@ -147,7 +146,8 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    with patient_link():
+        print(json.dumps(asyncio.run(run(parser.parse_args()))))
 
 
 if __name__ == "__main__":

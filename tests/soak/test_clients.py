@@ -19,6 +19,7 @@ import pytest
 import serving
 import templates
 from edges import Edge
+from links import patient_link
 from serving import MODEL, Served, say
 
 pytestmark = [
@@ -51,7 +52,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Served]:
         if request.param == "serve"
         else Edge(target).source
     )
-    with serving.serving(source) as served:
+    with patient_link(), serving.serving(source) as served:
         yield served
 
 

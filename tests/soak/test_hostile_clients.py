@@ -38,7 +38,6 @@ from certificates import Authority
 from free_port import free_port
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec_edge.device.bundle import export_bundle, load_device
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 from moaspec_edge.server.auth import Credentials
@@ -47,6 +46,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(0),  # it takes as long as it is told to
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("patient_link"),
 ]
 
 MINUTES = os.environ.get("MOASPEC_SOAK_MINUTES")
@@ -298,8 +298,7 @@ class OverWebSockets:
     def __init__(self, files: Files, address: str) -> None:
         self._target, self._texts = serving.target(), files.texts
         device = load_device(files.at("bundle"), dtype="float32")
-        link = LinkOptions(dead_after_s=30.0, connect_s=30.0)
-        options = RemoteOptions(link=link, draft="chain:2")
+        options = RemoteOptions(draft="chain:2")
         transports = [WebSocketTransport(address, Credentials(token=one)) for one in KEYS[:2]]
         self._beating = transports[0]
         self._sessions = [RemoteSession(device, transports[i % 2], options) for i in range(HONEST)]

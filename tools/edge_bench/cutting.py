@@ -12,6 +12,7 @@ from edge_bench.emulated_device import HeldDevice
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.events import RemoteEvent
+from moaspec_edge.device.link import MAX_BACKOFF_S
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.transport import Transport
 
@@ -67,12 +68,11 @@ async def cut_and_return(
         log.mend_s = await ask("mend")
     stats = session.stats
     await session.close()
-    pause_s, pass_s = options.link.max_backoff_s, stats.rounds[-1].pass_s
     return {
         "noticed_s": _between(log.cut_s, stats.down_s),
         "next_s": _between(stats.down_s, log.next_s),
         "back_s": _between(log.mend_s, log.back_s),
-        "back_limit_s": pause_s + 4 * (stats.rtt_s or 0.0) + pass_s,
+        "back_limit_s": MAX_BACKOFF_S + 4 * (stats.rtt_s or 0.0) + stats.rounds[-1].pass_s,
         "before_per_s": log.rate(0.0, log.cut_s),
         "after_per_s": log.rate(log.back_s, math.inf),
         "before": log.verified,

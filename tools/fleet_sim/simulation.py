@@ -38,7 +38,7 @@ from moaspec_core.policy.cost_model import PRIOR, CostTable
 from moaspec_core.policy.pass_budget import PassBudget
 from moaspec_edge.device.draft_ahead import MIN_STEPS
 from moaspec_edge.device.events import LinkStats, RoundTrip
-from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.link import DEAD_AFTER_S
 from moaspec_edge.device.link_policy import LinkPolicy
 from moaspec_edge.emulation import LinkProfile
 from moaspec_edge.protocol.wire import chain
@@ -144,6 +144,10 @@ class SkippingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Simulated seconds."""
         return self._skipping.now_s
+
+    def stand_still(self, seconds: float) -> None:
+        """Let time pass while nothing runs, as in a suspended device."""
+        self._skipping.now_s += seconds
 
 
 class _SkippingSelector(selectors.DefaultSelector):
@@ -259,7 +263,7 @@ class Device:
                 await self._round()
             except ServerLostError:
                 # It is noticed by its silence; the text is opened again elsewhere.
-                await asyncio.sleep(LinkOptions().dead_after_s)
+                await asyncio.sleep(DEAD_AFTER_S)
                 self._lost, self._streams, self._ready = True, False, 0
                 self._server = self._world.server(self._random)
                 self._row = self._server.lease(str(self._number))

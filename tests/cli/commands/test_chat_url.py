@@ -11,6 +11,7 @@ import pytest
 
 import serving
 from edges import Edge
+from links import patient_link
 from moaspec.cli.chat_url import TAKEN_BACK, ServerChat, _Printer
 from moaspec_core.cli.main import run
 from moaspec_core.cli.terminal.console import escape_unsafe
@@ -24,7 +25,7 @@ SETTINGS: GenerateOptions = {"max_new_tokens": 12, "temperature": 0.0}
 @pytest.fixture(scope="module", params=["serve", "edge"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     source = serving.source() if request.param == "serve" else Edge().source
-    with serving.serving(source) as running:
+    with patient_link(), serving.serving(source) as running:
         yield running
 
 

@@ -1,7 +1,6 @@
 from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.events import LinkStats, RemoteEvent, RoundTrip
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.device.server_text import RemoteText
@@ -21,7 +20,6 @@ __all__ = [
     "Device",
     "Fleet",
     "InProcessTransport",
-    "LinkOptions",
     "LinkStats",
     "LocalDevice",
     "PassOptions",

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import moaspec
 import tiny
-from links import QUICK, FaultyTransport, Restartable
+from links import FaultyTransport, Restartable
 from moaspec.model.moa import MoADrafter
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import LinkError, RefusedError
 from moaspec_edge.device.events import RemoteEvent
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
 pytestmark = pytest.mark.essential
 
-CALM = replace(QUICK, dead_after_s=3.0, connect_s=3.0)
-"""With "keep", a busy machine that looks like another cut would change the text."""
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
+PASS_S = 0.01
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 
@@ -43,14 +41,13 @@ class Cut:
         drafter: Any,
         *,
         heal_after: int | None = 6,
-        link: LinkOptions = QUICK,
         **options: Any,
     ) -> None:
         self.target, self.heal_after = tiny.target(), heal_after
         trained = drafter if isinstance(drafter, MoADrafter) else None
         self.server = Restartable(lambda: TargetService(self.target, trained))
         self.transport = FaultyTransport(self.server.transport)
-        remote = RemoteOptions(draft=Chain(2), link=link, **options)
+        remote = RemoteOptions(draft=Chain(2), **options)
         device = LocalDevice(self.target, drafter)
         self.session = RemoteSession(device, self.transport, remote)
         self.events: list[RemoteEvent] = []
@@ -101,7 +98,7 @@ def test_rollback_ends_with_the_local_text(
         assert cut.events[-1].num_provisional == 0
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 def test_a_drafter_that_agrees_has_nothing_taken_back() -> None:
@@ -115,7 +112,7 @@ def test_a_drafter_that_agrees_has_nothing_taken_back() -> None:
         assert cut.session.stats.corrected == 0
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
@@ -123,7 +120,7 @@ def test_keep_leaves_what_was_shown() -> None:
     """The text goes on from the kept tokens as the target would go on from them."""
 
     async def run() -> None:
-        cut = Cut(tiny.random_drafter(tiny.target()), on_cut="keep", link=CALM)
+        cut = Cut(tiny.random_drafter(tiny.target()), on_cut="keep")
         await cut.run()
         assert cut.session.stats.corrected == 0
         assert cut.text == cut.session.result.token_ids
@@ -136,14 +133,14 @@ def test_keep_leaves_what_was_shown() -> None:
         assert cut.text != list(tiny.own_texts("llama")[1])
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
 def test_keep_ends_without_a_server_and_goes_on_with_one() -> None:
     async def run() -> None:
         drafter = tiny.random_drafter(tiny.target())
-        cut = Cut(drafter, on_cut="keep", heal_after=None, link=CALM)
+        cut = Cut(drafter, on_cut="keep", heal_after=None)
         await cut.run()
         assert len(cut.text) == NEW
         assert cut.events[-1].stop_reason == "max_new_tokens"
@@ -157,7 +154,7 @@ def test_keep_ends_without_a_server_and_goes_on_with_one() -> None:
         )
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
@@ -177,7 +174,7 @@ def test_wait_shows_verified_tokens_only() -> None:
         assert cut.session.stats.provisional == 0
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
@@ -201,7 +198,7 @@ def test_an_end_that_the_target_does_not_see_is_none() -> None:
         assert cuts == 2
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
@@ -214,7 +211,7 @@ def test_a_link_that_does_not_come_back_is_given_up() -> None:
         assert cut.session.stats.provisional == 4
         await cut.end()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 def test_another_drafter_or_target_is_refused() -> None:
@@ -231,4 +228,4 @@ def test_another_drafter_or_target_is_refused() -> None:
             await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)

@@ -11,7 +11,6 @@ import pytest
 import moaspec
 import tiny
 from moaspec_core.errors import LinkError, RefusedError
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.emulation import LinkProfile, ShapedTransport
@@ -19,9 +18,9 @@ from moaspec_edge.protocol.transport import Connection, InProcessTransport, pipe
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
 PROMPT = tiny.PROMPTS[1]
-QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.02, max_backoff_s=0.1)
 
 
 def expected() -> list[int]:
@@ -31,7 +30,7 @@ def expected() -> list[int]:
 def shaped(link: LinkProfile) -> tuple[RemoteSession, ShapedTransport]:
     target, drafter = tiny.target(), tiny.agreeing_drafter("llama")
     transport = ShapedTransport(InProcessTransport(TargetService(target, drafter)), link)
-    options = RemoteOptions(draft=moaspec.Chain(3), link=QUICK)
+    options = RemoteOptions(draft=moaspec.Chain(3))
     return RemoteSession(LocalDevice(target, drafter), transport, options), transport
 
 
@@ -51,7 +50,7 @@ def test_the_text_is_the_same(link: LinkProfile) -> None:
         await session.close()
         return result.token_ids
 
-    assert asyncio.run(run()) == expected()
+    assert run_simulated(run()) == expected()
 
 
 def test_a_cut_in_the_middle() -> None:
@@ -67,11 +66,12 @@ def test_a_cut_in_the_middle() -> None:
         await session.close()
         return text, session.stats.cuts
 
-    text, cuts = asyncio.run(run())
+    text, cuts = run_simulated(run())
     assert text == expected()
     assert cuts >= 1
 
 
+@pytest.mark.usefixtures("patient_link")
 def test_a_real_connection_gets_one_message_at_a_time() -> None:
     """A connection takes one message at a time; a device's first two were sent at once."""
 
@@ -79,9 +79,8 @@ def test_a_real_connection_gets_one_message_at_a_time() -> None:
         service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"))
         async with TargetServer(service, ServerOptions(port=0)) as server:
             transport = ShapedTransport(WebSocketTransport(server.url), LinkProfile(name="x"))
-            patient = RemoteOptions(link=LinkOptions(dead_after_s=60.0, connect_s=60.0))
             device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-            session = RemoteSession(device, transport, patient)
+            session = RemoteSession(device, transport)
             result = await session.generate(PROMPT, max_new_tokens=tiny.NEW_TOKENS)
             assert result.token_ids == expected()
             assert session.stats.cuts == 0

@@ -22,7 +22,6 @@ from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.drafting.protocols import TextProposer, Verifier, VerifyRequest, VerifyResult
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.sampling.params import GREEDY, SamplingParams
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
@@ -239,9 +238,7 @@ async def write_texts(
 ) -> None:
     """A device that opens a session for each text."""
     device = LocalDevice(tiny.target(), Noise())
-    options = RemoteOptions(
-        draft=Chain(depth), draft_ahead=False, link=LinkOptions(dead_after_s=60.0, retry_s=60.0)
-    )
+    options = RemoteOptions(draft=Chain(depth), draft_ahead=False, retry_s=60.0)
     for prompt in prompts:
         session = RemoteSession(device, InProcessTransport(service, owner), options)
         try:

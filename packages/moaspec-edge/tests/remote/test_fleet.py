@@ -19,7 +19,7 @@ from certificates import Authority
 from links import FaultyTransport
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import InputError, LinkError
-from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device.link import BACKOFF_S
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.device.server_text import RemoteText
@@ -31,11 +31,11 @@ from moaspec_edge.server.listeners.websocket_server import ServerOptions, Target
 from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
 from moaspec_edge.server.shared_verifier import PassOptions
+from simulated_time import run_simulated
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 
@@ -54,8 +54,8 @@ class Servers:
         self.fleet = Fleet(ADDRESSES, lambda server, _: self.transports[server])
         self.drafter = drafter or moaspec.NgramProposer()
 
-    def session(self, link: LinkOptions = PATIENT, **options: Any) -> RemoteSession:
-        remote = RemoteOptions(link=link, draft=Chain(2), **options)
+    def session(self, **options: Any) -> RemoteSession:
+        remote = RemoteOptions(draft=Chain(2), **options)
         return RemoteSession(LocalDevice(tiny.target(), self.drafter), self.fleet, remote)
 
     def holding(self) -> list[str]:
@@ -122,7 +122,7 @@ def test_a_text_goes_on_with_the_next_server(how: str, options: dict[str, Any]) 
         await session.close()
         await servers.stop()
 
-    asyncio.run(run())
+    run_simulated(run())
 
 
 def connected(servers: Servers) -> list[str]:
@@ -152,17 +152,16 @@ def test_a_server_without_room_sends_texts_to_the_next() -> None:
             await session.close()
         await servers.stop()
 
-    asyncio.run(run())
+    run_simulated(run())
 
 
 @pytest.mark.slow
 def test_a_cut_of_the_device_leaves_the_session_where_it_is() -> None:
     """An attempt that takes too long is made once more, before another server reads the text."""
-    link = LinkOptions(dead_after_s=0.5, connect_s=0.5, backoff_s=0.01, max_backoff_s=0.02)
 
     async def run() -> None:
         servers = Servers()
-        session = servers.session(link, on_cut="wait")
+        session = servers.session(on_cut="wait")
         text: list[int] = []
         async for event in session.stream(PROMPT, max_new_tokens=NEW):
             text[event.start :] = event.token_ids
@@ -171,7 +170,7 @@ def test_a_cut_of_the_device_leaves_the_session_where_it_is() -> None:
                     one.hole = True
                 while session.stats.state == "up":
                     await asyncio.sleep(0.01)
-                await asyncio.sleep(0.1)  # the first attempt is under way
+                await asyncio.sleep(2 * BACKOFF_S)  # the first attempt is under way
                 for one in servers.transports.values():
                     one.hole = False
         assert text == list(tiny.own_texts("llama")[1])
@@ -180,7 +179,7 @@ def test_a_cut_of_the_device_leaves_the_session_where_it_is() -> None:
         await session.close()
         await servers.stop()
 
-    asyncio.run(run())
+    run_simulated(run())
 
 
 def test_users_without_a_link_are_told_what_to_check() -> None:
@@ -190,14 +189,12 @@ def test_users_without_a_link_are_told_what_to_check() -> None:
 
 
 def test_an_unreachable_server_is_passed_by() -> None:
-    link = LinkOptions(connect_s=0.2, backoff_s=0.01, max_backoff_s=0.02, dead_after_s=30.0)
-
     async def run() -> None:
         servers = Servers()
         best, second, _ = servers.fleet.ranked(key_of(PROMPT))
         servers.transports[best].hole = True
         for _ in range(2):  # the second session does not even try
-            session = servers.session(link)
+            session = servers.session()
             result = await session.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])
             assert servers.holding() == [second]
@@ -206,13 +203,13 @@ def test_an_unreachable_server_is_passed_by() -> None:
                 await asyncio.sleep(0.01)
         for one in servers.transports.values():
             one.hole = True
-        session = servers.session(link, give_up_s=1.0)
+        session = servers.session(give_up_s=1.0)
         with pytest.raises(LinkError, match="No link"):
             await session.generate(PROMPT, max_new_tokens=NEW)
         await session.close()
         await servers.stop()
 
-    asyncio.run(run())
+    run_simulated(run())
 
 
 class Alone:
@@ -263,6 +260,7 @@ def test_the_next_server_writes_on_what_the_last_wrote_alone(third: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_link")
 def test_servers_with_tls_and_one_that_ends(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
     files: Any = authority.certificate("localhost")
@@ -282,7 +280,7 @@ def test_servers_with_tls_and_one_that_ends(tmp_path: Path) -> None:
         addresses = [one.url.removeprefix("wss://") for one in servers]
         fleet = Fleet.at(addresses, Credentials(token="secret", ca=authority.ca))
         device = LocalDevice(tiny.target(), moaspec.NgramProposer())
-        session = RemoteSession(device, fleet, RemoteOptions(link=PATIENT, draft=Chain(2)))
+        session = RemoteSession(device, fleet, RemoteOptions(draft=Chain(2)))
         text: list[int] = []
         async for event in session.stream(PROMPT, max_new_tokens=NEW):
             text[event.start :] = event.token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from moaspec_core.errors import WireError
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 from moaspec_core.tokens.token_rules import TokenRules
 from moaspec_edge.device.bundle import export_bundle, load_device
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.wire import WireLimits, sampling_message, sampling_of
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
 RULES = TokenRules(
     no_repeat_ngram_size=2,
@@ -65,9 +64,8 @@ def test_the_text_is_the_local_one(generation_config: Any) -> None:
     async def run() -> None:
         server = Restartable(lambda: TargetService(target, drafter))
         transport = FaultyTransport(server.transport, Faults())
-        quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.01, retry_s=0.05)
         session = RemoteSession(
-            LocalDevice(target, drafter), transport, RemoteOptions(draft="chain:3", link=quick)
+            LocalDevice(target, drafter), transport, RemoteOptions(draft="chain:3")
         )
         for temperature in (0.0, 0.9):
             options: Any = {"temperature": temperature, "seed": 5, "max_new_tokens": 14}
@@ -82,7 +80,7 @@ def test_the_text_is_the_local_one(generation_config: Any) -> None:
         await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run())
 
 
 def test_rules_survive_the_wire() -> None:

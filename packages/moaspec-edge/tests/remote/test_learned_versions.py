@@ -15,7 +15,6 @@ from moaspec.generation.drafters import load_drafter
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.cli.learning import announce, learning_from_texts
 from moaspec_edge.device.bundle import export_bundle, load_device
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
@@ -30,10 +29,9 @@ pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed
 from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
-PATIENT = RemoteOptions(draft=Chain(4), link=LinkOptions(dead_after_s=60))
-
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_link")
 def test_connected_devices_take_what_their_server_learned(tmp_path: Path) -> None:
     of, settings = ruled_target.target(), ruled_target.saved_settings(tmp_path)
     models = settings.target, settings.initial
@@ -54,7 +52,8 @@ def test_connected_devices_take_what_their_server_learned(tmp_path: Path) -> Non
             learning_from_texts(service, learning),
         ):
             transport = Fleet.of(WebSocketTransport(server.url))
-            sessions = [RemoteSession(device, transport, PATIENT) for device in devices]
+            options = RemoteOptions(draft=Chain(4))
+            sessions = [RemoteSession(device, transport, options) for device in devices]
             stream = itertools.cycle(ruled_target.stream())
 
             async def turn(session: RemoteSession) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import product
 from typing import Any
 
@@ -10,19 +9,19 @@ import pytest
 
 import moaspec
 import tiny
-from links import QUICK, Faults, FaultyTransport, Restartable
+from links import Faults, FaultyTransport, Restartable
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.tree_shapes import Chain
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.codec import CODECS
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
-PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0)
-"""For tests without faults, on a busy machine."""
+PASS_S = 0.01
+"""Simulated time of a pass; messages are up to 4 ms late."""
 LINKS = {
     "clean": Faults(),
     "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
@@ -78,7 +77,6 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
             codec=codec,
             num_target_layers=num_target_layers,
             draft=SHAPES[number % len(SHAPES)],
-            link=QUICK,
         )
         session = RemoteSession(LocalDevice(target, drafter), transport, remote)
         prompt = tiny.PROMPTS[number % len(tiny.PROMPTS)]
@@ -96,7 +94,7 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
         await server.service.stop()
 
     target = tiny.target()
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.slow
@@ -107,24 +105,22 @@ def test_families_with_other_keys(family: str) -> None:
     async def run() -> None:
         server = service(family)
         device = LocalDevice(tiny.target(family), tiny.agreeing_drafter(family))
-        options = RemoteOptions(num_target_layers=1, draft=Chain(3), link=QUICK)
-        session = RemoteSession(device, Restartable(lambda: server).transport(), options)
+        options = RemoteOptions(num_target_layers=1, draft=Chain(3))
+        session = RemoteSession(device, InProcessTransport(server), options)
         for prompt in tiny.PROMPTS[:3]:
             got = await read(session, prompt, max_new_tokens=tiny.NEW_TOKENS)
             assert got == plain(family, prompt, max_new_tokens=tiny.NEW_TOKENS)
         await session.close()
         await server.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 def test_turns_reuse_what_they_share() -> None:
     async def run() -> None:
         server = service()
         device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-        session = RemoteSession(
-            device, Restartable(lambda: server).transport(), RemoteOptions(link=QUICK)
-        )
+        session = RemoteSession(device, InProcessTransport(server))
         text = list(tiny.PROMPTS[2])
         for _ in range(2):
             got = await read(session, text, max_new_tokens=8)
@@ -137,7 +133,7 @@ def test_turns_reuse_what_they_share() -> None:
         await session.close()
         await server.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 def test_log_probabilities_and_stops_cross_the_wire() -> None:
@@ -145,9 +141,7 @@ def test_log_probabilities_and_stops_cross_the_wire() -> None:
         target = tiny.fresh_target(tokenizer=tiny.tokenizer())
         drafter = tiny.random_drafter(target)
         server = TargetService(target, drafter)
-        session = RemoteSession(
-            LocalDevice(target, drafter), Restartable(lambda: server).transport()
-        )
+        session = RemoteSession(LocalDevice(target, drafter), InProcessTransport(server))
         prompt = tiny.PROMPTS[0]
         whole = moaspec.generate(target, prompt, max_new_tokens=12, logprobs=True)
         await session.generate(prompt, max_new_tokens=12, logprobs=True)
@@ -161,7 +155,7 @@ def test_log_probabilities_and_stops_cross_the_wire() -> None:
         await session.close()
         await server.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 def test_a_turn_that_continues_the_very_text_has_its_own_settings() -> None:
@@ -173,7 +167,7 @@ def test_a_turn_that_continues_the_very_text_has_its_own_settings() -> None:
     async def run() -> None:
         at = service()
         device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-        session = RemoteSession(device, InProcessTransport(at), RemoteOptions(link=PATIENT))
+        session = RemoteSession(device, InProcessTransport(at))
         for options in others:
             first = await session.generate(tiny.PROMPTS[0], max_new_tokens=6)
             prompt = [*tiny.PROMPTS[0], *first.token_ids]
@@ -182,7 +176,7 @@ def test_a_turn_that_continues_the_very_text_has_its_own_settings() -> None:
         await session.close()
         await at.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)
 
 
 @pytest.mark.parametrize("length", [3, 4])
@@ -194,11 +188,11 @@ def test_drafts_may_fill_the_context(length: int) -> None:
         prompt = [token % tiny.VOCAB for token in range(target.max_positions - 9)]
         expected = plain("llama", prompt, max_new_tokens=64)
         device = LocalDevice(target, OracleProposer([[*prompt, *expected, *range(8)]]))
-        remote = RemoteOptions(link=PATIENT, draft=Chain(length))
+        remote = RemoteOptions(draft=Chain(length))
         session = RemoteSession(device, InProcessTransport(at), remote)
         result = await session.generate(prompt, max_new_tokens=64)
         assert (result.token_ids, result.stop_reason) == (expected, "context")
         await session.close()
         await at.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), PASS_S)

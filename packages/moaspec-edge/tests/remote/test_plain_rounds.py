@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ import pytest
 
 import moaspec
 import tiny
-from links import QUICK, Faults, FaultyTransport, Restartable
+from links import Faults, FaultyTransport, Restartable
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import WireError
 from moaspec_core.support.limits import MAX_FURTHER
 from moaspec_edge.device.events import RemoteEvent
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
@@ -27,12 +25,10 @@ from moaspec_edge.protocol import wire
 from moaspec_edge.protocol.transport import Connection, InProcessTransport
 from moaspec_edge.server.server_session import ServerSession
 from moaspec_edge.server.service import ServiceOptions, TargetService
-from moaspec_edge.server.shared_verifier import PassOptions
 from simulated_time import run_simulated
 
 NEW = tiny.NEW_TOKENS
 PROMPT = list(tiny.PROMPTS[1])
-PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0, retry_s=60.0)
 LINKS = {
     "clean": Faults(),
     "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
@@ -68,9 +64,9 @@ def mixed(monkeypatch: pytest.MonkeyPatch, longest: int = 5) -> None:
     monkeypatch.setattr(LinkPolicy, "shape", shape)
 
 
-def session_of(transport: Any, link: LinkOptions = PATIENT, **options: Any) -> RemoteSession:
+def session_of(transport: Any, **options: Any) -> RemoteSession:
     device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-    return RemoteSession(device, transport, RemoteOptions(link=link, **options))
+    return RemoteSession(device, transport, RemoteOptions(**options))
 
 
 async def read(session: RemoteSession, prompt: Any, **options: Any) -> list[int]:
@@ -92,7 +88,7 @@ def test_texts_are_the_same(
     async def run() -> None:
         server = Restartable(service)
         transport = FaultyTransport(server.transport, LINKS[link])
-        session = session_of(transport, QUICK, draft_ahead=ahead)
+        session = session_of(transport, draft_ahead=ahead)
         for number, prompt in enumerate(tiny.PROMPTS):
             options = SETTINGS[setting] | {"max_new_tokens": NEW}
             if number % 2:
@@ -107,7 +103,7 @@ def test_texts_are_the_same(
         await server.service.stop()
 
     mixed(monkeypatch)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 @pytest.mark.slow
@@ -132,7 +128,7 @@ def test_a_stream_that_is_closed_late_leaves_the_next_turn_alone(when: str) -> N
         await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 @pytest.mark.slow
@@ -159,7 +155,7 @@ def test_the_reader_of_an_ended_turn_gets_nothing_of_the_next_one() -> None:
         await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 @pytest.mark.slow
@@ -172,11 +168,9 @@ def test_a_cut_in_the_middle_of_a_stream(
     """The link falls into a hole while the server streams, and provisional text is shown."""
 
     async def run() -> None:
-        slow = PassOptions(min_pass_s=0.01)
-        server = Restartable(lambda: service(passes=slow))
+        server = Restartable(service)
         transport = FaultyTransport(server.transport)
-        calm = LinkOptions(**(vars(QUICK) | {"dead_after_s": 1.0, "connect_s": 5.0}))
-        session = session_of(transport, calm, on_cut=on_cut)
+        session = session_of(transport, on_cut=on_cut)
         options = SETTINGS[setting] | {"max_new_tokens": NEW}
         text, events = list[int](), list[RemoteEvent]()
         async for event in session.stream(PROMPT, **options):
@@ -202,7 +196,7 @@ def test_a_cut_in_the_middle_of_a_stream(
         await server.service.stop()
 
     mixed(monkeypatch, 64)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 def test_an_older_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +213,7 @@ def test_an_older_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ServerSession, "max_further", 0)
     mixed(monkeypatch)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 def test_tokens_are_streamed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +229,7 @@ def test_tokens_are_streamed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None
         await server.service.stop()
 
     mixed(monkeypatch, 64)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 def test_a_device_that_never_drafts_has_tokens_streamed() -> None:
@@ -251,14 +245,14 @@ def test_a_device_that_never_drafts_has_tokens_streamed() -> None:
         await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 def test_a_device_that_never_drafts_sends_no_drafts_after_a_cut() -> None:
     async def run() -> None:
-        server = Restartable(lambda: service(passes=PassOptions(min_pass_s=0.01)))
+        server = Restartable(service)
         transport = FaultyTransport(server.transport)
-        session = session_of(transport, replace(QUICK, dead_after_s=1.0, connect_s=5.0))
+        session = session_of(transport)
         options: Any = {"max_new_tokens": NEW, "tree": None}
         async for event in session.stream(PROMPT, **options):
             transport.hole = not session.stats.cuts and event.start > 5
@@ -269,7 +263,7 @@ def test_a_device_that_never_drafts_sends_no_drafts_after_a_cut() -> None:
         await session.close()
         await server.service.stop()
 
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)
 
 
 @pytest.mark.parametrize("on_cut", ["rollback", "keep"])
@@ -279,7 +273,7 @@ def test_tokens_of_a_cut_are_no_gain(on_cut: Any, monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         server = Restartable(service)
         transport = FaultyTransport(server.transport)
-        session = session_of(transport, QUICK, on_cut=on_cut, max_provisional=8)
+        session = session_of(transport, on_cut=on_cut, max_provisional=8)
         most = FIRST_LOSS + LOSS_PER_TOKEN * NEW
         async for event in session.stream(PROMPT, max_new_tokens=NEW):
             transport.hole = not session.stats.cuts and event.start > 5
@@ -352,7 +346,7 @@ def test_a_streamed_token_that_is_lost_is_asked_for_at_once(number: int) -> None
         await at.stop()
         return took_s
 
-    assert run_simulated(run(), pass_s=0.01) < 0.01 * (NEW + 5) < PATIENT.retry_s
+    assert run_simulated(run(), pass_s=0.01) < 0.01 * (NEW + 5)
 
 
 def test_a_stop_token_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,4 +393,4 @@ def test_a_server_that_says_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         await server.service.stop()
 
     mixed(monkeypatch, 64)
-    asyncio.run(run())
+    run_simulated(run(), pass_s=0.01)

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 import moaspec
 import tiny
 from moaspec_core.privacy.vault import Vault
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.emulation import LinkProfile, ShapedTransport
@@ -112,8 +111,7 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
 
     async def converse(inner: WebSocketTransport) -> str:
         transport = ShapedTransport(inner, LinkProfile(name="x", delay_s=0.001))
-        quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.5, backoff_s=0.02, connect_s=10.0)
-        options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
+        options = RemoteOptions(draft=moaspec.Chain(2))
         session = RemoteSession(LocalDevice(target, drafter), Tap(transport, frames), options)
         sent = text if vault is None else vault.hide(text)
         ids = tokenizer(sent)["input_ids"]

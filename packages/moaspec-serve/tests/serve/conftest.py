@@ -14,6 +14,7 @@ import chatpage
 import device_pages
 import serving
 from edges import Edge
+from links import patient_link
 from serving import Served
 
 if TYPE_CHECKING:
@@ -26,12 +27,13 @@ def served() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def edge() -> Edge:
-    return Edge()
+@pytest.fixture(scope="module")
+def edge() -> Iterator[Edge]:
+    with patient_link():
+        yield Edge()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served_edge(edge: Edge) -> Iterator[Served]:
     with serving.serving(edge.source) as running:
         yield running

@@ -15,7 +15,6 @@ from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
 from edges import HeldTransport
 from memorised_target import ANSWER, QUESTION
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions
 from moaspec_edge.emulation import Faults, LinkProfile, ShapedTransport
@@ -46,12 +45,11 @@ def transport() -> HeldTransport:
 @pytest.fixture(scope="module")
 def edge(browser: Browser, transport: HeldTransport) -> Iterator[Served]:  # noqa: ARG001 - skips
     target, drafter, faults = memorised_target.target(), memorised_target.drafter(), Faults()
-    quick = LinkOptions(heartbeat_s=0.1, dead_after_s=1.0, backoff_s=0.05, max_backoff_s=0.1)
     source = EdgeSource(
         LocalDevice(target, drafter),
         ShapedTransport(transport, LINK, faults),
         name=serving.MODEL,
-        options=RemoteOptions(link=quick, draft="tree:2x2x3"),
+        options=RemoteOptions(draft="tree:2x2x3"),
         faults=faults,
     )
     with serving.serving(source) as served:

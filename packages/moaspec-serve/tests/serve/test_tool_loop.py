@@ -12,6 +12,7 @@ from openai import OpenAI
 import serving
 import templates
 from edges import Edge
+from links import patient_link
 from serving import MODEL, say
 
 PARAMETERS: dict[str, Any] = {
@@ -46,7 +47,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[OpenAI]:
         if kind == "serve"
         else Edge(serving.target(template)).source
     )
-    with serving.serving(source) as served:
+    with patient_link(), serving.serving(source) as served:
         yield served.openai()
 
 

@@ -24,6 +24,8 @@ from free_port import free_port
 from moaspec_serve.sources.source import TextSource
 from serving import LONGEST, MODEL, Served, own_text, say
 
+pytestmark = pytest.mark.usefixtures("patient_link")
+
 Ask = Callable[[Served, int], Any]
 
 

@@ -24,7 +24,6 @@ from moaspec import Chain
 from moaspec.generation.drafters import load_drafter
 from moaspec.target.registry import target_facts
 from moaspec_core.sampling.grammar import Grammars
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.transport import InProcessTransport
@@ -34,7 +33,11 @@ from moaspec_edge.server.session_store import StoreOptions
 from moaspec_vllm.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("patient_link"),
+]
 EAGER_SERVER = """
 import functools
 from moaspec_core.cli.entry import run
@@ -177,11 +180,9 @@ def test_a_server_ends_as_asked_or_with_its_rank(tmp_path: Path, name: str) -> N
 
 
 async def _read(models: serving.Models, address: str) -> None:
-    link = LinkOptions(dead_after_s=60.0, connect_s=60.0)
     remote = RemoteSession(
         LocalDevice(models.target, moaspec.NgramProposer()),
         WebSocketTransport(address),
-        RemoteOptions(link=link),
     )
     result = await remote.generate(tiny.PROMPTS[0], max_new_tokens=8, stop_token_ids=())
     assert result.token_ids == tiny.own_text(models.target, tiny.PROMPTS[0], 8)

@@ -24,7 +24,6 @@ from moaspec.target.registry import target_facts
 from moaspec.target.target import Target
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import VerifyRequest
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
@@ -75,8 +74,7 @@ class Served:
 
     def session(self, transport: Any, draft: Tree, **options: Any) -> RemoteSession:
         """A session of a device."""
-        link = LinkOptions(backoff_s=0.02, retry_s=0.2)
-        remote = RemoteOptions(draft=draft, link=link, **options)
+        remote = RemoteOptions(draft=draft, **options)
         return RemoteSession(LocalDevice(self.target, self.drafter), transport, remote)
 
     def local(self, prompt: list[int], **options: Any) -> list[int]:

@@ -32,19 +32,18 @@ from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec_core.engine.engine import Engine, run_now
 from moaspec_core.errors import UnsupportedTargetError
 from moaspec_core.sampling.params import SamplingParams
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.shared_verifier import PassOptions
+from simulated_time import run_simulated
 
 PROMPTS = tiny.PROMPTS[:3]
 LENGTH = 12
 DOCS = Path(__file__).parents[4] / "docs" / "models.md"
 TREE = DraftTree((11, 12, 13, 14, 15), (-1, 0, 0, 1, -1))
 """Branches below the root (0 and 4) and below a draft (1 and 2)."""
-QUICK = LinkOptions(backoff_s=0.01, max_backoff_s=0.05, retry_s=0.05)
 STATE_TOLERANCE: dict[str, Any] = {"atol": 1e-3, "rtol": 1e-3}
 """Passes of other widths round otherwise; states of these models then differ by up to 1.3e-4."""
 ALONE = ("jamba", "lfm2", "qwen3_next", "zamba2")
@@ -202,7 +201,7 @@ def test_across_a_link_that_is_cut(kind: str, monkeypatch: pytest.MonkeyPatch) -
     async def run() -> list[int]:
         server = Restartable(lambda: TargetService(target, drafter))
         transport = FaultyTransport(server.transport, Faults(), seed=0)
-        remote = RemoteOptions(draft=Tree(2, 2, 4), link=QUICK)
+        remote = RemoteOptions(draft=Tree(2, 2, 4))
         session = RemoteSession(LocalDevice(target, drafter), transport, remote)
         text: list[int] = []
         async for event in session.stream(prompt, max_new_tokens=LENGTH):
@@ -213,7 +212,7 @@ def test_across_a_link_that_is_cut(kind: str, monkeypatch: pytest.MonkeyPatch) -
         await server.service.stop()
         return text
 
-    assert asyncio.run(run()) == own_text(kind, prompt)
+    assert run_simulated(run()) == own_text(kind, prompt)
 
 
 @pytest.mark.parametrize(("kind", "whole"), [("lfm2", False), ("jamba", True)])

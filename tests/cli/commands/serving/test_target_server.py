@@ -17,13 +17,12 @@ import moaspec
 import tiny
 from commands import Cli, text_target
 from moaspec_edge.cli.target_server import _end_process
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
-from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
+from moaspec_edge.device.remote_session import RemoteSession
 from moaspec_edge.protocol.transport import Transport
 from moaspec_edge.protocol.websocket_transport import WebSocketTransport
 
-pytestmark = pytest.mark.essential
+pytestmark = [pytest.mark.essential, pytest.mark.usefixtures("patient_link")]
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,8 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
 
 
 async def _read(target: moaspec.Target, transport: Transport) -> None:
-    options = RemoteOptions(link=LinkOptions(dead_after_s=60.0, connect_s=60.0))
     device = LocalDevice(target, moaspec.NgramProposer())
-    session = RemoteSession(device, transport, options)
+    session = RemoteSession(device, transport)
     got = await session.generate(tiny.PROMPTS[0], max_new_tokens=8)
     expected = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=8)
     assert got.token_ids == expected.token_ids

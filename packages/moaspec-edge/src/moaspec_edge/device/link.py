@@ -7,51 +7,37 @@ heartbeats cause at least one every half second.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moaspec_core.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec_core.support.tasks import end_tasks
 from moaspec_edge.device.events import LinkState, LinkStats, now
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol import wire
-from moaspec_edge.protocol.fleet import AVOID_S, Route
+from moaspec_edge.protocol.fleet import AVOID_S, MAX_LATE, Route
 from moaspec_edge.protocol.transport import Connection
+
+HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats, which are the longest silence of an idle link."""
+
+DEAD_AFTER_S = 0.9
+"""Seconds of silence after which the link is dead. The answer to a heartbeat may be 0.4 s late,
+twice what a lost packet takes, and readers wait for less than a second."""
+
+BACKOFF_S, MAX_BACKOFF_S = 0.2, 1.0
+"""First and longest time, in seconds, from the start of a failed attempt to that of the next."""
+
+CONNECT_S = 1.0
+"""Seconds that an attempt may take; more after `MAX_LATE` attempts that took too long."""
+
+MAX_LIMIT_FACTOR = 6
+"""Of `CONNECT_S`: enough for long round trips and busy servers. While packets are lost, the system
+repeats the first one less and less often, by then every 3 s."""
 
 FAREWELL_S = 0.5
 """Time for a link that is closed to send queued messages."""
 
-MAX_LATE = 2
-"""Attempts that may take too long before the next ones get more time, for servers that are avoided
-after these come first; then the limit doubles."""
-
-MAX_LIMIT_FACTOR = 6
-"""Of the limit of an attempt: enough for long round trips and busy servers. While packets are lost,
-the system repeats the first one less and less often, by then every 3 s."""
-
 LATE_S = 0.2
 """A timer that fires this late shows that the device was suspended, not that the link is dead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkOptions:
-    """When a link counts as dead, and how it reconnects.
-
-    Attributes:
-        heartbeat_s: time between two heartbeats.
-        dead_after_s: silence after which the link is dead.
-        backoff_s, max_backoff_s: first and longest time from the start of a failed attempt to that
-            of the next.
-        connect_s: timeout of an attempt; it grows while attempts take too long.
-        retry_s: a request is repeated after this time or several round trips, in
-            case it or its answer was lost.
-    """
-
-    heartbeat_s: float = 0.5
-    dead_after_s: float = 0.9
-    backoff_s: float = 0.2
-    max_backoff_s: float = 1.0
-    connect_s: float = 1.0
-    retry_s: float = 0.5
 
 
 class ServerLink:
@@ -73,14 +59,13 @@ class ServerLink:
         self,
         route: Route,
         session: bytes,
-        options: LinkOptions,
         stats: LinkStats,
         *,
         on_message: Callable[[pb.ServerMessage], None],
         on_connect: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        self._route, self.options, self.stats = route, options, stats
+        self._route, self.stats = route, stats
         self._session = session
         self._on_message, self._on_connect = on_message, on_connect
         self._on_change = on_change
@@ -151,25 +136,25 @@ class ServerLink:
 
     async def _keep_connected(self) -> None:
         """Open one connection after another, with pauses, until the server refuses."""
-        pause_s = self.options.backoff_s
+        pause_s = BACKOFF_S
         while self.refused is None:
             started = now()
             was_up = await self._connect_once()
             # The pause is reset only after a connection that lasted.
-            if was_up and now() - started > self.options.max_backoff_s:
-                pause_s = self.options.backoff_s
+            if was_up and now() - started > MAX_BACKOFF_S:
+                pause_s = BACKOFF_S
             if self._moving:
                 self._moving = False
                 continue
             # The time of a failed attempt counts as pause.
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
-            pause_s = min(2 * pause_s, self.options.max_backoff_s)
+            pause_s = min(2 * pause_s, MAX_BACKOFF_S)
 
     async def _connect_once(self) -> bool:
         """Open one connection and use it until it ends; returns whether it was ever up."""
         factor = min(2 ** max(0, self._late - MAX_LATE + 1), MAX_LIMIT_FACTOR)
         try:
-            async with asyncio.timeout(factor * self.options.connect_s):
+            async with asyncio.timeout(factor * CONNECT_S):
                 connection = await self._route.connect()
         except LinkError as error:
             self.fault = str(error)
@@ -257,17 +242,17 @@ class ServerLink:
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats; return if the link is silent for too long or is replaced."""
-        tick_s = min(self.options.heartbeat_s, self.options.dead_after_s) / 10
+        tick_s = HEARTBEAT_S / 10
         next_s = woke_s = now()
         while not self._renew:
             late = now() - woke_s > tick_s + LATE_S
             if late:
                 # Messages that came while the device was suspended are not read yet.
-                self._heard_s = max(self._heard_s, now() - self.options.dead_after_s / 2)
-            elif now() - self._heard_s > self.options.dead_after_s:
+                self._heard_s = max(self._heard_s, now() - DEAD_AFTER_S / 2)
+            elif now() - self._heard_s > DEAD_AFTER_S:
                 return
             if now() >= next_s:
-                next_s = now() + self.options.heartbeat_s
+                next_s = now() + HEARTBEAT_S
                 self._ping()
             woke_s = now()
             await asyncio.sleep(tick_s)

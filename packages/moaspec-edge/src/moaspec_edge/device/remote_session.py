@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -27,7 +27,7 @@ from moaspec_core.support.tasks import end_tasks
 from moaspec_edge.device.device_parts import Device, DeviceProposer
 from moaspec_edge.device.draft_ahead import AheadDrafter
 from moaspec_edge.device.events import LinkStats, RemoteEvent, now
-from moaspec_edge.device.link import LinkOptions, ServerLink
+from moaspec_edge.device.link import ServerLink
 from moaspec_edge.device.link_policy import LinkPolicy
 from moaspec_edge.device.prefix_cache import DeviceActivations, PrefixStore
 from moaspec_edge.device.remote_verifier import PendingRequest, RemoteVerifier
@@ -56,7 +56,8 @@ class RemoteOptions:
             that the target does not choose, "keep" leaves them (with a grammar it drafts none),
             "wait" drafts none.
         max_provisional: largest number of tokens drafted in one cut of the link.
-        link: when the link counts as dead, and how it reconnects.
+        retry_s: seconds after which a request is sent again, in case it or its answer was lost; or
+            four round trips and four passes of the server, if these take longer.
         tenant, prefix_dir: directory that keeps activations of prompts for later sessions, separate
             for each tenant, which is any name; without a directory they are not kept.
         give_up_s: time without a verdict after which a turn fails, with or without a link; None for
@@ -72,7 +73,7 @@ class RemoteOptions:
     draft_ahead: bool = True
     on_cut: OnCut = "rollback"
     max_provisional: int = 256
-    link: LinkOptions = field(default_factory=LinkOptions)
+    retry_s: float = 0.5
     tenant: str = ""
     prefix_dir: Path | None = None
     give_up_s: float | None = None
@@ -126,12 +127,12 @@ class RemoteSession:
             further=self._further,
             observe=self._observe,
             keep=self.options.on_cut == "keep",
+            retry_s=self.options.retry_s,
         )
         self._route = Fleet.of(transport).route()
         self._link = ServerLink(
             self._route,
             secrets.token_bytes(wire.SESSION_BYTES),
-            self.options.link,
             self.stats,
             on_message=self._verifier.receive,
             on_connect=self._verifier.connected,

@@ -83,6 +83,7 @@ class RemoteVerifier(Verifier):
         further: number of rounds without drafts that will follow one without drafts.
         observe: called with each draft of a streamed token: whether it was right.
         keep: whether provisional tokens stay; otherwise they are drafts.
+        retry_s: as in `RemoteOptions`.
 
     Attributes:
         provisional: tokens that were shown without verification.
@@ -102,11 +103,12 @@ class RemoteVerifier(Verifier):
         further: Callable[[], int],
         observe: Callable[[bool], None],
         keep: bool,
+        retry_s: float,
     ) -> None:
         self.link: ServerLink  # the session sets it
         self._ahead, self._target, self._opening = ahead, target, opening
         self._memory, self._meanwhile, self._keep = memory, meanwhile, keep
-        self._further, self._observe = further, observe
+        self._further, self._observe, self._retry_s = further, observe, retry_s
         self.text: list[int] = []
         self.provisional: list[int] = []
         self.turn = 0
@@ -170,10 +172,10 @@ class RemoteVerifier(Verifier):
     def wake(self) -> None:
         self._wake.set()
 
-    def _retry_s(self) -> float:
+    def _due_in_s(self) -> float:
         stats = self.link.stats
         pass_s = stats.rounds[-1].pass_s if stats.rounds else 0.0
-        return max(self.link.options.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
+        return max(self._retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
 
     def connected(self) -> None:
         """Resume the session on a new connection, and repeat the waiting request."""
@@ -208,7 +210,7 @@ class RemoteVerifier(Verifier):
         pending = self._pending
         if pending is None:
             return
-        pending.due_s = now() + self._retry_s()
+        pending.due_s = now() + self._due_in_s()
         message = pb.ClientMessage(turn=self.turn)
         if pending.opening:
             self._streamed = 0
@@ -243,7 +245,7 @@ class RemoteVerifier(Verifier):
 
     def _fetch(self) -> None:
         """Request activations that must have been lost."""
-        waited = now() - self._activations_s > FETCH_AFTER * self.link.options.retry_s
+        waited = now() - self._activations_s > FETCH_AFTER * self._retry_s
         late = waited and self.link.stats.state == "up"
         if not late or self._committed is None or self._memory is None:
             return

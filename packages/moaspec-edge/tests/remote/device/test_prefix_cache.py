@@ -12,12 +12,12 @@ import pytest
 
 import tiny
 from moaspec_core.errors import InputError
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.prefix_cache import BLOCK_TOKENS, PrefixStore
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
 PROMPT = [(7 * i * i + 3 * i) % tiny.VOCAB for i in range(2 * BLOCK_TOKENS + 9)]
 SIZE = 6
@@ -119,7 +119,6 @@ def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -
             tenant="alice",
             draft="chain:2",
             draft_ahead=False,
-            link=LinkOptions(dead_after_s=60.0, retry_s=60.0),  # nothing is sent twice
             num_target_layers=num_target_layers,
         )
         sessions = []
@@ -137,7 +136,7 @@ def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -
         await service.stop()
         return sessions
 
-    first, second = asyncio.run(run())
+    first, second = run_simulated(run())
     assert (
         first.result.token_ids == second.result.token_ids == tiny.own_text(tiny.target(), PROMPT, 8)
     )

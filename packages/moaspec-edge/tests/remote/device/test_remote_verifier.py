@@ -14,7 +14,6 @@ from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec_core.sampling.params import GREEDY
 from moaspec_edge.device.draft_ahead import AheadDrafter
 from moaspec_edge.device.events import LinkStats, now
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.remote_verifier import RemoteVerifier
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.wire import chain
@@ -42,11 +41,10 @@ def verdict_on(
             further=lambda: 0,
             observe=lambda _: None,
             keep=False,
+            retry_s=0.5,
         )
         messages: list[pb.ClientMessage] = []
-        link: Any = SimpleNamespace(
-            stats=LinkStats(state="up"), options=LinkOptions(), refused=None, send=messages.append
-        )
+        link: Any = SimpleNamespace(stats=LinkStats(state="up"), refused=None, send=messages.append)
         verifier.link, verifier.text, verifier._committed = link, [1, 2], [1, 2, 3]
         request = VerifyRequest(0, 2, (3,), sent, GREEDY, 1, False)
         waiting = asyncio.create_task(verifier.verify([request]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -22,12 +21,12 @@ from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import CorruptCheckpointError, InputError
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_edge.device.device_parts import Device
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.device_onnx.manifest import MANIFEST_FILE
 from moaspec_edge.protocol.transport import InProcessTransport
 from moaspec_edge.server.service import TargetService
+from simulated_time import run_simulated
 
 pytest.importorskip("onnx", reason="moaspec-edge[export] is not installed")
 pytest.importorskip("onnxruntime", reason="moaspec-edge[export] is not installed")
@@ -36,10 +35,6 @@ from moaspec_edge.device_onnx.onnx_bundle import export_onnx
 from moaspec_edge.device_onnx.onnx_device import OnnxDevice
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
-PATIENT = LinkOptions(dead_after_s=30.0, backoff_s=0.01, max_backoff_s=0.05)
-QUICK = LinkOptions(
-    heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.01, max_backoff_s=0.05, connect_s=0.2
-)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +86,9 @@ def server(made: Path) -> Server:
 def test_text_and_rounds_are_those_of_pytorch(
     made: Path, server: Server, codec: Any, settings: dict[str, Any]
 ) -> None:
-    options = RemoteOptions(draft=Chain(3), codec=codec, link=PATIENT, draft_ahead=False)
+    options = RemoteOptions(draft=Chain(3), codec=codec, draft_ahead=False)
     found = [
-        asyncio.run(server.text(device, options=options, **settings))
+        run_simulated(server.text(device, options=options, **settings))
         for device in (OnnxDevice(made / "bundle"), LocalDevice(server.target, server.drafter))
     ]
     (text, session), (theirs, reference) = found
@@ -112,11 +107,11 @@ def test_reused_layers_draft_as_in_pytorch(tmp_path: Path, codec: Any) -> None:
     models = tmp_path / "target", tmp_path / "drafter"
     export_onnx(*models, tmp_path / "bundle", weights="float32")
     server = Server(tmp_path)
-    options = RemoteOptions(draft=Chain(3), codec=codec, link=PATIENT)
+    options = RemoteOptions(draft=Chain(3), codec=codec)
     devices = OnnxDevice(tmp_path / "bundle"), LocalDevice(server.target, server.drafter)
     for cut in (False, True):
-        chosen = dataclasses.replace(options, link=QUICK if cut else PATIENT, draft_ahead=cut)
-        found = [asyncio.run(server.text(one, options=chosen, cut=cut)) for one in devices]
+        chosen = dataclasses.replace(options, draft_ahead=cut)
+        found = [run_simulated(server.text(one, options=chosen, cut=cut)) for one in devices]
         (text, session), (theirs, reference) = found
         assert text == theirs
         if not cut:
@@ -129,9 +124,9 @@ def test_reused_layers_draft_as_in_pytorch(tmp_path: Path, codec: Any) -> None:
 def test_a_cut_changes_nothing(
     made: Path, server: Server, draft: Any, settings: dict[str, Any]
 ) -> None:
-    options = RemoteOptions(draft=draft, link=QUICK)
+    options = RemoteOptions(draft=draft)
     device = OnnxDevice(made / "bundle")
-    text, session = asyncio.run(server.text(device, options=options, cut=True, **settings))
+    text, session = run_simulated(server.text(device, options=options, cut=True, **settings))
     assert (
         text
         == moaspec.generate(server.target, tiny.PROMPTS[1], max_new_tokens=24, **settings).token_ids
@@ -169,7 +164,7 @@ def test_what_it_knows_of_the_target(made: Path, server: Server) -> None:
 def test_trees_and_layers_are_refused(made: Path, server: Server) -> None:
     device = OnnxDevice(made / "bundle")
     with pytest.raises(InputError, match="drafts chains, no tree:2x2x4"):
-        asyncio.run(server.text(device, options=RemoteOptions(draft=Tree(2, 2, 4))))
+        run_simulated(server.text(device, options=RemoteOptions(draft=Tree(2, 2, 4))))
     with pytest.raises(InputError, match="this ONNX bundle is for 0"):
         device.drafting(2)
 

@@ -23,7 +23,6 @@ from moaspec_core.drafting.protocols import RequestText
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import CorruptCheckpointError, RefusedError
 from moaspec_edge.device.device_parts import Device, DeviceProposer
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
@@ -151,11 +150,12 @@ def test_it_drafts_as_the_version_does_in_pytorch(models: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_link")
 def test_a_running_session_takes_versions_and_a_roll_back(models: Path) -> None:
     """The turn in which one arrives goes on, the next one drafts with it."""
     target, first, version = served(models)
     plain = moaspec.generate(target, PROMPT, **OPTIONS).token_ids
-    options = RemoteOptions(draft=Chain(3), link=LinkOptions(dead_after_s=60), draft_ahead=False)
+    options = RemoteOptions(draft=Chain(3), draft_ahead=False)
 
     async def run() -> None:
         service, device = TargetService(target, first), OnnxDevice(exported(models, "drafter"))

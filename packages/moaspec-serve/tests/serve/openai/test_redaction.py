@@ -24,6 +24,8 @@ from moaspec_serve.sources.source import Cancel, Job, LinkState, Load, Report, U
 from moaspec_serve.sources.text_writer import Piece
 from serving import LONGEST, MODEL, Served
 
+pytestmark = pytest.mark.usefixtures("patient_link")
+
 SECRETS = ('Ada "Countess" Lovelace', "ada@example.org", "4111 1111 1111 1111")
 TEXT = f"I am <private>{SECRETS[0]}</private>, mail {SECRETS[1]}, card {SECRETS[2]}."
 PLAIN = f"I am {SECRETS[0]}, mail {SECRETS[1]}, card {SECRETS[2]}."

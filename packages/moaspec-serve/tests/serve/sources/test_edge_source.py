@@ -19,6 +19,8 @@ from moaspec_serve.server_context import ServeSettings
 from moaspec_serve.sources.source import Job
 from serving import LONGEST, MODEL, Served, own_text, say
 
+pytestmark = pytest.mark.usefixtures("patient_link")
+
 LONG = 60
 
 

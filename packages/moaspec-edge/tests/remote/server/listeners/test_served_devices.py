@@ -21,7 +21,6 @@ from moaspec.model.checkpoint.moa_checkpoint import fingerprint
 from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import InputError, LinkError, RefusedError
-from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.device.server_text import RemoteText
@@ -34,10 +33,10 @@ from moaspec_edge.server.service import ServiceOptions, TargetService
 from moaspec_edge.server.session_store import StoreOptions
 from moaspec_edge.server.shared_verifier import PassOptions
 
+pytestmark = pytest.mark.usefixtures("patient_link")
+
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
-PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
-"""These tests are not about cuts, and machines may be slow."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def service() -> TargetService:
 
 def session(transport: Transport, **options: Any) -> RemoteSession:
     device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-    return RemoteSession(device, transport, RemoteOptions(link=PATIENT, **options))
+    return RemoteSession(device, transport, RemoteOptions(**options))
 
 
 def test_text_description_and_metrics(service: TargetService) -> None:

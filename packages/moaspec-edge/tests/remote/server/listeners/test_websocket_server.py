@@ -26,7 +26,7 @@ from links import Faults, FaultyTransport
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import InputError, LinkError, RefusedError, WireError
 from moaspec_core.support import limits
-from moaspec_edge.device.link import LinkOptions
+from moaspec_edge.device import link
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
 from moaspec_edge.protocol import target_pb2 as pb
@@ -40,10 +40,10 @@ from moaspec_edge.server.auth import CallAuth, Credentials, server_tls
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import ServiceOptions, TargetService
 
+pytestmark = pytest.mark.usefixtures("patient_link")
+
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
-PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
-"""None of these tests is about a slow machine."""
 PAGE = "https://example.org"
 GUARD = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"})
 
@@ -58,9 +58,9 @@ async def listening(at: TargetService | None = None, **options: Any) -> AsyncIte
         yield server
 
 
-def session(transport: Transport, link: LinkOptions = PATIENT) -> RemoteSession:
+def session(transport: Transport) -> RemoteSession:
     device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
-    return RemoteSession(device, transport, RemoteOptions(link=link, draft=Chain(2)))
+    return RemoteSession(device, transport, RemoteOptions(draft=Chain(2)))
 
 
 # What clients send
@@ -400,13 +400,17 @@ def test_a_client_that_says_nothing_does_not_hold_up_the_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
-def test_texts_over_links_that_break_are_equal(options: dict[str, Any]) -> None:
+def test_texts_over_links_that_break_are_equal(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(link, "MAX_BACKOFF_S", 0.05)
+
     async def run() -> None:
         async with listening() as listener:
             faults = Faults(twice=0.1, delay_s=0.003, cut_after=(4, 6, 8, 10))
             transport = FaultyTransport(lambda: WebSocketTransport(listener.url), faults)
-            quick = LinkOptions(backoff_s=0.01, max_backoff_s=0.05, dead_after_s=30.0)
-            remote = session(transport, quick)
+            remote = session(transport)
             text: list[int] = []
             async for event in remote.stream(PROMPT, max_new_tokens=NEW, **options):
                 text[event.start :] = event.token_ids
