@@ -29,7 +29,6 @@ export type {
   Source,
   StopReason,
 } from "./session/events.js";
-export type { LinkOptions } from "./session/link.js";
 export type { OnCut, RemoteOptions, SessionOptions, TurnOptions } from "./session/options.js";
 export type { Prefix } from "./session/remote_session.js";
 export { RemoteSession } from "./session/remote_session.js";

@@ -7,11 +7,13 @@ import { Problem_Kind } from "../src/protocol/target_pb.js";
 import type { Transport } from "../src/protocol/transport.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, FaultyTransport, device, ownText, problem, PROMPT } from "./fake_target.js";
+import { simulateTime } from "./simulated_time.js";
 
-const LINK = { heartbeatMs: 20, deadAfterMs: 200, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
 const NAMES = ["ws://one", "ws://two", "ws://three"];
 const DEAD: Transport = { connect: () => Promise.reject(new LinkError("nobody listens")) };
 const sessions: RemoteSession[] = [];
+
+simulateTime();
 
 afterEach(async () => {
   await Promise.all(sessions.splice(0).map((one) => one.close()));
@@ -21,7 +23,7 @@ function made(wrap: (server: FakeServer, number: number) => Transport = (server)
   const servers = NAMES.map(() => new FakeServer());
   const fleet = new Fleet(new Map(NAMES.map((name, i) => [name, wrap(servers[i]!, i)])));
   const session = (draft = 2) => {
-    const one = new RemoteSession(device(), fleet, { link: LINK, draft });
+    const one = new RemoteSession(device(), fleet, { draft });
     sessions.push(one);
     return one;
   };
@@ -120,7 +122,7 @@ test("with one server, or with none that is not avoided, it is tried again", asy
   let asked = 0;
   server.refuse = (message) =>
     message.kind.case === "open" && asked++ === 0 ? problem(Problem_Kind.DRAINING) : undefined;
-  const one = new RemoteSession(device(), server, { link: LINK, draft: 2 });
+  const one = new RemoteSession(device(), server, { draft: 2 });
   sessions.push(one);
   expect((await write(one)).tokenIds).toEqual(ownText(PROMPT, 40));
   expect(server.connections).toBe(2);

@@ -8,10 +8,12 @@ import type { Fields } from "../src/protocol/wire.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, device, frameOf, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Answer } from "./fake_target.js";
+import { simulateTime } from "./simulated_time.js";
 
-const LINK = { heartbeatMs: 20, deadAfterMs: 200, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
 let session: RemoteSession | undefined;
 let server: FakeServer;
+
+simulateTime();
 
 afterEach(() => session?.close());
 
@@ -150,7 +152,7 @@ const ENDLESS: Record<string, Lie> = {
 function run(lie: Lie, giveUpMs = 50_000): Promise<number[]> {
   server = new FakeServer();
   server.lie = lie;
-  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs });
+  session = new RemoteSession(device(0.7), server, { draft: 2, giveUpMs });
   return session.generate(PROMPT, { maxNewTokens: 16 }).then(({ tokenIds }) => tokenIds);
 }
 
@@ -188,7 +190,7 @@ test("a text that always differs is opened again with pauses, not in a loop", as
   const server = new FakeServer();
   const wrong: Answer = { case: "verdict", value: { base: 2, tokens: [96, 96] } };
   server.lie = (answer) => (answer.case === "verdict" ? [wrong] : [answer]);
-  session = new RemoteSession(device(0.7), server, { draft: 2, link: LINK, giveUpMs: 600 });
+  session = new RemoteSession(device(0.7), server, { draft: 2, giveUpMs: 600 });
   await expect(session.generate([5, 9, 2], { maxNewTokens: 16 })).rejects.toThrow(MoaSpecError);
   expect(server.received.length).toBeLessThan(100);
 });

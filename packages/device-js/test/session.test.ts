@@ -3,6 +3,7 @@ import { afterEach, expect, test } from "vitest";
 import { LinkError, RefusedError, InputError, WireError } from "../src/errors.js";
 import { MAX_FURTHER } from "../src/protocol/limits.js";
 import { Problem_Kind } from "../src/protocol/target_pb.js";
+import { now } from "../src/session/events.js";
 import type { RemoteEvent } from "../src/session/events.js";
 import type { LinkPolicy } from "../src/session/link_policy.js";
 import type { SessionOptions, TurnOptions } from "../src/session/options.js";
@@ -10,11 +11,11 @@ import type { PendingRequest } from "../src/session/remote_verifier.js";
 import { RemoteSession } from "../src/session/remote_session.js";
 import { FakeServer, FaultyTransport, device, draftInTurn, nextToken, ownText, problem, PROMPT } from "./fake_target.js";
 import type { Faults } from "./fake_target.js";
-import type { Transport } from "../src/protocol/transport.js";
+import { simulateTime } from "./simulated_time.js";
 
-/** Cuts are noticed quickly. A process that stands still for less than `LATE_MS` is no cut. */
-const LINK = { heartbeatMs: 20, deadAfterMs: 300, backoffMs: 5, maxBackoffMs: 20, connectMs: 100, retryMs: 30 };
 const sessions: RemoteSession[] = [];
+
+simulateTime();
 
 afterEach(async () => {
   await Promise.all(sessions.splice(0).map((one) => one.close()));
@@ -28,7 +29,7 @@ function made(
   const transport = new FaultyTransport(server, faults, seed);
   const here = device(share, {}, noise);
   here.drafter.blind = blind;
-  const session = new RemoteSession(here, transport, { link: LINK, ...options });
+  const session = new RemoteSession(here, transport, options);
   sessions.push(session);
   return { server, transport, session };
 }
@@ -199,7 +200,7 @@ test("an answer that begins without a server", async () => {
 });
 
 test("without activations nothing is drafted, unless asked for", async () => {
-  const { session, transport } = made({ draft: 2, link: { ...LINK, deadAfterMs: 60_000 } });
+  const { session, transport } = made({ draft: 2 });
   transport.hole = true;
   setTimeout(() => (transport.hole = false), 300);
   const { text, events } = await read(session, PROMPT, { maxNewTokens: 12 });
@@ -227,7 +228,7 @@ test("a session remembers the text of an earlier one", async () => {
 });
 
 test("a device that has changed its network connects anew", async () => {
-  const { session } = made({ draft: 2, link: { ...LINK, deadAfterMs: 60_000 } });
+  const { session } = made({ draft: 2 });
   let hasChanged = false;
   const { text } = await read(session, PROMPT, { maxNewTokens: 24 }, (_, shown) => {
     if (!hasChanged && shown.length > 6) session.reconnect();
@@ -374,7 +375,7 @@ test("a stream that is closed late leaves the next turn alone", async () => {
 });
 
 test.each(["rollback", "keep"] as const)("a cut in the middle of a stream, with %s", async (onCut) => {
-  const { server, transport, session } = made({ onCut, link: { ...LINK, connectMs: 1000 } });
+  const { server, transport, session } = made({ onCut });
   server.passMs = 5;
   draftInTurn(session, 64);
   let kept = 0;
@@ -406,10 +407,12 @@ test.each(["auto", 0] as const)("an older server streams nothing, with draft %s"
 });
 
 test("a streamed token that is lost is asked for at once", async () => {
-  const { server, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 60_000, retryMs: 60_000 } });
+  const { server, session } = made({ draft: 0 });
   let verdicts = 0;
   server.lie = (answer) => (answer.case === "verdict" && ++verdicts === 5 ? [] : [answer]);
+  const startedMs = now();
   const { text } = await read(session, PROMPT, { maxNewTokens: 40 });
+  expect(now() - startedMs).toBeLessThan(session.options.retryMs);
   expect(text).toEqual(ownText(PROMPT, 40));
   expect(verdicts).toBeGreaterThan(5);
 });
@@ -424,7 +427,7 @@ test("streamed tokens are the target's, and end with the turn", async () => {
 });
 
 test("a device that never drafts sends no drafts after a cut", async () => {
-  const { server, transport, session } = made({ draft: 0, link: { ...LINK, connectMs: 1000 } });
+  const { server, transport, session } = made({ draft: 0 });
   server.passMs = 5;
   const { text } = await read(session, PROMPT, { maxNewTokens: 60 }, (_, shown) => {
     transport.hole = !session.stats.cuts && shown.length > 10;
@@ -435,8 +438,7 @@ test("a device that never drafts sends no drafts after a cut", async () => {
 });
 
 test.each(["rollback", "keep"] as const)("tokens of a cut are no gain, with %s", async (onCut) => {
-  const link = { ...LINK, connectMs: 1000 };
-  const { server, transport, session } = made({ onCut, link, maxProvisional: 8 }, { share: 1 });
+  const { server, transport, session } = made({ onCut, maxProvisional: 8 }, { share: 1 });
   server.passMs = 5;
   draftInTurn(session, 3);
   const { auto } = session as unknown as { auto: LinkPolicy };
@@ -468,7 +470,7 @@ test.each(["auto", 3] as const)("only streamed tokens are observed, with draft %
 });
 
 test("a stop token ends the stream", async () => {
-  const { server, session } = made({ draft: 0, link: { ...LINK, deadAfterMs: 2000 } });
+  const { server, session } = made({ draft: 0 });
   server.passMs = 10;
   const stop = ownText(PROMPT, 20).find((token, i, all) => i > 8 && all.indexOf(token) === i)!;
   const { tokenIds } = await session.generate(PROMPT, { maxNewTokens: 60, stopTokenIds: [stop] });
@@ -516,17 +518,4 @@ test("invalid arguments", async () => {
   for (const options of [{ codec: "fp8" }, { onCut: "stay" }, { maxProvisional: -1 }, { draft: "tree" }]) {
     expect(() => made(options as SessionOptions)).toThrow(InputError);
   }
-});
-
-test("connections that take longer than the limit of an attempt", async () => {
-  const server = new FakeServer();
-  const slow: Transport = {
-    connect: async (events) => {
-      await new Promise((resolve) => setTimeout(resolve, 3 * LINK.connectMs));
-      return server.connect(events);
-    },
-  };
-  const session = new RemoteSession(device(), slow, { link: LINK, draft: 2 });
-  sessions.push(session);
-  expect((await session.generate(PROMPT, { maxNewTokens: 20 })).tokenIds).toEqual(ownText(PROMPT, 20));
 });

@@ -183,8 +183,6 @@ async function raw(bytes: Uint8Array, { upgrades = true, first = [] as number[] 
   return `ws://127.0.0.1:${(listener.address() as AddressInfo).port}`;
 }
 
-const LINK = { heartbeatMs: 50, deadAfterMs: 300, backoffMs: 20, maxBackoffMs: 50, connectMs: 300, retryMs: 100 };
-
 test.each([
   ["a message whose parts never end", Uint8Array.of(0x00, 1, 7), { first: [0x02, 1, 7] }],
   ["the beginning of a frame alone", Uint8Array.of(), { first: [0x82] }],
@@ -194,7 +192,7 @@ test.each([
   ["an endless header", new Uint8Array(100).fill(0x61), { upgrades: false }],
 ])("a session ends with an error: %s", async (_, bytes, options) => {
   const url = await raw(bytes, options);
-  const session = new RemoteSession(device(), transport(url), { link: LINK, giveUpMs: 1500 });
+  const session = new RemoteSession(device(), transport(url), { giveUpMs: 1500 });
   await expect(session.generate(PROMPT)).rejects.toThrow(MoaSpecError);
   await session.close();
   expect(sockets.length).toBeLessThan(100);

@@ -16,7 +16,7 @@ const KEY_TOKENS = 64;
 export const AVOID_MS = 10_000;
 export const BUSY_MS = 2000;
 /** Attempts to reach a session's own server that may take too long, before another one is tried. */
-const MAX_LATE = 2;
+export const MAX_LATE = 2;
 
 /** Servers of one target; a transport for many sessions. */
 export class Fleet {

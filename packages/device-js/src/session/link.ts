@@ -6,7 +6,7 @@
  */
 import { LinkError, MoaSpecError, RefusedError, WireError } from "../errors.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
-import { AVOID_MS } from "../protocol/fleet.js";
+import { AVOID_MS, MAX_LATE } from "../protocol/fleet.js";
 import type { Route } from "../protocol/fleet.js";
 import type { Connection, ConnectionEvents } from "../protocol/transport.js";
 import { clientFrame, parseServer } from "../protocol/wire.js";
@@ -15,39 +15,25 @@ import { now } from "./events.js";
 import type { LinkState, LinkStats } from "./events.js";
 import { WakeUp } from "./timing.js";
 
-/** When a link counts as dead, and how it reconnects; all times are milliseconds. */
-export interface LinkOptions {
-  /** Time between two heartbeats. */
-  readonly heartbeatMs: number;
-  /** Silence after which the link is dead. */
-  readonly deadAfterMs: number;
-  /** First and longest time from the start of a failed attempt to that of the next. */
-  readonly backoffMs: number;
-  readonly maxBackoffMs: number;
-  /** Limit of an attempt; it grows while attempts take too long. */
-  readonly connectMs: number;
-  /** A request is repeated after this time or several round trips. */
-  readonly retryMs: number;
-}
-
-export const LINK_DEFAULTS: LinkOptions = {
-  heartbeatMs: 500,
-  deadAfterMs: 900,
-  backoffMs: 200,
-  maxBackoffMs: 1000,
-  connectMs: 1000,
-  retryMs: 500,
-};
-
+/** Milliseconds between two heartbeats, which are the longest silence of an idle link. */
+const HEARTBEAT_MS = 500;
+/**
+ * Milliseconds of silence after which the link is dead. The answer to a heartbeat may be 0.4 s late, twice what a lost
+ * packet takes, and readers wait for less than a second.
+ */
+const DEAD_AFTER_MS = 900;
+/** First and longest time, in milliseconds, from the start of a failed attempt to that of the next. */
+const BACKOFF_MS = 200;
+const MAX_BACKOFF_MS = 1000;
+/** Milliseconds that an attempt may take; more after `MAX_LATE` attempts that took too long. */
+const CONNECT_MS = 1000;
+/**
+ * Of `CONNECT_MS`: enough for Chromium, which holds a connection back by up to 5 s, and for long round trips; while
+ * packets are lost, the system repeats the first one less and less often, by then every 3 s.
+ */
+const MAX_LIMIT_FACTOR = 6;
 /** A timer that fires this late shows that the device was suspended, not that the link is dead. */
 const LATE_MS = 200;
-/**
- * Attempts that may take too long before the next ones get more time: servers that are avoided after these come first.
- * Then the limit doubles. Its largest factor is enough for Chromium, which holds a connection back by up to 5 s, and for
- * long round trips; while packets are lost, the system repeats the first one less and less often, by then every 3 s.
- */
-const MAX_LATE = 2;
-const MAX_LIMIT_FACTOR = 6;
 /** Heartbeats without an answer that are remembered. */
 const MAX_BEATS = 64;
 
@@ -87,7 +73,6 @@ export class ServerLink {
   constructor(
     private readonly route: Route,
     private readonly session: Uint8Array,
-    readonly options: LinkOptions,
     readonly stats: LinkStats,
     private readonly user: LinkUser,
   ) {}
@@ -156,8 +141,7 @@ export class ServerLink {
 
   /** Open one connection after another, with pauses, until the server refuses. */
   private async mend(): Promise<void> {
-    const { backoffMs, maxBackoffMs } = this.options;
-    let pauseMs = backoffMs;
+    let pauseMs = BACKOFF_MS;
     const goesOn = () => !this.refused && !this.isClosing;
     while (goesOn()) {
       const started = now();
@@ -173,10 +157,10 @@ export class ServerLink {
         continue;
       }
       // The pause is reset only after a connection that lasted.
-      if (wasUp && now() - started > maxBackoffMs) pauseMs = backoffMs;
+      if (wasUp && now() - started > MAX_BACKOFF_MS) pauseMs = BACKOFF_MS;
       // The time of a failed attempt counts as pause.
       await this.pause.wait(Math.max(0, pauseMs - (wasUp ? 0 : now() - started)));
-      pauseMs = Math.min(2 * pauseMs, maxBackoffMs);
+      pauseMs = Math.min(2 * pauseMs, MAX_BACKOFF_MS);
     }
   }
 
@@ -219,7 +203,7 @@ export class ServerLink {
     const limit = setTimeout(() => {
       this.late += 1;
       attempt.abort();
-    }, factor * this.options.connectMs);
+    }, factor * CONNECT_MS);
     this.breakOff = () => attempt.abort();
     const given = new Promise<undefined>((resolve) => {
       attempt.signal.addEventListener("abort", () => resolve(undefined), { once: true });
@@ -245,20 +229,19 @@ export class ServerLink {
     this.heardMs = now();
     this.beats.clear();
     this.guarded(() => this.user.onConnect(), breakOff);
-    const { heartbeatMs, deadAfterMs } = this.options;
-    const tickMs = Math.min(heartbeatMs, deadAfterMs) / 10;
+    const tickMs = HEARTBEAT_MS / 10;
     let nextMs = now();
     let wokeMs = now();
     return setInterval(() => {
       const time = now();
       if (time - wokeMs > tickMs + LATE_MS) {
         // Messages that came while the device was suspended are not read yet.
-        this.heardMs = Math.max(this.heardMs, time - deadAfterMs / 2);
-      } else if (time - this.heardMs > deadAfterMs) {
+        this.heardMs = Math.max(this.heardMs, time - DEAD_AFTER_MS / 2);
+      } else if (time - this.heardMs > DEAD_AFTER_MS) {
         breakOff();
       }
       if (time >= nextMs) {
-        nextMs = time + heartbeatMs;
+        nextMs = time + HEARTBEAT_MS;
         this.beat(time);
       }
       wokeMs = time;

@@ -4,8 +4,6 @@ import type { CodecName } from "../protocol/activations.js";
 import { MAX_DRAFTED } from "../protocol/limits.js";
 import { integer } from "../sampling/params.js";
 import type { SamplingOptions } from "../sampling/params.js";
-import { LINK_DEFAULTS } from "./link.js";
-import type { LinkOptions } from "./link.js";
 
 /** Treatment of tokens that are drafted without a link. */
 export type OnCut = "rollback" | "keep" | "wait";
@@ -27,13 +25,17 @@ export interface RemoteOptions {
   readonly minHeldShare: number;
   /** Largest number of tokens drafted in one cut of the link. */
   readonly maxProvisional: number;
-  readonly link: LinkOptions;
+  /**
+   * Milliseconds after which a request is sent again, in case it or its answer was lost; or four round trips and four
+   * passes of the server, if these take longer.
+   */
+  readonly retryMs: number;
   /** Milliseconds without a verdict after which a turn fails, with or without a link. */
   readonly giveUpMs: number | undefined;
 }
 
 /** Options of a session; what is left out has its default. */
-export type SessionOptions = Partial<Omit<RemoteOptions, "link">> & { readonly link?: Partial<LinkOptions> };
+export type SessionOptions = Partial<RemoteOptions>;
 
 /** Options of one turn. */
 export interface TurnOptions extends SamplingOptions {
@@ -58,9 +60,9 @@ export function remoteOptions(given: SessionOptions): RemoteOptions {
     onCut: "rollback",
     minHeldShare: 0.75,
     maxProvisional: MAX_DRAFTED,
+    retryMs: 500,
     giveUpMs: undefined,
     ...given,
-    link: { ...LINK_DEFAULTS, ...given.link },
   };
   oneOf("codec", options.codec, Object.keys(CODEC_NUMBERS));
   oneOf("onCut", options.onCut, ["rollback", "keep", "wait"]);

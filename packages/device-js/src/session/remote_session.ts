@@ -74,6 +74,7 @@ export class RemoteSession {
         numTargetLayers: manifest.num_target_layers,
       },
       keep: this.options.onCut === "keep",
+      retryMs: this.options.retryMs,
       meanwhile: (pending) => this.meanwhile(pending),
       further: () => this.further,
       observe: (isRight) => {
@@ -89,7 +90,7 @@ export class RemoteSession {
     );
     const name = crypto.getRandomValues(new Uint8Array(SESSION_BYTES));
     this.route = Fleet.of(transport).route();
-    this.link = new ServerLink(this.route, name, this.options.link, this.stats, {
+    this.link = new ServerLink(this.route, name, this.stats, {
       onMessage: (message: ServerMessage) => this.whenIdle(() => this.verifier.receive(message)),
       onConnect: () => this.whenIdle(() => this.verifier.connected()),
       onChange: () => this.verifier.wake(),

@@ -80,6 +80,8 @@ export interface VerifierOptions {
   readonly opening: OpenFields;
   /** Whether provisional tokens stay; otherwise they are drafts. */
   readonly keep: boolean;
+  /** As in `RemoteOptions`. */
+  readonly retryMs: number;
   /** Drafts one step while a verdict is awaited; returns whether to call it again at once. */
   readonly meanwhile: (pending: PendingRequest) => Promise<boolean>;
   /** Number of rounds without drafts that will follow one without drafts. */
@@ -216,7 +218,7 @@ export class RemoteVerifier {
   private send(): void {
     const { pending } = this;
     if (!pending || pending.result) return;
-    pending.dueMs = now() + this.retryMs();
+    pending.dueMs = now() + this.dueInMs();
     if (!pending.opening) {
       pending.drafts = this.drafts(pending);
       const base = this.text.length;
@@ -247,10 +249,10 @@ export class RemoteVerifier {
     this.link.send(this.turn, { case: "draft", value: { base: this.text.length - 1 } });
   }
 
-  private retryMs(): number {
-    const { stats, options } = this.link;
+  private dueInMs(): number {
+    const { stats } = this.link;
     const passMs = stats.rounds.at(-1)?.passMs ?? 0;
-    return Math.max(options.retryMs, 4 * (stats.rttMs ?? 0) + 4 * passMs);
+    return Math.max(this.options.retryMs, 4 * (stats.rttMs ?? 0) + 4 * passMs);
   }
 
   /** The request's drafts; after a cut, the drafts made since, if they are longer. */
@@ -263,9 +265,9 @@ export class RemoteVerifier {
 
   /** Request activations that must have been lost. */
   private fetchMissing(): void {
-    const { stats, options } = this.link;
+    const { stats } = this.link;
     const waitedMs = Math.min(now() - this.placedMs, now() - this.askedMs);
-    const late = waitedMs > FETCH_AFTER * options.retryMs && stats.state === "up";
+    const late = waitedMs > FETCH_AFTER * this.options.retryMs && stats.state === "up";
     if (!late || !this.committed) return;
     const gaps = this.options.ahead.held.gaps(this.committed.length - 1);
     if (!gaps.length) return;
