@@ -24,9 +24,12 @@ class ForeignSessionError(MoaSpecError):
     """A session of that name belongs to other credentials."""
 
 
+BUSY_S = 5.0
+"""Seconds of idle time after which a session without connection may be evicted: its device connects
+again within a few of them after a short cut."""
+
 CONNECTED_BUSY_S = 60.0
-"""A session with connection may be evicted after this idle time; its device can open it again from
-the token ids."""
+"""The same of a session with connection; its device can open it again from the token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,12 @@ class StoreOptions:
             server decodes alone. None: half of `max_sessions`, or all of them for `ANONYMOUS`.
         shares: the same for single owners.
         idle_s: seconds after which an idle session without connection is removed.
-        busy_s: a session without connection may be evicted after this idle time.
     """
 
     max_sessions: int = 64
     max_sessions_per_owner: int | None = None
     shares: Mapping[str, int] = field(default_factory=dict)
     idle_s: float = 300.0
-    busy_s: float = 5.0
 
     def share_of(self, owner: str) -> int:
         """Number of texts that an owner may have."""
@@ -116,8 +117,7 @@ class SessionStore:
 
     def _evict(self, owner: str | None) -> bool:
         """Evict the session that was idle longest, preferably one without connection."""
-        options = self._options
-        for seconds, connected in ((options.busy_s, False), (CONNECTED_BUSY_S, True)):
+        for seconds, connected in ((BUSY_S, False), (CONNECTED_BUSY_S, True)):
             idle = self._idle(seconds, connected=connected)
             own = [session for session in idle if owner in (None, session.owner)]
             if own:

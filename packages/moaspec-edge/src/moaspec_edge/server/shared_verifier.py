@@ -27,6 +27,8 @@ Adopt = Callable[[DraftSettings], None]
 PREFILL_TOKENS = 128
 """Prompt tokens of a pass; longer prompts are encoded in pieces of this size, or whole where the
 verifier reads prompts whole."""
+MAX_PASS_DRAFTED = 1024
+"""Drafted tokens of a pass, of all owners together: four of the longest messages."""
 OWNER_DRAFTED = 64
 """Drafted tokens of one owner, if several owners asked within `RECENT_S`. Longer drafts are cut,
 which changes no text."""
@@ -39,7 +41,6 @@ class PassOptions:
 
     Attributes:
         max_rows: requests.
-        max_drafted: drafted tokens.
         owner_rows: requests of one owner, see `OWNER_DRAFTED` and `client_rows`.
         owner_tokens: tokens of one owner, of texts and drafts, if another owner waits or was in
             one of the last two passes: or as many as all others have in a pass. More of a text
@@ -48,7 +49,6 @@ class PassOptions:
     """
 
     max_rows: int = 64
-    max_drafted: int = 1024
     owner_rows: int = 64
     owner_tokens: int = 1 << 30
     min_pass_s: float = 0.0
@@ -143,7 +143,7 @@ class _Pass:
             and room > 0
             and (not prefill or self.prefill + prefill <= PREFILL_TOKENS)
             and self.drafted[job.owner] + drafted <= self.owner_drafted
-            and self.drafted.total() + drafted <= self.options.max_drafted
+            and self.drafted.total() + drafted <= MAX_PASS_DRAFTED
         )
         if not fits and self.jobs:
             return False
@@ -328,7 +328,7 @@ class SharedVerifier:
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         active = {job.owner for job in self._jobs}
-        drafted, rows, tokens = self.options.max_drafted, self.options.max_rows, 1 << 30
+        drafted, rows, tokens = MAX_PASS_DRAFTED, self.options.max_rows, 1 << 30
         if len(active | self._asked_s.keys()) > 1:
             drafted, rows = OWNER_DRAFTED, self.options.owner_rows
         # A text is not encoded in small parts for an owner who is idle.

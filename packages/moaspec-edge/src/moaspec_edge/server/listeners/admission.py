@@ -9,20 +9,19 @@ from moaspec_edge.server.auth import ANONYMOUS, CallAuth, UnknownClientError
 from moaspec_edge.server.session_store import Quota
 from moaspec_edge.server.telemetry import Telemetry
 
+MAX_CALLS = 256
+"""Calls with valid credentials at the same time, four times as many as sessions by default; one
+client may have half of them. Clients without credentials are identified by address."""
+
 
 class Admission:
-    """Limits calls before their requests are read.
+    """Limits calls before their requests are read."""
 
-    Args:
-        max_calls: number of calls with valid credentials at the same time; one client may have half
-            of them. Clients without credentials are identified by address.
-    """
-
-    def __init__(self, guard: CallAuth, observer: Telemetry, *, max_calls: int) -> None:
+    def __init__(self, guard: CallAuth, observer: Telemetry) -> None:
         self._guard, self._observer = guard, observer
         self._slow = RefusalDelay()
-        self._all = Quota(lambda _: max_calls, "calls, all clients together")
-        self._own = Quota(lambda _: max(1, max_calls // 2), "calls")
+        self._all = Quota(lambda _: MAX_CALLS, "calls, all clients together")
+        self._own = Quota(lambda _: MAX_CALLS // 2, "calls")
 
     @asynccontextmanager
     async def call(self, bearer: str | None, peer: str | None, address: str) -> AsyncIterator[str]:

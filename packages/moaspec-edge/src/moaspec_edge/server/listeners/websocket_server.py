@@ -80,8 +80,6 @@ class ServerOptions:
         port: 0 takes a free one.
         tls: settings of TLS, see `server_tls`; None listens without TLS.
         guard: whose tokens are accepted.
-        max_connections: calls at the same time; one client may have half of them. Further calls are
-            refused for now. Clients without credentials are identified by address.
         origins: web pages of these origins may connect, and no others, such as
             "https://example.org". Programs that are no browsers send none.
         http: makes the protocol of a connection whose first request is for none of our paths. The
@@ -93,7 +91,6 @@ class ServerOptions:
     port: int = 50051
     tls: ssl.SSLContext | None = None
     guard: CallAuth = field(default_factory=CallAuth)
-    max_connections: int = 256
     origins: tuple[str, ...] = ()
     http: Callable[[], asyncio.Protocol] | None = None
 
@@ -110,9 +107,7 @@ class TargetServer:
 
     def __init__(self, service: TargetService, options: ServerOptions | None = None) -> None:
         self.service, self._options = service, options or ServerOptions()
-        self._admission = Admission(
-            self._options.guard, service.observer, max_calls=self._options.max_connections
-        )
+        self._admission = Admission(self._options.guard, service.observer)
         self._server: Server | None = None
         self._listener: _Listener | None = None
         self._calls: set[asyncio.Task[Any]] = set()

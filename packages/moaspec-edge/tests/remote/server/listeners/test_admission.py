@@ -16,7 +16,7 @@ from moaspec_core.support.tasks import RefusalDelay
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.websocket_transport import SUBPROTOCOL, WebSocketTransport
 from moaspec_edge.server.auth import CallAuth, Credentials
-from moaspec_edge.server.listeners.admission import Admission
+from moaspec_edge.server.listeners.admission import MAX_CALLS, Admission
 from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
 from moaspec_edge.server.service import TargetService
 from moaspec_edge.server.session_store import NoRoomError
@@ -95,13 +95,19 @@ def test_one_address_cannot_take_all_calls() -> None:
     """Where there are no tokens."""
 
     async def run() -> None:
-        admission = Admission(CallAuth(), Telemetry(), max_calls=10)
+        admission = Admission(CallAuth(), Telemetry())
         async with AsyncExitStack() as held:
-            for _ in range(5):
-                await held.enter_async_context(admission.call(None, None, "192.0.2.1"))
-            with pytest.raises(NoRoomError):
-                await held.enter_async_context(admission.call(None, None, "192.0.2.1"))
-            await held.enter_async_context(admission.call(None, None, "192.0.2.2"))
+
+            async def call(address: str) -> None:
+                await held.enter_async_context(admission.call(None, None, address))
+
+            for address in ("192.0.2.1", "192.0.2.2"):
+                for _ in range(MAX_CALLS // 2):
+                    await call(address)
+                with pytest.raises(NoRoomError, match=rf"{MAX_CALLS // 2} calls\b"):
+                    await call(address)
+            with pytest.raises(NoRoomError, match="all clients together"):
+                await call("192.0.2.3")
 
     asyncio.run(run())
 

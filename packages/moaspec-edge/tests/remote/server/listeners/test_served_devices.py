@@ -237,7 +237,7 @@ def test_no_room_is_waited_for() -> None:
 
 def test_idle_sessions_make_room_and_come_back() -> None:
     """An evicted session is opened anew from its token ids, which costs time and nothing else."""
-    limits = StoreOptions(max_sessions=1, busy_s=0.0, idle_s=0.0)
+    limits = StoreOptions(max_sessions=1, idle_s=0.0)
     service = TargetService(
         tiny.target(), tiny.agreeing_drafter("llama"), ServiceOptions(sessions=limits)
     )
