@@ -8,7 +8,7 @@ from typing import Any
 
 from moaspec.data.conversations import Conversation, ReadReport, read_conversations
 from moaspec.data.loss_mask import masked_tokens
-from moaspec.data.row_sources import OnMalformed, refuse
+from moaspec.data.rows import OnMalformed, refuse
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.errors import DataError
 from moaspec_train.dataset.examples import Example
