@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moaspec.data.formats import read_row
@@ -26,6 +26,11 @@ class ReadReport:
     without_response: int = 0  # examples left out: no response with loss is within the length
     cut: int = 0  # examples that were cut to the length
     turns_without_loss: int = 0  # assistant turns that the chat template rewrites, or of weight 0
+
+    def add(self, other: "ReadReport") -> None:
+        """Count what another reader left out, too."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def forget_columns_of(self, source: str) -> None:
         """Keys of messages that a chat template reads are used after all."""
