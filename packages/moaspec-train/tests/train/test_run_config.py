@@ -438,7 +438,14 @@ REPEATED = [f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
         *("9" * 1_000_000, "1" + ":1" * 100_000, "0x" + "f" * 100_000, "2001-99-99"),
         *("2001-01-01 99:99:99", "[" * 50_000, "{" * 50_000, "&a [*a]", "? [a]\n: 1", "*a"),
         *("!!x 1", "!!python/object/apply:os.system [x]", "1e999999", ".nan", "!!binary x"),
-        *("!!timestamp x", "!!int x", "\x00", "\ud800", f"[&a0 [x], {', '.join(REPEATED)}]"),
+        *(
+            "[" * 5000,
+            "!!timestamp x",
+            "!!int x",
+            "\x00",
+            "\ud800",
+            f"[&a0 [x], {', '.join(REPEATED)}]",
+        ),
     ],
 )
 def test_values_of_yaml_that_take_long_or_fail(value: str, tmp_path: Path) -> None:

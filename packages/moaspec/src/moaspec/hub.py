@@ -81,17 +81,14 @@ def download(hub_id: str, name: str, file: Path, size: int) -> None:
         ) from error
 
 
-def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Rows of a data set, fetched as they are asked for.
-
-    Args:
-        split: where the source names none.
+def hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    """Rows of a data set, fetched as they are asked for; of the split "train" if none is named.
 
     Raises:
-        InputError: the extra `hub` is not installed, or a proxy cannot be used.
+        InputError: `datasets` is not installed, or a proxy cannot be used.
         DataError: the hub cannot be asked, or has no such data set, configuration or split.
     """
-    name, _, named_split = source.removeprefix(HUB).partition("@")
+    name, _, split = source.removeprefix(HUB).partition("@")
     name, _, configuration = name.partition(":")
     if not name or source.endswith("@"):
         raise DataError(
@@ -102,7 +99,7 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
     require_proxies()
     load = importlib.import_module("datasets").load_dataset
     try:
-        rows = load(name, configuration or None, split=named_split or split, streaming=True)
+        rows = load(name, configuration or None, split=split or "train", streaming=True)
         for row in rows:
             yield dict(row)
     except (OSError, ValueError, RuntimeError) as error:
@@ -110,5 +107,5 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
 
 
 def require_datasets() -> None:
-    """Raise InputError where the extra `hub` is not installed."""
-    require("A data set of the hub", "moaspec[hub]")
+    """Raise InputError where the package `datasets` is not installed."""
+    require("A data set of the hub", "moaspec[data]")

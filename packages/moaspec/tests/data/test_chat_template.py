@@ -15,7 +15,7 @@ import serving
 import templates
 from moaspec.data.conversations import Conversation, parse
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
-from moaspec.data.row_sources import Record
+from moaspec.data.rows import Row
 from moaspec_core.chat.call_forms import (
     GLM,
     HERMES,
@@ -34,7 +34,7 @@ from moaspec_serve.openai.chat_input import ChatInput, normal_tools
 from moaspec_serve.openai.chat_schema import ChatRequest
 from moaspec_serve.server_context import ServerContext, ServeSettings
 
-Row = dict[str, Any]
+Json = dict[str, Any]
 TIME = {"name": "time", "description": "Tells it.", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": TIME}]
 LONG_ID = "call_0123456789abcdef0123456789abcdef"
@@ -50,7 +50,7 @@ def desk(name: str) -> ServerContext:
     return ServerContext(serving.source(template=templates.TOOL_TEMPLATES[name]), ServeSettings())
 
 
-def calls(*cities: str) -> list[Row]:
+def calls(*cities: str) -> list[Json]:
     return [
         {
             "id": f"{LONG_ID}{number}",
@@ -61,7 +61,7 @@ def calls(*cities: str) -> list[Row]:
     ]
 
 
-def loop(*cities: str) -> list[Row]:
+def loop(*cities: str) -> list[Json]:
     """A question, calls, their results and the answer."""
     results = [
         {"role": "tool", "tool_call_id": f"{LONG_ID}{i}", "content": f"noon in {city}"}
@@ -80,7 +80,7 @@ def loop(*cities: str) -> list[Row]:
 MISTRALS = {"mistral-v3", "mistral-nemo", "mistral-small", "devstral"}
 
 
-def text(name: str, messages: list[Row], tools: Any = TOOLS, **how: Any) -> str:
+def text(name: str, messages: list[Json], tools: Any = TOOLS, **how: Any) -> str:
     found = template(name)
     prepared = found.prepare(normal_messages(messages), list(map(normal_tool, tools)), **how)
     return found.text(prepared, add_generation_prompt=True)
@@ -241,9 +241,9 @@ arguments = st.dictionaries(
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Row]:
+def conversations(draw: st.DrawFn) -> list[Json]:
     """In OpenAI's form; ends with an answer."""
-    messages: list[Row] = []
+    messages: list[Json] = []
     if draw(st.booleans()):
         role = draw(st.sampled_from(["system", "developer"]))
         messages.append({"role": role, "content": draw(contents)})
@@ -263,7 +263,7 @@ def conversations(draw: st.DrawFn) -> list[Row]:
     return messages
 
 
-def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
+def served_ids(name: str, messages: list[Json], tools: list[Json]) -> list[int]:
     """What `/v1/chat/completions` gives the target."""
     body = {"model": "x", "messages": messages, "tools": tools}
     asked = ChatRequest.model_validate_json(json.dumps(body))
@@ -275,7 +275,7 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversations(), with_tools=st.booleans())
 def test_training_regenerating_and_serving_give_the_same_ids(
-    name: str, messages: list[Row], with_tools: bool
+    name: str, messages: list[Json], with_tools: bool
 ) -> None:
     tools = TOOLS if with_tools else []
     ends = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
@@ -293,8 +293,8 @@ def test_training_regenerating_and_serving_give_the_same_ids(
     assert of_turns <= starts if name == "llama31" else of_turns == starts
 
 
-def row(messages: list[Row], tools: list[Row]) -> Conversation:
-    return parse(Record("f:1", {"messages": messages, "tools": tools}))
+def row(messages: list[Json], tools: list[Json]) -> Conversation:
+    return parse(Row("f:1", {"messages": messages, "tools": tools}))
 
 
 def test_results_have_the_name_of_the_function() -> None:

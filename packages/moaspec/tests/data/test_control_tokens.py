@@ -15,7 +15,7 @@ import serving
 import templates
 from moaspec.data.conversations import parse
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
-from moaspec.data.row_sources import Record
+from moaspec.data.rows import Row
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.chat.control_tokens import GUARD, ControlTokens
 from moaspec_serve.openai.chat_input import ChatInput
@@ -105,9 +105,9 @@ def test_training_regenerating_and_serving_agree(text: str) -> None:
     of = desk.template
     question = {"role": "user", "content": text}
     served = desk.prompt(ChatInput(messages=[question]))
-    asked = parse(Record("row 1", {"messages": [question]}))
+    asked = parse(Row("row 1", {"messages": [question]}))
     row = {"messages": [question, {"role": "assistant", "content": "yes"}]}
-    answered = parse(Record("row 2", row))
+    answered = parse(Row("row 2", row))
     assert prompt_ids(of, asked) == served
     found = masked_tokens(of, answered, {serving.END})
     assert list(found.token_ids[: len(served)]) == served
@@ -128,7 +128,7 @@ def test_templates_with_generation_marks_agree_too() -> None:
             "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "y"}]
         }
         found, expected = (
-            masked_tokens(one, parse(Record("row", row)), {serving.END}) for one in (of, plain)
+            masked_tokens(one, parse(Row("row", row)), {serving.END}) for one in (of, plain)
         )
         assert list(found.token_ids) == list(expected.token_ids)
         assert list(found.written) == list(expected.written)

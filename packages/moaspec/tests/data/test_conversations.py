@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from moaspec.data.conversations import Conversation, ReadReport, parse, read_conversations
-from moaspec.data.row_sources import Record
+from moaspec.data.rows import Row
 from moaspec_core.chat.messages import normal_tool
 from moaspec_core.errors import DataError
 
 
 def parsed(row: dict[str, Any]) -> Conversation:
-    return parse(Record("f:7", row))
+    return parse(Row("f:7", row))
 
 
 def said(conversation: Conversation) -> list[tuple[str, str]]:
@@ -173,15 +173,18 @@ def test_results_without_an_id_belong_to_calls_in_order() -> None:
     ("row", "unused"),
     [
         ({"prompt": "q", "completion": "a", "response": "b"}, ("completion",)),
-        ({"messages": [Q, A], "category": "x", "score": 3, "tags": ["y"]}, ("category", "tags")),
+        (
+            {"messages": [Q, A], "category": "x", "score": 3, "tags": ["y"], "none": []},
+            ("category", "score", "tags"),
+        ),
         ({"prompt": [Q], "chosen": [A], "rejected": [A]}, ("rejected",)),
-        ({"messages": [{**Q, "lang": "en"}]}, ("messages.lang",)),
+        ({"messages": [{**Q, "lang": "en"}, {**A, "lang": ""}]}, ("messages.lang",)),
         ({"prompt_ids": [1], "response_ids": [2], "source": "x", "messages": [Q]}, ()),
         ({"instruction": "q", "input": " ", "output": "a", "id": "7"}, ()),
     ],
     ids=str,
 )
-def test_text_that_is_not_used_is_named(row: dict[str, Any], unused: tuple[str, ...]) -> None:
+def test_what_is_not_used_is_named(row: dict[str, Any], unused: tuple[str, ...]) -> None:
     assert parsed(row).unused == unused
 
 
@@ -191,8 +194,9 @@ def test_token_ids_and_what_stands_beside_them() -> None:
     assert (conversation.prompt_ids, conversation.response_ids) == ((1, 2), (3,))
     assert (conversation.name, conversation.where, conversation.messages) == ("x", "f:7", ())
     assert parsed({"prompt_ids": [1]}).response_ids is None
-    both = parsed({"prompt_ids": [1], "messages": [{"role": "user", "content": "q"}]})
-    assert said(both) == ASKED[:1]
+    # What the target wrote is kept, also a call whose arguments are no object.
+    call = {**A, "tool_calls": [{"name": "f", "arguments": "{"}]}
+    assert said(parsed({"prompt_ids": [1], "messages": [Q, call]})) == ASKED
 
 
 def test_tool_calls_may_have_no_content() -> None:
@@ -237,6 +241,7 @@ def test_plain_texts() -> None:
         ({"prompt_ids": [1, True]}, "list of integers"),
         ({"prompt_ids": [1], "response_ids": "ab"}, "'response_ids'"),
         ({"messages": [Q], "images": ["a.png"]}, "'images' cannot be read"),
+        ({"messages": [Q, A], "label": False}, "'label' is false"),
         ({"conversations": [HUMAN], "tools": "no json"}, "'tools' must be JSON"),
         ({"conversations": [HUMAN], "history": ["p"]}, "'history' must be a list of"),
         ({"conversations": [HUMAN], "system": 3}, "'system' must be a text"),
@@ -328,6 +333,7 @@ def test_turns_and_rows_with_loss(keys: dict[str, Any]) -> None:
         ({"prompt": "q", "response": "a", "train_on_input": True}, ("train_on_input",)),
         ({"prompt_ids": [1], "response_ids": [2], "loss_mask": [1, 0]}, ("loss_mask",)),
         ({"prompt_ids": [1], "response_ids": [2], "train": False}, ("train",)),
+        ({"prompt_ids": [1], "response_ids": [2], "messages": [Q], "weight": 0}, ("weight",)),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, ("rejected",)),
         ({"messages": [{**Q, "value": "other"}, A]}, ("messages.value",)),
     ],

@@ -7,8 +7,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file that is read; as Python objects it may take 30 times as much."""
@@ -24,7 +25,7 @@ _KINDS = {
 }
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a regular file for reading, at once.
 
     Raises:

@@ -117,7 +117,7 @@ class CallAuth:
         # Imported here: devices do without.
         from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, TypeAdapter
 
-        from moaspec.data.row_sources import unique_keys
+        from moaspec.data.rows import unique_keys
 
         class Entry(BaseModel, strict=True, extra="forbid"):
             sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")

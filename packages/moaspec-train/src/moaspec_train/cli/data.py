@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.data.conversations import ReadReport, read_conversations
-from moaspec.data.row_sources import require_outside
+from moaspec.data.rows import require_outside
 from moaspec_core.cli.options import GenerationConfig, TopP, generation_defaults, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import status

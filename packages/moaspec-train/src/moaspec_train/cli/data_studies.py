@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.data.conversations import ReadReport, read_conversations
-from moaspec.data.row_sources import read_records
+from moaspec.data.rows import read_rows
 from moaspec_core.cli.options import MODEL, Json, Model, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.interrupts import deferred_interrupts
@@ -148,10 +148,10 @@ def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
     def write(scratch: Path) -> None:
         with scratch.open("w", encoding="utf-8") as file:
             for source in sources:
-                for record in read_records(source, lambda _: None):
-                    if record.where not in left_out:
+                for row in read_rows(source, lambda _: None):
+                    if row.where not in left_out:
                         # Tables hold dates, which JSON does not.
-                        file.write(json.dumps(record.value, default=str) + "\n")
+                        file.write(json.dumps(row.value, default=str) + "\n")
 
     replace_file(out, write)
 

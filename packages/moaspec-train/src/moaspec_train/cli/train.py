@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.data.conversations import ReadReport
-from moaspec.data.row_sources import require_sources
+from moaspec.data.rows import require_sources
 from moaspec_core.cli.entry import INTERRUPTED
 from moaspec_core.cli.options import with_options
 from moaspec_core.cli.terminal import console

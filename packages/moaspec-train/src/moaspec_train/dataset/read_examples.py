@@ -3,14 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from moaspec.data.conversations import Conversation, ReadReport, read_conversations
 from moaspec.data.loss_mask import masked_tokens
-from moaspec.data.row_sources import OnMalformed, refuse
+from moaspec.data.rows import OnMalformed, refuse
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.errors import DataError
+from moaspec_train.dataset.example_cache import cache_file, read_cached, write_cached
 from moaspec_train.dataset.examples import Example
 from moaspec_train.progress import REPORT_EVERY_S
 
@@ -28,9 +30,10 @@ def read_examples(
     report: ReadReport | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Example]:
-    """Read every source, cutting examples to `max_length` tokens.
+    """Read every source, cutting examples to `max_length` tokens; or take them from the cache.
 
-    Examples without a response of two tokens are left out and counted.
+    Examples without a response of two tokens are left out and counted. Those of whole files without
+    a malformed row are kept.
 
     Args:
         sources: files and data sets, see `read_conversations`.
@@ -44,37 +47,64 @@ def read_examples(
     Raises:
         DataError: a source is missing, or a row is malformed; the message names file and line.
     """
-    found: list[Example] = []
-    report = ReadReport() if report is None else report
-    template = ChatTemplate(tokenizer)
-    previous = Conversation(where="")
     names = list(map(str, sources))
-    told, started = 0.0, time.monotonic()
-    for number, conversation in enumerate(read_conversations(names, on_malformed, report)):
-        if stopped():
-            break
-        elapsed = time.monotonic() - started
-        if elapsed >= told + REPORT_EVERY_S:
-            told = elapsed
-            log.info("Read %d rows in %.0f s; now at %s", number, elapsed, conversation.where)
-        try:
-            example = _example(conversation, template, stop_token_ids, report, max_length)
-            _check_ids(example, vocab_size, conversation.where)
-        except DataError as error:
+    path = cache_file(
+        names, tokenizer, vocabulary=vocab_size, length=max_length, stops=stop_token_ids
+    )
+    examples, found = read_cached(path) or ([], ReadReport())
+    if not examples:
+        is_whole = True
+
+        def skip(error: DataError) -> None:
+            nonlocal is_whole
+            is_whole = False
             on_malformed(error)
-            continue
-        if _follows(previous, conversation):
-            example = _joined(found, example)
-        found.append(example)
-        previous = conversation
-    kept = list(_cut(found, max_length, report))
-    report.forget_columns_of(template.source)
-    if not kept:
+
+        def example_of(row: Conversation) -> Example:
+            example = _example(row, template, stop_token_ids, found, max_length)
+            _check_ids(example, vocab_size, row.where)
+            return example
+
+        template = ChatTemplate(tokenizer)
+        rows = takewhile(lambda _: not stopped(), read_conversations(names, skip, found))
+        examples = list(_cut(_joined(rows, example_of, skip), max_length, found))
+        found.forget_columns_of(template.source)
+        if examples and is_whole and not stopped():
+            write_cached(path, examples, found)
+    if report is not None:
+        report.add(found)
+    if not examples:
         raise DataError(
             f"No usable training examples in {', '.join(names)}: every source was empty or its "
             "prompts too long. Give other data, or a larger max_length."
         )
-    return kept
+    return examples
+
+
+def _joined(
+    rows: Iterable[Conversation],
+    example_of: Callable[[Conversation], Example],
+    on_malformed: OnMalformed,
+) -> list[Example]:
+    """One example of each conversation, also where its turns are rows of token ids."""
+    found: list[Example] = []
+    previous = Conversation(where="")
+    told, started = 0.0, time.monotonic()
+    for number, row in enumerate(rows):
+        elapsed = time.monotonic() - started
+        if elapsed >= told + REPORT_EVERY_S:
+            told = elapsed
+            log.info("Read %d rows in %.0f s; now at %s", number, elapsed, row.where)
+        try:
+            example = example_of(row)
+        except DataError as error:
+            on_malformed(error)
+            continue
+        if _follows(previous, row):
+            example = _appended(found, example)
+        found.append(example)
+        previous = row
+    return found
 
 
 def _example(
@@ -111,7 +141,7 @@ def _follows(previous: Conversation, conversation: Conversation) -> bool:
     return named and bool(conversation.prompt_ids and previous.prompt_ids)
 
 
-def _joined(found: list[Example], example: Example) -> Example:
+def _appended(found: list[Example], example: Example) -> Example:
     """Append a turn to its conversation's example if its prompt starts with that example."""
     prompt, response = example.pieces
     earlier = found[-1].token_ids

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.row_sources import read_records
+from moaspec.data.rows import read_rows
 from moaspec.target.target import Target
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.chat.messages import Message, words
@@ -114,7 +114,7 @@ def synth(
         TrainingError: generation yields no new prompts or reaches the limit, or the output file
             cannot be written.
     """
-    seen = {_prompt_key(record.value) for record in read_records(journal.path)}
+    seen = {_prompt_key(row.value) for row in read_rows(journal.path)}
     size, fruitless = writer.options.group_size, 0
     writer.finished = journal.kept
     while journal.rows < num:

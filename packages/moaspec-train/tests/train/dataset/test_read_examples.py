@@ -11,7 +11,9 @@ import pytest
 import chat_tokenizers
 import tiny
 from moaspec.data.conversations import ReadReport
+from moaspec.data.loss_mask import masked_tokens
 from moaspec_core.errors import DataError
+from moaspec_train.dataset import read_examples as read_examples_module
 from moaspec_train.dataset.examples import Example
 from moaspec_train.dataset.read_examples import read_examples
 
@@ -97,3 +99,42 @@ def test_rows_whose_turns_all_carry_no_loss_are_counted(tmp_path: Path) -> None:
     assert examples == [Example(ASKED, (30, 31, 1))]
     assert (report.without_response, report.turns_without_loss) == (1, 1)
     assert "1 examples left out: no response with loss in the length." in report.lines()
+
+
+def test_a_second_reading_does_not_tokenise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same rows, tokenizer and settings; a malformed row is reported each time."""
+    path, passes = tmp_path / "a.jsonl", list[str]()
+
+    def counted(template: Any, conversation: Any, *options: Any) -> Any:
+        passes.append(conversation.where)
+        return masked_tokens(template, conversation, *options)
+
+    monkeypatch.setattr(read_examples_module, "masked_tokens", counted)
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {
+        "tokenizer": chat_tokenizers.tokenizer(),
+        "stop_token_ids": {chat_tokenizers.END},
+    }
+    ids = {"prompt_ids": [5], "response_ids": [6, 7]}
+    rows, reports = [TALK, {**TALK, "train": False}, ids], [ReadReport(), ReadReport()]
+    first, second = (read(path, rows, report=report, **options) for report in reports)
+    assert first == second == [Example(ASKED, (30, 31, 1)), Example((5,), (6, 7))]
+    assert reports[0] == reports[1] != ReadReport()
+    assert len(passes) == 2
+
+    other = chat_tokenizers.tokenizer()
+    other.chat_template += " "
+    for changed in ({"max_length": 49}, {"stop_token_ids": ()}, {"tokenizer": other}):
+        read(path, rows, **options | changed)
+    read(path, [*rows, TALK], **options)
+    assert len(passes) == 2 + 3 * 2 + 3
+
+    for _ in range(2):
+        assert read(path, [TALK, "{"], on_malformed=lambda _: None, **options) == first[:1]
+    assert len(passes) == 13
+    for file in (tmp_path / "cache").rglob("*.arrow"):
+        file.write_bytes(file.read_bytes()[:-9])
+    assert read(path, rows, **options) == first
+    assert "reading the data again" in caplog.text

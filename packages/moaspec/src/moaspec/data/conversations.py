@@ -1,14 +1,14 @@
-"""Reads conversations from data sets whose rows have different shapes."""
+"""Reads conversations from data sets whose rows have different formats."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from moaspec.data.row_shapes import DataRow, read_row
-from moaspec.data.row_sources import OnMalformed, Record, read_records, refuse
+from moaspec.data.formats import read_row
+from moaspec.data.rows import OnMalformed, Row, read_rows, refuse
 from moaspec_core.chat.messages import REASONING, MalformedError, Message
 from moaspec_core.errors import DataError
 
@@ -19,13 +19,18 @@ MESSAGES = "messages."
 class ReadReport:
     """Counts what readers leave out."""
 
-    # Rows with a column that no shape reads and that has text or is about loss, by its name.
+    # Rows with a column that is not read and not empty, by its name.
     unused_columns: Counter[str] = field(default_factory=Counter)
     # Files of a directory that are no data, and files without rows.
     skipped_files: list[str] = field(default_factory=list)
     without_response: int = 0  # examples left out: no response with loss is within the length
     cut: int = 0  # examples that were cut to the length
     turns_without_loss: int = 0  # assistant turns that the chat template rewrites, or of weight 0
+
+    def add(self, other: "ReadReport") -> None:
+        """Count what another reader left out, too."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def forget_columns_of(self, source: str) -> None:
         """Keys of messages that a chat template reads are used after all."""
@@ -74,7 +79,7 @@ def read_conversations(
     """Conversations of all sources, in order.
 
     Args:
-        sources: see `read_records`.
+        sources: see `read_rows`.
         on_malformed: called with a message that names file and line for each malformed row.
         report: counts columns and files that are not used.
 
@@ -83,10 +88,10 @@ def read_conversations(
     """
     report = ReadReport() if report is None else report
     for source in sources:
-        with closing(read_records(source, on_malformed, report.skipped_files)) as records:
-            for record in records:
+        with closing(read_rows(source, on_malformed, report.skipped_files)) as rows:
+            for row in rows:
                 try:
-                    conversation = parse(record)
+                    conversation = parse(row)
                 except DataError as error:
                     on_malformed(error)
                     continue
@@ -94,13 +99,9 @@ def read_conversations(
                 yield conversation
 
 
-def parse(record: Record) -> Conversation:
-    """Read one row, of a shape of docs/data.md; DataError for another, or wrong types in it."""
-    row = DataRow(record.value)
+def parse(row: Row) -> Conversation:
+    """Read one row, of a format of docs/data.md; DataError for another, or wrong types in it."""
     try:
-        fields = read_row(row)
+        return Conversation(where=row.where, **read_row(row.value))
     except MalformedError as error:
-        raise DataError(f"{record.where}: {error}") from error
-    identifier = row.get("id")
-    name = str(identifier) if isinstance(identifier, str | int) else ""
-    return Conversation(where=record.where, name=name, unused=row.unused(), **fields)
+        raise DataError(f"{row.where}: {error}") from error

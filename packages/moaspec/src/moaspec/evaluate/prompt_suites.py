@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.data.conversations import parse
-from moaspec.data.row_sources import Record, data_files, read_records, stem
-from moaspec.hub import HUB, hub_rows
+from moaspec.data.rows import Row, data_files, read_rows, stem
+from moaspec.hub import HUB
 from moaspec_core.chat.messages import Message
 from moaspec_core.errors import DataError
 
@@ -68,7 +68,7 @@ def read_prompts(
     Args:
         suite: "bundled", "bundled-code", "paper" or "spec-bench" (the last two below
             `$MOASPEC_SUITES`), a file in a format of `moaspec.data`, a directory of such files, or
-            `hub:owner/name` (see `support.hub.HUB`; split "test" by default). Each row has `turns`,
+            `hub:owner/name` (see `moaspec.hub.HUB`; split "test" by default). Each row has `turns`,
             a list of texts, or another format of docs/data.md, whose user messages are the turns;
             `question_id`, `category` and `reference` (or `answer`) are optional.
         limit: largest number of prompts of each file, spread over its categories.
@@ -117,9 +117,8 @@ def _named(suite: str) -> Path:
 def _from_hub(source: str) -> list[Prompt]:
     """Prompts of a data set; its name without owner, configuration and split is the suite."""
     suite = source.removeprefix(HUB).partition("@")[0].partition(":")[0].rpartition("/")[2]
-    rows = islice(hub_rows(source, split="test"), HUB_ROWS)
-    records = (Record(f"{source}:{number}", row) for number, row in enumerate(rows, 1))
-    prompts = [_prompt(record, suite) for record in records]
+    rows = read_rows(source if "@" in source else f"{source}@test")
+    prompts = [_prompt(row, suite) for row in islice(rows, HUB_ROWS)]
     if not prompts:
         raise DataError(f"The data set {source} has no rows.")
     return prompts
@@ -127,10 +126,10 @@ def _from_hub(source: str) -> list[Prompt]:
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
-    for record in read_records(path):
-        prompt = _prompt(record, suite)
+    for row in read_rows(path):
+        prompt = _prompt(row, suite)
         if prompt.question_id in prompts:
-            raise DataError(f"{record.where}: question_id {prompt.question_id} occurs twice.")
+            raise DataError(f"{row.where}: question_id {prompt.question_id} occurs twice.")
         prompts[prompt.question_id] = prompt
     if not prompts:
         raise DataError(f"The suite {path} has no prompts.")
@@ -149,32 +148,32 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[place] for place in sorted(place for _, place in sorted(rank)[:limit])]
 
 
-def _prompt(record: Record, suite: str) -> Prompt:
-    row, number = record.value, _LAST_NUMBER.findall(record.where)[0]
-    messages = _messages(record)
+def _prompt(row: Row, suite: str) -> Prompt:
+    value, number = row.value, _LAST_NUMBER.findall(row.where)[0]
+    messages = _messages(row)
     turns = tuple(message["content"] for message in messages if message["role"] == "user")
-    references = _first(row, ANSWERS)
+    references = _first(value, ANSWERS)
     if references is None:
         references = [message["content"] for message in messages if message["role"] == "assistant"]
     return Prompt(
         suite,
-        str(_first({**row, NUMBER: number}, IDS)),
+        str(_first({**value, NUMBER: number}, IDS)),
         turns,
-        str(row.get("category") or ""),
+        str(value.get("category") or ""),
         tuple(map(str, references if isinstance(references, list) else [references])),
     )
 
 
-def _messages(record: Record) -> tuple[Message, ...]:
-    row = record.value
-    if isinstance(row.get("prompt"), list) and all(isinstance(turn, str) for turn in row["prompt"]):
-        record = Record(record.where, {"turns": row["prompt"]})
+def _messages(row: Row) -> tuple[Message, ...]:
+    turns = row.value.get("prompt")
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
+        row = Row(row.where, {"turns": turns})
     try:
-        conversation = parse(Record(record.where, {**record.value, **_WITHOUT_ANSWERS}))
+        conversation = parse(Row(row.where, {**row.value, **_WITHOUT_ANSWERS}))
     except DataError as error:
-        cause = str(error).removeprefix(f"{record.where}: ")
+        cause = str(error).removeprefix(f"{row.where}: ")
         raise DataError(
-            f"{record.where}: expected 'turns', a list of texts that are not empty, or 'prompt', a "
+            f"{row.where}: expected 'turns', a list of texts that are not empty, or 'prompt', a "
             f"text: {cause}"
         ) from error
     roles = [message["role"] for message in conversation.messages]
@@ -182,7 +181,7 @@ def _messages(record: Record) -> tuple[Message, ...]:
     if other or conversation.tools or "user" not in roles:
         what = ", ".join([*other, *(["tools"] if conversation.tools else [])]) or "no user"
         raise DataError(
-            f"{record.where}: expected turns of a user, got {what}. Suites have nothing else."
+            f"{row.where}: expected turns of a user, got {what}. Suites have nothing else."
         )
     return conversation.messages
 

@@ -15,7 +15,7 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.data.row_sources import numbered_lines
+from moaspec.data.rows import read_rows
 from moaspec.evaluate.report.comparison import read_report
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
@@ -139,7 +139,7 @@ def test_files_of_options(kind: Callable[[Path], None], tmp_path: Path) -> None:
     kind(path)
     for read in (
         lambda: read_file("--file", path),
-        lambda: list(numbered_lines(path)),
+        lambda: list(read_rows(path)),
         lambda: read_report(path),
         lambda: CallAuth.read(path),
     ):
