@@ -91,11 +91,11 @@ def main() -> None:
         ratio = speed["median"] / base
         print(f"{agreement:.3f}     {speed['median']:6.1f} tokens/s  {ratio:.2f}x  tau {tau:.2f}")
         curve.append({"agreement": agreement, "tau": tau, "tokens_per_s": speed, "speedup": ratio})
-    facts = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
+    data = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
     if yardstick is not None:
         print(f"llama.cpp {statistics.median(llama):6.1f} tokens/s, plain, 4 bits")
-        facts |= {"llama_cpp": {"version": yardstick.version, "tokens_per_s": spread(llama)}}
-    print(json.dumps(facts | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
+        data |= {"llama_cpp": {"version": yardstick.version, "tokens_per_s": spread(llama)}}
+    print(json.dumps(data | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
 
 
 def agreement_for(tau: float, depth: int) -> float:

@@ -328,8 +328,8 @@ def main() -> None:
     shaping = shaping_for(target, drafter)
     prompts, most = read_prompts(args.suite), args.max_new_tokens
     longest = most + max(len(chat_ids(target, one.turns[0])) for one in prompts)
-    facts = {"benchmark": "llamacpp", "setting": setting(target), "drafts": shaping.tree}
-    facts |= {"suite": Path(args.suite).name, "max_new_tokens": most}
+    info = {"benchmark": "llamacpp", "setting": setting(target), "drafts": shaping.tree}
+    info |= {"suite": Path(args.suite).name, "max_new_tokens": most}
     ways: dict[str, Way] = {
         "engine, plain": engine_way(target, None, None, most),
         "engine": engine_way(target, drafter, shaping, most),
@@ -343,7 +343,7 @@ def main() -> None:
         if "llama.cpp" in args.servers:
             gguf, streams = gguf_of(args.model), max(args.streams)
             llama = LlamaCpp(gguf, threads=args.threads, context=longest, streams=streams)
-            facts["llama_cpp"] = llama.version
+            info["llama_cpp"] = llama.version
             ways["llama.cpp"] = server_way(running, llama.url, most, cache_prompt=False)
         for one in args.other:
             name, _, address = one.partition("=")
@@ -351,7 +351,7 @@ def main() -> None:
         runs = compared(ways, prompts, args, lambda *texts: check(args, target, *texts))
     found = [figures(name, streams, of) for (streams, name), of in runs.items()]
     print(table(found))
-    print(json.dumps(facts | {"found": found}))
+    print(json.dumps(info | {"found": found}))
 
 
 def compared(

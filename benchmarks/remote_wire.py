@@ -233,8 +233,8 @@ def main() -> None:
         f"{early['had_at_first_draft']} activations were there when the first draft left"
     )
     costs = codecs(target, drafter, prompts, args.new_tokens)
-    facts = {"llama_3_8b": llama, "bytes": bytes_, "long_prompt": early, "tau": costs}
-    print(json.dumps({**facts, "torch": torch.__version__}))
+    data = {"llama_3_8b": llama, "bytes": bytes_, "long_prompt": early, "tau": costs}
+    print(json.dumps({**data, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from edge_bench.case import Case
-from edge_bench.emulated_device import HeldDevice
+from edge_bench.emulated_device import SlowedDevice
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.events import RemoteEvent
@@ -46,13 +46,13 @@ async def cut_and_return(
         before the cut and after the return. The text written without a link, and how much of it was
         kept. The final text.
     """
-    held = HeldDevice(device, case.step_s)
+    slowed = SlowedDevice(device, case.step_s)
     options = RemoteOptions(
         num_target_layers=case.num_target_layers,
         draft=Chain(case.drafted) if case.drafted else "auto",
         max_provisional=alone,
     )
-    session = RemoteSession(held, transport, options)
+    session = RemoteSession(slowed, transport, options)
     log, text, wrote = _Log(), list[int](), list[int]()
     async for event in session.stream(prompt, max_new_tokens=max_new_tokens):
         text[event.start :] = event.token_ids

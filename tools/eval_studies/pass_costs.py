@@ -96,8 +96,8 @@ class PassCosts:
     def as_json(self) -> dict[str, Any]:
         rounds = [{**asdict(cost), "break_even": cost.break_even} for cost in self.rounds]
         widths = [asdict(cost) for cost in self.widths]
-        facts = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
-        return {**facts, "interrupted": self.interrupted}
+        info = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
+        return {**info, "interrupted": self.interrupted}
 
 
 def measure_costs(

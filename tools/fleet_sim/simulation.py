@@ -99,7 +99,7 @@ class Fleet:
 
 
 @dataclass
-class Found:
+class Measured:
     """What happened.
 
     Attributes:
@@ -176,7 +176,7 @@ def simulated_clock() -> Iterator[None]:
 class Server(SharedVerifier):
     """A target server whose passes take simulated time."""
 
-    def __init__(self, fleet: Fleet, found: Found) -> None:
+    def __init__(self, fleet: Fleet, found: Measured) -> None:
         budget = (
             PassBudget(fleet.costs, fleet.rate) if fleet.budget and fleet.mode != "plain" else None
         )
@@ -380,7 +380,7 @@ class World:
     """A fleet that runs."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.found = fleet, Found()
+        self.fleet, self.found = fleet, Measured()
         self.servers = [Server(fleet, self.found) for _ in range(fleet.servers)]
         self.processor = asyncio.Lock() if fleet.together else nullcontext()
 
@@ -397,7 +397,7 @@ class World:
             pass
         return one
 
-    async def run(self) -> Found:
+    async def run(self) -> Measured:
         """Let the devices write until the time is over."""
         fleet = self.fleet
         devices = [asyncio.create_task(Device(self, i).run()) for i in range(fleet.devices)]
@@ -413,10 +413,10 @@ class World:
         return self.found
 
 
-def simulate(fleet: Fleet) -> Found:
+def simulate(fleet: Fleet) -> Measured:
     """What a fleet does."""
 
-    async def run() -> Found:
+    async def run() -> Measured:
         with simulated_clock():
             return await World(fleet).run()
 

@@ -208,9 +208,9 @@ def test_used(name: str, stats: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(content)
     code, out, err = stats(tmp_path / file, "--json")
     assert (code, err) == (0, "")
-    facts = json.loads(out)
-    assert facts["examples"] == examples
-    assert facts["response_tokens"] >= 2 * examples
+    values = json.loads(out)
+    assert values["examples"] == examples
+    assert values["response_tokens"] >= 2 * examples
 
 
 @pytest.mark.parametrize("name", REFUSED)

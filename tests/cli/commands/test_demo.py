@@ -1,4 +1,4 @@
-"""`moaspec demo`: its facts, its panes, and what it prints where nothing can be redrawn."""
+"""`moaspec demo`: its JSON, its panes, and what it prints where nothing can be redrawn."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_demo_in_a_pipe(cli: Cli) -> None:
 def test_demo_as_json(cli: Cli) -> None:
     output = cli("demo", "--max-new-tokens", "5", "--json")
     assert output.code == 0
-    facts = json.loads(output.out)
-    assert facts["lossless"]
-    assert facts["drafts"] == "drafter"
-    assert facts["plain"]["tokens"] == facts["speculative"]["tokens"] == 5 * len(facts["prompts"])
-    assert facts["speedup"] == pytest.approx(
-        facts["speculative"]["tokens_per_s"] / facts["plain"]["tokens_per_s"]
+    data = json.loads(output.out)
+    assert data["lossless"]
+    assert data["drafts"] == "drafter"
+    assert data["plain"]["tokens"] == data["speculative"]["tokens"] == 5 * len(data["prompts"])
+    assert data["speedup"] == pytest.approx(
+        data["speculative"]["tokens_per_s"] / data["plain"]["tokens_per_s"]
     )
-    assert {*facts["steps_s"]} >= {
+    assert {*data["steps_s"]} >= {
         "Loading PyTorch and transformers",
         "Timing the first tokens of both",
     }
@@ -96,10 +96,10 @@ def test_a_model_without_a_drafter_shows_copies(cli: Cli) -> None:
     assert "No drafter is bundled for qwen2.5-coder-0.5b: drafts are continuations" in output.out
     assert re.search(r"Prompt 1 of [3-6]: Write a Python function", output.out)
     assert "Try next: moaspec chat --model qwen2.5-coder-0.5b  " in output.out
-    facts = json.loads(cli(*asked, "--json").out)
-    assert facts["drafts"] == "copies"
-    assert facts["speculative"]["copied"] > 0
-    assert (facts["speculative"]["accepted"], facts["plain"]["copied"]) == (0, 0)
+    data = json.loads(cli(*asked, "--json").out)
+    assert data["drafts"] == "copies"
+    assert data["speculative"]["copied"] > 0
+    assert (data["speculative"]["accepted"], data["plain"]["copied"]) == (0, 0)
 
 
 @pytest.mark.usefixtures("loaded")

@@ -16,7 +16,7 @@ from links import QUICK, Faults, FaultyTransport, Restartable
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import WireError
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 from moaspec_edge.device.events import RemoteEvent
 from moaspec_edge.device.link import LinkOptions
 from moaspec_edge.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
@@ -217,7 +217,7 @@ def test_an_older_server(monkeypatch: pytest.MonkeyPatch) -> None:
         await session.close()
         await server.service.stop()
 
-    monkeypatch.setattr(ServerSession, "max_further", 0)
+    monkeypatch.setattr(ServerSession, "max_streamed", 0)
     mixed(monkeypatch)
     asyncio.run(run())
 
@@ -391,7 +391,7 @@ def test_a_server_that_says_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
                     verifier._verdict(pb.Verdict(base=base))
                 except WireError:
                     refused += 1
-            assert len(verifier._early) <= 1 + MAX_FURTHER
+            assert len(verifier._early) <= 1 + MAX_STREAMED
             verifier._early = late
         assert refused
         assert text == plain(PROMPT)

@@ -427,8 +427,8 @@ def _assignments(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             or (item.endswith("=") and "=" not in waiting[-1])
             or (item.startswith("--") and "=" not in item + waiting[-1])
         ):
-            further = waiting.pop()
-            item += further if "=" in item + further else f"={further}"
+            rest = waiting.pop()
+            item += rest if "=" in item + rest else f"={rest}"
         key, separator, text = item.partition("=")
         if item.startswith("--") and not separator:
             raise InputError(

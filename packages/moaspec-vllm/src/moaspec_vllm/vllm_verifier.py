@@ -98,8 +98,8 @@ class VLLMVerifier(Verifier):
 
     @property
     def cache_bytes(self) -> int:
-        held = self._scheduler.kv_cache_manager.usage * self._cache_tokens
-        return round(held) * self._options.token_bytes
+        num_tokens = self._scheduler.kv_cache_manager.usage * self._cache_tokens
+        return round(num_tokens) * self._options.token_bytes
 
     def close(self, row: int) -> None:
         """Close a row. The next verification frees its blocks."""

@@ -129,10 +129,10 @@ def test_totals() -> None:
     )
     assert races.speedup == 1.0
     assert [one.speedup for one in races.each] == [2.0, pytest.approx(2 / 3)]
-    facts = json.loads(json.dumps(races.as_json()))
-    assert facts["speculative"]["tokens_per_pass"] == 2.0
-    assert facts["plain"]["tokens_per_s"] == 5.0
-    assert facts["prompts"][0]["equality"]["kind"] == "identical"
+    data = json.loads(json.dumps(races.as_json()))
+    assert data["speculative"]["tokens_per_pass"] == 2.0
+    assert data["plain"]["tokens_per_s"] == 5.0
+    assert data["prompts"][0]["equality"]["kind"] == "identical"
 
 
 def test_no_speedup_of_a_wrong_text() -> None:

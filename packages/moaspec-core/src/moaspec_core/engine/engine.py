@@ -19,7 +19,7 @@ from moaspec_core.drafting.protocols import (
     VerifyResult,
 )
 from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
-from moaspec_core.engine.position_rules import PositionRules, TargetFacts
+from moaspec_core.engine.position_rules import PositionRules, TargetInfo
 from moaspec_core.engine.request_state import (
     Event,
     GenerationResult,
@@ -60,7 +60,7 @@ class Engine:
         verifier: Verifier,
         proposer: Proposer | None = None,
         *,
-        target: TargetFacts,
+        target: TargetInfo,
         max_positions: int | None = None,
     ) -> None:
         self._verifier, self._proposer = verifier, proposer

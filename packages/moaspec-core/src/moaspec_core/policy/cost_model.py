@@ -140,8 +140,8 @@ class CostTable:
 
     def level_s(self, breadth: int, num_rows: int) -> float:
         """Seconds of a further level: one row after another (kernels) or all at once, if longer."""
-        further = (num_rows - 1) * self.row_s / self.root_s if self.root_s else 0.0
-        one_by_one_s = self.step_s_of(breadth) * (1.0 + further)
+        drafted_before = (num_rows - 1) * self.row_s / self.root_s if self.root_s else 0.0
+        one_by_one_s = self.step_s_of(breadth) * (1.0 + drafted_before)
         return max(one_by_one_s, self.step_s_of(breadth * num_rows))
 
     def prices(
@@ -309,9 +309,9 @@ class RoundCosts:
         Args:
             num_expanded: nodes that got children.
         """
-        further = levels - 1
-        width = min(max(1, -(-num_expanded // further)), MAX_BREADTH) if further else 1
-        return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
+        later = levels - 1
+        width = min(max(1, -(-num_expanded // later)), MAX_BREADTH) if later else 1
+        return self._first_s + later * self._level_s[width - 1] + self.pass_s(num_drafts)
 
     def risk_s(self, tree: PricedTree) -> float:
         """The most that a round loses if all its drafts are rejected, in seconds."""

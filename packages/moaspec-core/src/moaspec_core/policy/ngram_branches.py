@@ -71,10 +71,10 @@ class NgramBranches:
         size, path = self._index.longest(limited.depth, COPY_RATES[0][0])
         if not path:
             return 0.0
-        first, further = next((one, more) for least, one, more in COPY_RATES if size >= least)
+        first, later = next((one, more) for least, one, more in COPY_RATES if size >= least)
         self._paths, self._guess = [path], (length, path[0], first)
-        self._rates = min(MAX_RATE, first * self._hit_rate.value), further
-        promised = accumulate(self._rates[0] * further**i for i in range(len(path)))
+        self._rates = min(MAX_RATE, first * self._hit_rate.value), later
+        promised = accumulate(self._rates[0] * later**i for i in range(len(path)))
         return max(
             0.0, *(sum_ - price for sum_, price in zip(promised, limited.prices, strict=False))
         )
@@ -99,8 +99,8 @@ class NgramBranches:
         if not isinstance(shape, PricedTree) or len(tree.log_p) < len(tree.tokens):
             return whole
         path = nodes_along(self._paths[0], whole)
-        first, further = self._rates
-        rates = dict.fromkeys(path[:-1], further) | {-1: first}
+        first, later = self._rates
+        rates = dict.fromkeys(path[:-1], later) | {-1: first}
         copied, p = set(path), list[float]()
         for node, parent in enumerate(whole.parents):
             drafted = 0.0

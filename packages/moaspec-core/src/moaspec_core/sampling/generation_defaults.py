@@ -118,7 +118,7 @@ class GenerationDefaults:
             "rules": self.rules,
         }
 
-    def as_facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """All settings that differ from `NO_DEFAULTS`, as JSON."""
         rules = {
             one.name: getattr(self.rules, one.name)
@@ -136,8 +136,8 @@ class GenerationDefaults:
 
     @property
     def words(self) -> str:
-        """`as_facts` as one line of text; empty if no setting differs."""
-        said = [f"{name} {_short(value)}" for name, value in self.as_facts().items()]
+        """`as_dict` as one line of text; empty if no setting differs."""
+        said = [f"{name} {_short(value)}" for name, value in self.as_dict().items()]
         return ", ".join([*said, *(f"{name} (not used)" for name in self.unused)])
 
 

@@ -93,9 +93,9 @@ class Setting:
         return value
 
 
-def _setting(default: Any, kind: type = float, **facts: Any) -> Any:
+def _setting(default: Any, kind: type = float, **info: Any) -> Any:
     """A field of `SamplingParams` with its `Setting`."""
-    setting = Setting(default=default, kind=kind, **facts)
+    setting = Setting(default=default, kind=kind, **info)
     return field(default=default, metadata={"setting": setting})
 
 

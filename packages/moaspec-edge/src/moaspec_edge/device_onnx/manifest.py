@@ -1,4 +1,4 @@
-"""The manifest of an ONNX bundle: facts that a device checks before it drafts. Needs no PyTorch."""
+"""The manifest of an ONNX bundle: what a device checks before it drafts. Needs no PyTorch."""
 
 import dataclasses
 import hashlib
@@ -43,7 +43,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Facts of an ONNX bundle.
+    """What is known of an ONNX bundle.
 
     Attributes:
         protocol, law: versions of messages and of seeded sampling, for `Open`.

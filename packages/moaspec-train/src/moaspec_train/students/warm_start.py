@@ -64,7 +64,7 @@ def random_weights(drafter: nn.Module) -> None:
 
 
 @torch.no_grad()
-def skip_further_layers(drafter: MoADrafter) -> None:
+def make_later_layers_identity(drafter: MoADrafter) -> None:
     """Make SA's layers after the first return their input; they can learn from there."""
     for layer in drafter.decoder.text_layers[1:]:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):

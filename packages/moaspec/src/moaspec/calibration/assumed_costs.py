@@ -51,19 +51,19 @@ class MachineCosts:
     layer_s: float  # of a target's layer, beyond that
     draft_bytes: float  # that a weight of the drafter takes
     tokens: tuple[int, ...]  # of passes
-    further_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
+    extra_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
     call_s: float
     row_s: float  # that each further row adds to drafting, in levels
     first_s: float = 0.0  # that the first level of a round takes beyond others
-    encode_further_s: tuple[float, ...] | None = None  # `further_s` of the encoder, if it differs
+    encode_extra_s: tuple[float, ...] | None = None  # `extra_s` of the encoder, if it differs
 
     def pass_s(self, num_bytes: float, weights: int) -> tuple[float, ...]:
         """Seconds of products with weights, for `tokens` tokens."""
-        return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.further_s)
+        return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.extra_s)
 
     def of_encoder(self) -> "MachineCosts":
         """Those of products with the encoder's weights."""
-        return replace(self, further_s=self.encode_further_s or self.further_s)
+        return replace(self, extra_s=self.encode_extra_s or self.extra_s)
 
 
 def machine_costs(target: Target) -> MachineCosts:
@@ -71,9 +71,9 @@ def machine_costs(target: Target) -> MachineCosts:
     kernels = instructions() if same_bits(target) else None
     name = "cuda" if target.device.type == "cuda" else kernels or "off"
     shipped = _shipped()
-    facts = shipped.get(f"{name} {_vendor()}", shipped[name])
-    lines: dict[str, Any] = {key: tuple(one) for key, one in facts.items() if isinstance(one, list)}
-    return MachineCosts(**facts | lines)
+    info = shipped.get(f"{name} {_vendor()}", shipped[name])
+    lines: dict[str, Any] = {key: tuple(one) for key, one in info.items() if isinstance(one, list)}
+    return MachineCosts(**info | lines)
 
 
 @cache

@@ -80,14 +80,14 @@ def calibrate(
     Args:
         target: in the dtype and on the device that it will be used with.
         drafter: None measures the target alone.
-        num_target_layers: N; None measures each that the drafter has an exit for.
+        num_target_layers: N; None measures each that the drafter was trained for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: called with a description of the progress.
         stopped: called before each part is timed; True ends the measurement early.
 
     Returns:
-        The costs with N, or with the drafter's default; `stored_costs` has those of its other
-        exits.
+        The costs with N, or with the drafter's default; `stored_costs` has those for its
+        other N.
 
     Raises:
         InputError: N outside the target's layers.
@@ -107,10 +107,10 @@ def calibrate(
     return tables[0]
 
 
-def _store(costs: CostTable, facts: dict[str, Any]) -> None:
-    path = _path(facts)
+def _store(costs: CostTable, info: dict[str, Any]) -> None:
+    path = _path(info)
     make_private(path.parent)
-    content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
+    content = {"format_version": FORMAT_VERSION, "of": info, "costs": asdict(costs)}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         made.touch(0o600)  # as `trusted` asks, under any umask
@@ -137,13 +137,13 @@ def stored_costs(
 def fingerprint(
     target: Target, drafter: MoADrafter | None = None, num_target_layers: int | None = None
 ) -> dict[str, Any]:
-    """The facts that costs depend on."""
-    facts: dict[str, Any] = {
+    """What costs depend on."""
+    info: dict[str, Any] = {
         "machine": machine(target.device),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "target": target.identity.as_facts(),
+        "target": target.identity.as_dict(),
         "inner": inner_size(target.config),
         "dtype": target.precision,
         "packed": target.packed,
@@ -155,13 +155,13 @@ def fingerprint(
         default = sizes["num_target_layers"][0]
         ids = drafter.draft_token_ids
         names = ("layer_self_attention", "self_attention", "cross_attention")
-        facts["drafter"] = {name: sizes[name] for name in (*names, "self_attention_layers")} | {
+        info["drafter"] = {name: sizes[name] for name in (*names, "self_attention_layers")} | {
             "num_target_layers": default if num_target_layers is None else num_target_layers,
             "draft_vocabulary": None if ids is None else len(ids),
             "exits": len(drafter.exits),
             "without": list(sizes["without"]),
         }
-    return facts
+    return info
 
 
 def machine(device: torch.device) -> str:
@@ -185,8 +185,8 @@ def _cpu() -> str:
     return name
 
 
-def _path(facts: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _path(info: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
     return trusted("calibration", f"{digest[:24]}.json")
 
 
@@ -199,7 +199,7 @@ def _measured(
     advance: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> list[CostTable]:
-    """One table for each exit, or one of the target alone.
+    """One table for each N, or one of the target alone.
 
     All are timed in the same turns, so that they can be compared.
     """
@@ -225,7 +225,7 @@ def _measured(
 
 
 class _TargetParts:
-    """Parts of a round that all exits have in common."""
+    """Parts of a round that drafts with any N have in common."""
 
     def __init__(self, bench: RoundParts) -> None:
         room = bench.target.max_positions - max(TOKENS)
@@ -258,7 +258,7 @@ class _TargetParts:
 
 
 class _DraftParts:
-    """Parts of a round that belong to drafts through one exit."""
+    """Parts of a round that belong to drafts with one N."""
 
     def __init__(self, bench: RoundParts) -> None:
         assert bench.proposer is not None

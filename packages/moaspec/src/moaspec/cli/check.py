@@ -108,9 +108,9 @@ def check(
     reader = check_reader(asked, text, quiet=as_json) if whole else None
     right = _right(checked) and (reader is None or reader.verdict != "different")
     if as_json:
-        facts = {**_as_json(model, checked), "right": right, "complete": whole}
-        facts["reader"] = None if reader is None else vars(reader)
-        console.out.print(json.dumps(facts))
+        info = {**_as_json(model, checked), "right": right, "complete": whole}
+        info["reader"] = None if reader is None else vars(reader)
+        console.out.print(json.dumps(info))
     if not whole:
         raise typer.Exit(130)
     if not right:

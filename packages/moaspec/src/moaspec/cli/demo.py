@@ -171,7 +171,7 @@ def _prepared(model: str, dtype: str, steps: Steps) -> Setting:
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.backends.fast_target import same_bits
     from moaspec.backends.load import chosen_dtype
-    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.choose_layers import layers_options
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
     from moaspec.model.moa import MoADrafter
@@ -195,7 +195,7 @@ def _prepared(model: str, dtype: str, steps: Steps) -> Setting:
     assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"
     unmeasured = None
     unknown = drafter is not None and any(
-        one.costs is None or one.costs.busy for one in known_exits(target, drafter)
+        one.costs is None or one.costs.busy for one in layers_options(target, drafter)
     )
     if drafter is not None and unknown and not same_bits(target):
         # Else shipped costs do, which the clock corrects.

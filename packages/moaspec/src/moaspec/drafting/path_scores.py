@@ -80,11 +80,11 @@ class Ranking:
 
     def _noise(self, depth: int) -> Tensor:
         """Noise of the draft vocabulary at the position of this depth, the same for all beams."""
-        facts = [
+        info = [
             (seed_bits(sampling.seed or 0), sampling.choice, position + depth)
             for sampling, position in zip(self._settings, self._next, strict=True)
         ]
-        facts_S3 = torch.tensor(facts, device=self._token_ids_V.device)
+        facts_S3 = torch.tensor(info, device=self._token_ids_V.device)
         seed_S1, choice_S1, position_S1 = facts_S3[..., None].unbind(1)
         return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V)
 

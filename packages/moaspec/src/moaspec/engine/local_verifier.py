@@ -79,21 +79,21 @@ class HiddenStates:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Tensor]] = {}
+        self._states: dict[int, tuple[int, Tensor]] = {}
 
     def add(self, row: int, position: int, states_TE: Tensor) -> None:
         """Keep the states of the tokens from a position on; they replace older ones there."""
-        start, held = self._held.get(row, (position, None))
-        if held is None or position <= start:
-            self._held[row] = (position, states_TE)
+        start, states = self._states.get(row, (position, None))
+        if states is None or position <= start:
+            self._states[row] = (position, states_TE)
         else:
-            self._held[row] = (start, torch.cat((held[: position - start], states_TE)))
+            self._states[row] = (start, torch.cat((states[: position - start], states_TE)))
 
     def pop(self, row: int) -> Tensor:
-        return self._held.pop(row)[1]
+        return self._states.pop(row)[1]
 
     def clear(self) -> None:
-        self._held.clear()
+        self._states.clear()
 
 
 class LocalVerifier(Verifier):

@@ -72,7 +72,7 @@ def save_drafter(
         directory: created when missing; an existing checkpoint in it is replaced.
         dtype: dtype of the stored weights; None keeps them as they are.
         int8: matrices are stored in eight bits, half of bf16. Other programs cannot read them.
-        training: facts about the training run, stored as they are.
+        training: data of the training run, stored as it is.
         shard_bytes: largest file of weights; 0 for one file. Several get the index that
             transformers' sharded checkpoints have.
     """

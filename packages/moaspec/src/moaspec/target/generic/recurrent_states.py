@@ -75,12 +75,12 @@ class MixerCache:
     ) -> Tensor:
         """Keep the last inputs of a convolution; returns all inputs that the new tokens need."""
         del layer_idx
-        held = self.states.get(("conv", state_idx))
-        size = conv_kernel_size or (conv_states if held is None else held).shape[-1]
-        if held is None:
+        state = self.states.get(("conv", state_idx))
+        size = conv_kernel_size or (conv_states if state is None else state).shape[-1]
+        if state is None:
             inputs = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
-            inputs = torch.cat((held, conv_states), dim=-1)
+            inputs = torch.cat((state, conv_states), dim=-1)
         self.states["conv", state_idx] = inputs[..., -size:].clone()
         return inputs
 
