@@ -66,7 +66,9 @@ def main() -> None:
     judging = trusted(args, target)
     shape = parse_shape(args.shape)
     agreements = sorted({*args.agreements, agreement_for(args.tau, shape.depth)})
-    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
+    prompts = [
+        chat_ids(target, prompt.turns[0]) for prompt in read_prompts(args.suite, limit=args.limit)
+    ]
     speeds: dict[float | None, list[float]] = {None: [], **{a: [] for a in agreements}}
     taus: dict[float, list[float]] = {a: [] for a in agreements}
     yardstick = LlamaCpp(gguf_of(args.model), threads=args.threads) if args.llama_cpp else None

@@ -381,7 +381,7 @@ def label(data: Figures) -> str:
 
 def apart(figures: Sequence[Figures]) -> str:
     """The most that quartiles are apart, of their median."""
-    most = max((one["high"] - one["low"]) / one["median"] for one in figures)
+    most = max((figure["high"] - figure["low"]) / figure["median"] for figure in figures)
     return f"{100 * most:.0f}%" + "*" * (most > NOISY)
 
 

@@ -103,7 +103,7 @@ class _Log:
         """Verified tokens per second between two moments; None where there were no two events."""
         if since_s is None or until_s is None:
             return None
-        seen = [one for one in self._lengths if since_s <= one[0] <= until_s]
+        seen = [length for length in self._lengths if since_s <= length[0] <= until_s]
         if len(seen) < 2:
             return None
         (first_s, first), (last_s, last) = seen[0], seen[-1]

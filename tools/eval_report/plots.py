@@ -86,7 +86,7 @@ def _by_suite(methods: JsonObject, figure: str, colors: JsonObject) -> Plot:
 
 
 def _acceptance(methods: JsonObject, colors: JsonObject) -> Plot:
-    rows = {name: row for name, one in methods.items() if (row := one["acceptance_by_depth"])}
+    rows = {name: row for name, method in methods.items() if (row := method["acceptance_by_depth"])}
 
     def draw(axes: Axes) -> None:
         for name, row in rows.items():
@@ -99,7 +99,7 @@ def _acceptance(methods: JsonObject, colors: JsonObject) -> Plot:
 
 def _round_parts(methods: JsonObject) -> Plot:
     """Stacked bars of the parts of a round, in milliseconds."""
-    rows = {name: row for name, one in methods.items() if (row := one.get("round_s"))}
+    rows = {name: row for name, method in methods.items() if (row := method.get("round_s"))}
     if not rows:
         return None
 
@@ -134,12 +134,12 @@ def _widths(costs: JsonObject) -> Plot:
 def _rounds(costs: Sequence[JsonObject], axis: str, label: str, colors: JsonObject) -> Plot:
     """Milliseconds of a round, one line per method, and of a plain pass."""
     other = "batch" if axis == "context" else "context"
-    fixed = min((one[other] for one in costs), default=0)
-    rows = sorted((one for one in costs if one[other] == fixed), key=lambda one: one[axis])
+    fixed = min((cost[other] for cost in costs), default=0)
+    rows = sorted((cost for cost in costs if cost[other] == fixed), key=lambda one: one[axis])
     if not rows:
         return None
     lines = {
-        PLAIN: [(one[axis], one["plain_s"]) for one in rows if _method(one) == _method(rows[0])]
+        PLAIN: [(row[axis], row["plain_s"]) for row in rows if _method(row) == _method(rows[0])]
     }
     for name, group in groupby(sorted(rows, key=_method), key=_method):
         lines[name] = [
@@ -170,7 +170,9 @@ def _scale(axes: Axes, places: Sequence[int], label: str) -> None:
 
 def _cut(cut: JsonObject | None, figure: str, label: str) -> Plot:
     methods: JsonObject = {} if cut is None else cut["methods"]
-    rows = {name: one[figure] for name, one in methods.items() if one.get(figure) is not None}
+    rows = {
+        name: method[figure] for name, method in methods.items() if method.get(figure) is not None
+    }
 
     def draw(axes: Axes) -> None:
         axes.barh(list(rows), list(rows.values()))

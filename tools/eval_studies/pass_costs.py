@@ -256,7 +256,7 @@ def _linear_layers(target: Target) -> set[nn.Linear | PackedLinear]:
 
 def linear_layers(modules: Iterable[nn.Module]) -> set[nn.Linear | PackedLinear]:
     """The linear layers among modules, as they are computed."""
-    layers = {one.joined if isinstance(one, FusedPart) else one for one in modules}
+    layers = {module.joined if isinstance(module, FusedPart) else module for module in modules}
     return {layer for layer in layers if isinstance(layer, nn.Linear | PackedLinear)}
 
 

@@ -27,8 +27,8 @@ def widths_table(found: PassCosts) -> Table:
     """What passes cost, and the most that drafting can bring."""
     headings = ("tokens in a pass", "ms", "speed-up if all were right")
     rows = [
-        (str(one.tokens), in_ms(one.seconds), f"{found.bound.ceiling[one.tokens]:.2f}x")
-        for one in found.widths
+        (str(width.tokens), in_ms(width.seconds), f"{found.bound.ceiling[width.tokens]:.2f}x")
+        for width in found.widths
     ]
     return Table(headings, rows)
 

@@ -99,8 +99,10 @@ def record(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     target = moaspec.load_target(args.model)
     drafter = moaspec.load_drafter(args.model, target=target)
-    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
-    prompts = [one for one in prompts if len(one) <= LONGEST_PROMPT]
+    prompts = [
+        chat_ids(target, prompt.turns[0]) for prompt in read_prompts(args.suite, limit=args.limit)
+    ]
+    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
     traces.save(traces.record(target, drafter, prompts, args.max_new_tokens))
 
 

@@ -225,10 +225,10 @@ class Players:
         """Let them write."""
         self.start_s, cpu_s = time.monotonic(), time.process_time()
         threads = [threading.Thread(target=self._thread, args=(i,)) for i in range(self.devices)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if self.errors:
             raise self.errors[0]
         turn_s = (time.process_time() - cpu_s) / max(1, len(self.pieces))
@@ -336,8 +336,8 @@ class SkippingPlayers(Players):
         """Let them write, and stop the services."""
         self.start_s = time.monotonic()
         await asyncio.gather(*(self._skipping(i) for i in range(self.devices)))
-        for one in self.services:
-            await one.stop()
+        for service in self.services:
+            await service.stop()
         return Measured(self.pieces, self.passes)
 
     async def _skipping(self, number: int) -> None:
@@ -364,8 +364,8 @@ class SkippingPlayers(Players):
         async def generate(asked: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
             await asyncio.sleep(self.link.delay_s)
             async with aclosing(service.generate("local", asked)) as messages:
-                async for one in messages:
-                    yield one
+                async for message in messages:
+                    yield message
 
         alone: Any = SimpleNamespace(generate=generate)
         await self._write(number, session, RemoteText(alone))

@@ -191,10 +191,10 @@ class Server(SharedVerifier):
         results: list[VerifyResult | Exception] = []
         self._found.passes.append((asyncio.get_running_loop().time(), len(requests)))
         encoded = 0
-        for one in requests:
-            accepted = min(len(one.tree.tokens), self.places.get(one.cache_row, 0))
+        for request in requests:
+            accepted = min(len(request.tree.tokens), self.places.get(request.cache_row, 0))
             results.append(VerifyResult(tuple(range(accepted)), 1))
-            encoded += (len(one.new_tokens) + accepted) * one.encode
+            encoded += (len(request.new_tokens) + accepted) * request.encode
         costs = self._fleet.costs
         seconds = pass_s(costs, requests) + len(requests) * self._fleet.row_s
         await asyncio.sleep(seconds + (float(costs.accept_s(encoded)) if encoded else 0.0))
@@ -205,9 +205,9 @@ class Server(SharedVerifier):
 
 def pass_s(costs: CostTable, requests: Sequence[VerifyRequest]) -> float:
     """Seconds of a pass; tokens of a prompt need no head."""
-    prompts = sum(len(one.new_tokens) - 1 for one in requests)
-    tokens = len(requests) + sum(len(one.tree.tokens) for one in requests)
-    context = sum(one.num_verified for one in requests) // len(requests)
+    prompts = sum(len(request.new_tokens) - 1 for request in requests)
+    tokens = len(requests) + sum(len(request.tree.tokens) for request in requests)
+    context = sum(request.num_verified for request in requests) // len(requests)
     body = replace(costs, head_s=(0.0,) * len(costs.head_s))
     head_s = costs.verify_s(tokens, context) - body.verify_s(tokens, context)
     return float(body.verify_s(prompts + tokens, context) + head_s) + costs.plain_rest_s
@@ -405,8 +405,8 @@ class World:
         for server in self.servers[: fleet.lost]:
             server.failed.set()
         await asyncio.sleep(fleet.seconds / 2)
-        for one in devices:
-            one.cancel()
+        for device in devices:
+            device.cancel()
         await asyncio.gather(*devices, return_exceptions=True)
         for server in self.servers:
             await server.stop()

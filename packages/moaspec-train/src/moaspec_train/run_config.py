@@ -376,7 +376,7 @@ def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:
     """A message with the most similar key, or with all keys of this mapping."""
     every = [
         *get_type_hints(TrainConfig),
-        *(f"{name}.{one}" for name, kind in _NESTED.items() for one in get_type_hints(kind)),
+        *(f"{name}.{hint}" for name, kind in _NESTED.items() for hint in get_type_hints(kind)),
     ]
     nearest = [one for one in every if one.rpartition(".")[2] == _plain_key(key)]
     nearest += difflib.get_close_matches(_plain_key(inside + key), every, n=1)

@@ -168,8 +168,8 @@ class VLLMVerifier(Verifier):
         self._scheduler.wanted.add(name)
         # Ranks in other processes get a grammar's masks, because its matcher cannot be sent.
         processors = tuple(
-            one.along(text, tokens) if isinstance(one, GrammarProcessor) else one
-            for one in request.sampling.processors
+            processor.along(text, tokens) if isinstance(processor, GrammarProcessor) else processor
+            for processor in request.sampling.processors
         )
         sampling = replace(request.sampling, processors=processors)
         return PendingVerification(

@@ -241,6 +241,6 @@ def begun(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text with which one of these marks may begin."""
     longest = max(map(len, marks), default=1) - 1
     for start in range(max(len(text) - longest, 0), len(text)):
-        if any(one.startswith(text[start:]) for one in marks):
+        if any(mark.startswith(text[start:]) for mark in marks):
             return len(text) - start
     return 0

@@ -426,7 +426,7 @@ class Engine:
 
 def _shared_times(requests: Sequence[RequestState]) -> ObservedTimes | None:
     """The observed times that the policies of all requests share; None if they share none."""
-    found = [None if one.policy is None else one.policy.times for one in requests]
+    found = [None if request.policy is None else request.policy.times for request in requests]
     if found[0] is not None and all(times is found[0] for times in found):
         return found[0]
     for times in found:

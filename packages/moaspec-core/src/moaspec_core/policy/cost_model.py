@@ -173,7 +173,7 @@ class CostTable:
 
 def _ascend(numbers: Sequence[int]) -> bool:
     """Whether they are whole numbers from 1, each larger than the one before."""
-    whole = all(isinstance(one, int) and 1 <= one < 2**31 for one in numbers)
+    whole = all(isinstance(number, int) and 1 <= number < 2**31 for number in numbers)
     return whole and all(low < high for low, high in pairwise(numbers))
 
 

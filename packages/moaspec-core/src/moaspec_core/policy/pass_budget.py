@@ -65,19 +65,21 @@ class PassBudget:
         A request that loses all its drafts is not encoded now. If there is one request, it keeps
         its drafts: no other row waits for them.
         """
-        most = sum(len(one.tree.tokens) for one in requests)
+        most = sum(len(request.tree.tokens) for request in requests)
         if len(requests) == 1 or not most:
             return list(requests)
         prices = self._costs.prices(
             most,
-            context=sum(one.num_verified for one in requests) // len(requests),
+            context=sum(request.num_verified for request in requests) // len(requests),
             num_rows=len(requests),
-            num_tokens=sum(len(one.new_tokens) for one in requests),
+            num_tokens=sum(len(request.new_tokens) for request in requests),
         )
-        trees = _best_drafts([one.tree for one in requests], [*map(self._log_p, requests)], prices)
+        trees = _best_drafts(
+            [request.tree for request in requests], [*map(self._log_p, requests)], prices
+        )
         return [
-            one if tree is one.tree else self._without(one, tree)
-            for one, tree in zip(requests, trees, strict=True)
+            request if tree is request.tree else self._without(request, tree)
+            for request, tree in zip(requests, trees, strict=True)
         ]
 
     def _without(self, request: VerifyRequest, tree: DraftTree) -> VerifyRequest:

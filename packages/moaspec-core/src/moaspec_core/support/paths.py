@@ -75,7 +75,10 @@ def why_not_trusted(path: Path, root: Path) -> str | None:
     """
     if not _HAS_OWNERS:
         return None
-    between = [root, *reversed([one for one in path.parents if one.is_relative_to(root)][:-1])]
+    between = [
+        root,
+        *reversed([parent for parent in path.parents if parent.is_relative_to(root)][:-1]),
+    ]
     try:
         for place in (one for one in between if one.exists()):
             if not os.access(place, os.R_OK | os.X_OK):

@@ -172,7 +172,7 @@ def range_messages(runs: Iterable[PositionRange]) -> list[pb.Range]:
 
 def sampling_message(sampling: SamplingParams) -> pb.Sampling:
     """Sampling parameters as a message; InputError for custom processors, which cannot be sent."""
-    grammars = [getattr(one, "grammar", "") for one in sampling.processors]
+    grammars = [getattr(processor, "grammar", "") for processor in sampling.processors]
     if len(grammars) > 1 or "" in grammars:
         raise InputError(
             "logits_processors are functions, and cannot be sent to a server. Use logit_bias and "

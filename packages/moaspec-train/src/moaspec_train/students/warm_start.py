@@ -113,7 +113,7 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     layer = drafter.decoder.self_attention
     random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(source)
-    ratio = largest_dimension([_text_states(target, drafter, one) for one in batches])
+    ratio = largest_dimension([_text_states(target, drafter, batch) for batch in batches])
     if ratio > MASSIVE_DIMENSION:
         layer.load_state_dict(random)
         times = f"{ratio:.0f} times the median one"

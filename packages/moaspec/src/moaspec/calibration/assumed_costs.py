@@ -129,7 +129,7 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         row_s=of.row_s * (level_s[0] + of.call_s),
         decide_s=DECIDE_S,
         widths=WIDTHS,
-        step_s=tuple(float(one) + of.call_s for one in steps),
+        step_s=tuple(float(step) + of.call_s for step in steps),
         encode_s=tuple(one + of.call_s for one in encode_s),
     )
 
@@ -156,5 +156,5 @@ def _layer_weights(target: Target) -> int:
 
 
 def _weights(*modules: nn.Module) -> int:
-    parameters: Iterable[nn.Parameter] = (p for one in modules for p in one.parameters())
-    return sum(one.numel() for one in parameters)
+    parameters: Iterable[nn.Parameter] = (p for module in modules for p in module.parameters())
+    return sum(parameter.numel() for parameter in parameters)

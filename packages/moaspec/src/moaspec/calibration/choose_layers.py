@@ -56,7 +56,7 @@ def best_option(options: Sequence[LayersOption]) -> LayersOption:
 
     An N without costs or rates of its own is not taken.
     """
-    speedups = [one.speedup for one in options]
+    speedups = [option.speedup for option in options]
     if speedups[0] is None:
         return options[0]
     return options[max(range(len(options)), key=lambda i: speedups[i] or 0.0)]

@@ -42,7 +42,7 @@ def measure_once(
     """
     layers = num_target_layers
     options = layers_options(target, drafter, num_target_layers=layers)
-    busy = any(one.costs is not None and one.costs.busy for one in options)
+    busy = any(option.costs is not None and option.costs.busy for option in options)
     if options[0].costs is not None and not busy:
         return options, None
     why_not = _why_not(target, MAX_EXPECTED_S)

@@ -203,10 +203,10 @@ def _measured(
 
     All are timed in the same turns, so that they can be compared.
     """
-    benches = [RoundParts(target, one) for one in proposers] or [RoundParts(target, None)]
+    benches = [RoundParts(target, proposer) for proposer in proposers] or [RoundParts(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.proposer is not None]
-    parts = [*common.parts, *chain(*(one.parts for one in drafts))]
+    parts = [*common.parts, *chain(*(draft.parts for draft in drafts))]
     crowded: list[bool] = []
     for (turn, left), part in ((turn, part) for turn in _numbered(turns) for part in parts):
         if stopped():
@@ -221,7 +221,7 @@ def _measured(
             crowded.append(target.crowded)
     # What counts stands as long as fewer than half of the turns were disturbed.
     costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
-    return [one.added_to(costs) for one in drafts] or [costs]
+    return [draft.added_to(costs) for draft in drafts] or [costs]
 
 
 class _TargetParts:
@@ -319,8 +319,8 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
     too long does not make the ones after it look free.
     """
     levels: list[tuple[float, int]] = []  # times, and how many each stands for
-    for one in seconds:
-        value, count = max(0.0, one), 1
+    for second in seconds:
+        value, count = max(0.0, second), 1
         while levels and levels[-1][0] > value:
             before, number = levels.pop()
             value = (value * count + before * number) / (count + number)

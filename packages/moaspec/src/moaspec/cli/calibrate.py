@@ -106,13 +106,13 @@ def _facts(costs: CostTable, options: Sequence[LayersOption]) -> dict[str, Any]:
     return {
         **asdict(chosen.costs or costs),
         "num_target_layers": chosen.num_target_layers,
-        "speedups": {one.num_target_layers: one.speedup for one in options},
+        "speedups": {option.num_target_layers: option.speedup for option in options},
     }
 
 
 def _show(costs: CostTable, options: Sequence[LayersOption]) -> None:
     show_table(_passes_table(costs, options))
-    drafted = [one for one in options if one.costs is not None]
+    drafted = [option for option in options if option.costs is not None]
     if drafted:
         console.out.print()
         show_table(_drafting_table(drafted))
@@ -126,9 +126,9 @@ def _passes_table(costs: CostTable, options: Sequence[LayersOption]) -> Table:
         *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
         ("head and choice", costs.head_s),
         *(
-            (f"{_prefix(one, options)}encoding them", one.costs.encode_s)
-            for one in options
-            if one.costs is not None
+            (f"{_prefix(option, options)}encoding them", option.costs.encode_s)
+            for option in options
+            if option.costs is not None
         ),
     ]
     rows = [(name, *map(in_ms, line)) for name, line in lines]
@@ -137,14 +137,14 @@ def _passes_table(costs: CostTable, options: Sequence[LayersOption]) -> Table:
 
 def _drafting_table(options: Sequence[LayersOption]) -> Table:
     """Times of the levels of a draft, by their nodes."""
-    widths = sorted({width for one in options if one.costs for width in one.costs.widths})
+    widths = sorted({width for option in options if option.costs for width in option.costs.widths})
     rows = [
         (
-            f"{_prefix(one, options)}drafting",
-            *map(in_ms, (one.costs.root_s, *map(one.costs.step_s_of, widths))),
+            f"{_prefix(option, options)}drafting",
+            *map(in_ms, (option.costs.root_s, *map(option.costs.step_s_of, widths))),
         )
-        for one in options
-        if one.costs
+        for option in options
+        if option.costs
     ]
     return Table(("nodes in a level", "first level", *map(str, widths)), rows, "milliseconds")
 
@@ -152,8 +152,8 @@ def _drafting_table(options: Sequence[LayersOption]) -> Table:
 def _show_promises(options: Sequence[LayersOption]) -> None:
     from moaspec.calibration.choose_layers import best_option
 
-    for one in options:
-        console.print_wrapped(f"{_prefix(one, options)}{_promise(one)}", "dim")
+    for option in options:
+        console.print_wrapped(f"{_prefix(option, options)}{_promise(option)}", "dim")
     chosen = best_option(options)
     with_n = f" with N = {chosen.num_target_layers}" if len(options) > 1 else ""
     _, speedup = chosen.best_chain or (0, 0.0)

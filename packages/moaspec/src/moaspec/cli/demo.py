@@ -195,7 +195,7 @@ def _prepared(model: str, dtype: str, steps: Steps) -> Setting:
     assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"
     unmeasured = None
     unknown = drafter is not None and any(
-        one.costs is None or one.costs.busy for one in layers_options(target, drafter)
+        option.costs is None or option.costs.busy for option in layers_options(target, drafter)
     )
     if drafter is not None and unknown and not same_bits(target):
         # Else shipped costs do, which the clock corrects.

@@ -167,7 +167,9 @@ def evaluate(
             as_json=as_json,
         )
         return
-    with ProgressBar("measuring", len(loaded) * sum(len(one.turns) for one in prompts)) as bar:
+    with ProgressBar(
+        "measuring", len(loaded) * sum(len(prompt.turns) for prompt in prompts)
+    ) as bar:
         report = measure(
             loaded[: len(timed)],
             prompts,

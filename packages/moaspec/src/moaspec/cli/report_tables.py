@@ -156,13 +156,13 @@ def comparison_table(found: Comparison) -> Table:
     """A row per method."""
     rows = [
         (
-            one.method,
-            str(one.prompts),
-            f"{number(one.tau_before)} to {number(one.tau_after)}",
-            _interval(one.tau, "+.2f"),
-            _interval(one.speed, ".2f"),
+            change.method,
+            str(change.prompts),
+            f"{number(change.tau_before)} to {number(change.tau_after)}",
+            _interval(change.tau, "+.2f"),
+            _interval(change.speed, ".2f"),
         )
-        for one in found.changes
+        for change in found.changes
     ]
     headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
     return Table(headings, rows)

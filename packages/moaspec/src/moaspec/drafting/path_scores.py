@@ -73,7 +73,7 @@ class Ranking:
         device, width = log_q_SWV.device, log_q_SWV.shape[1]
         temperature_S11 = temperatures(self._settings).to(device)[..., None]
         scaled_SWV = log_q_SWV.double() * SHARPNESS / temperature_S11
-        settings = [one for one in self._settings for _ in range(width)]
+        settings = [setting for setting in self._settings for _ in range(width)]
         alive_SWV = survivors(scaled_SWV.flatten(0, 1), settings).view_as(scaled_SWV)
         noise_SV = self._noise(depth)
         return (scaled_SWV + noise_SV[:, None]).masked_fill(~alive_SWV, -torch.inf)

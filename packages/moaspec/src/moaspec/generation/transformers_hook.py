@@ -271,14 +271,18 @@ class _Prompts:
         of pads. So they get this row with its pads, repeated for every row of the batch. A function
         of batch index and prefix is called for this row alone.
         """
-        stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
+        stateful = [
+            type(processor).__name__
+            for processor in processors
+            if type(processor).__name__ in _STATEFUL
+        ]
         if stateful:
             raise InputError(
                 f"{', '.join(stateful)} keeps a state from call to call; with speculation "
                 "processors must depend on their arguments only."
             )
         pads, rows = self._pads[row], len(self._ids)
-        processors = LogitsProcessorList(_for_row(one, row) for one in processors)
+        processors = LogitsProcessorList(_for_row(processor, row) for processor in processors)
 
         def process(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
             ids_T = torch.tensor([*pads, *prefix], device=logits_V.device)

@@ -52,7 +52,7 @@ def find_gguf(path: Path) -> Path | None:
     found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
     firsts = sorted({parts_of(one)[0] for one in found})
     if len(firsts) > 1:
-        names = ", ".join(one.name for one in firsts[:4])
+        names = ", ".join(first.name for first in firsts[:4])
         raise UnknownModelError(
             f"The directory {path} holds several GGUF files ({names}); name one of them."
         )
@@ -89,7 +89,7 @@ def _inside(path: Path) -> list[Path]:
 def key_of(gguf: Path) -> str:
     """The name of a converted file in the cache, with a hash of its path, size and time."""
     stats = [one.stat() for one in parts_of(gguf)]
-    text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in stats)
+    text = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
     text = f"{CONVERSION} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
