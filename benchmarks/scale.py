@@ -246,8 +246,8 @@ class Chosen(DraftPolicy):
     tree: Tree | None = None
     wants_features = True
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
-        del length, num_rows, copied
+    def shape(self, length: int, num_requests: int, copied: float) -> Tree | None:
+        del length, num_requests, copied
         return self.tree
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:

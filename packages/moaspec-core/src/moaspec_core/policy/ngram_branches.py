@@ -42,11 +42,11 @@ class NgramBranches:
         self._guess: tuple[int, int, float] | None = None  # place, token, its rate by the table
         self._hit_rate = FadingRate(1.0, PRIOR_LOOKUPS)  # right guesses over those expected
 
-    def look_up(self, token_ids: Sequence[int], num_rows: int, depth: int) -> float:
+    def look_up(self, token_ids: Sequence[int], num_requests: int, depth: int) -> float:
         """Find what followed the text's end where it occurs earlier.
 
         Args:
-            num_rows: rows that take part in the round; with costs only a row alone copies.
+            num_requests: that take part in the round; with costs only a request alone copies.
             depth: most tokens to copy.
 
         Returns:
@@ -57,7 +57,7 @@ class NgramBranches:
         if depth < 1:
             return 0.0
         if isinstance(shape, KnownCosts):
-            if num_rows > 1:  # a path of one row gives the others pads
+            if num_requests > 1:  # a path of one request gives the others pads
                 return 0.0
             shape = shape.at(length, 1).tree
         self._shape = limited = shape.limited(depth)

@@ -33,7 +33,7 @@ MISFIT = 0.2
 
 @dataclass(frozen=True)
 class RoundTime:
-    """One round of all rows that decode together."""
+    """One round of all requests that decode together."""
 
     ended_s: float  # by a clock
     seconds: float  # without the encoding of what a plain round verified
@@ -80,7 +80,7 @@ class ObservedTimes:
         """Decide whether the next round is a plain one.
 
         Args:
-            shared: whether all rows of the round have these times. Otherwise it is not recorded.
+            shared: whether all requests of the round have these times; else it is not recorded.
         """
         interval = INTERVAL if len(self._compared) >= FIRST_COMPARED else FIRST_INTERVAL
         drafted = bool(self._run) and self._run[-1].drafted
