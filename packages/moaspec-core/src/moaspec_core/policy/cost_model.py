@@ -104,7 +104,7 @@ class CostTable:
 
         def beyond(line: Sequence[float]) -> tuple[float, ...]:
             plain_s = float(_between(num_requests, self.tokens, line))
-            return tuple(max(0.0, plain_s + factor * (one - plain_s)) for one in line)
+            return tuple(max(0.0, plain_s + factor * (pass_s - plain_s)) for pass_s in line)
 
         return replace(
             self,
@@ -113,8 +113,8 @@ class CostTable:
             logits_s=beyond(self.logits_s) if self.logits_s else (),
             root_s=factor * self.root_s,
             row_s=factor * self.row_s,
-            step_s=tuple(factor * one for one in self.step_s),
-            encode_s=tuple(factor * one for one in self.encode_s),
+            step_s=tuple(factor * seconds for seconds in self.step_s),
+            encode_s=tuple(factor * seconds for seconds in self.encode_s),
             draft_rest_s=factor * self.draft_rest_s,
         )
 

@@ -71,7 +71,7 @@ class NgramBranches:
         size, path = self._index.longest(limited.depth, COPY_RATES[0][0])
         if not path:
             return 0.0
-        first, later = next((one, more) for least, one, more in COPY_RATES if size >= least)
+        first, later = next((first, more) for least, first, more in COPY_RATES if size >= least)
         self._paths, self._guess = [path], (length, path[0], first)
         self._rates = min(MAX_RATE, first * self._hit_rate.value), later
         promised = accumulate(self._rates[0] * later**i for i in range(len(path)))
@@ -110,7 +110,7 @@ class NgramBranches:
             share = min(1.0, rate * (node in copied) + (1.0 - rate) * drafted)
             p.append(max(1e-30, share * (p[parent] if parent >= 0 else 1.0)))
         order = sorted(range(len(p)), key=lambda node: -p[node])  # stable: parents come first
-        log_p = [math.log(one) for one in p]
+        log_p = [math.log(rate) for rate in p]
         kept = bytearray(len(p))
         for node in order[: shape.kept([log_p[node] for node in order])]:
             kept[node] = 1

@@ -36,7 +36,7 @@ def share_slots(
         by_shape: the indices of the requests that were drafted for in each shape.
     """
     kept = list(trees)
-    priced = [(one, own) for one, own in by_shape.items() if isinstance(one, PricedTree)]
+    priced = [(shape, own) for shape, own in by_shape.items() if isinstance(shape, PricedTree)]
     indices = [i for _, own in priced for i in own if trees[i].log_p]
     if len(indices) > 1:  # the tree of a single request was cut by its proposer
         prices = max((shape.prices for shape, _ in priced), key=len)

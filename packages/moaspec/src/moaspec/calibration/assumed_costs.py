@@ -59,7 +59,9 @@ class MachineCosts:
 
     def pass_s(self, num_bytes: float, weights: int) -> tuple[float, ...]:
         """Seconds of products with weights, for `tokens` tokens."""
-        return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.extra_s)
+        return tuple(
+            self.read_s * num_bytes / 1e9 + extra * weights / 1e9 for extra in self.extra_s
+        )
 
     def of_encoder(self) -> "MachineCosts":
         """Those of products with the encoder's weights."""
@@ -72,7 +74,9 @@ def machine_costs(target: Target) -> MachineCosts:
     name = "cuda" if target.device.type == "cuda" else kernels or "off"
     shipped = _shipped()
     info = shipped.get(f"{name} {_vendor()}", shipped[name])
-    lines: dict[str, Any] = {key: tuple(one) for key, one in info.items() if isinstance(one, list)}
+    lines: dict[str, Any] = {
+        key: tuple(value) for key, value in info.items() if isinstance(value, list)
+    }
     return MachineCosts(**info | lines)
 
 
@@ -130,7 +134,7 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         decide_s=DECIDE_S,
         widths=WIDTHS,
         step_s=tuple(float(step) + of.call_s for step in steps),
-        encode_s=tuple(one + of.call_s for one in encode_s),
+        encode_s=tuple(seconds + of.call_s for seconds in encode_s),
     )
 
 
@@ -138,7 +142,9 @@ def target_pass_s(target: Target, of: MachineCosts) -> tuple[float, ...]:
     """Seconds of passes of the target over `of.tokens` tokens."""
     weights = num_weights(target)
     num_bytes = weight_bytes(target) or weights * target.dtype.itemsize
-    return tuple(one + of.layer_s * target.num_layers for one in of.pass_s(num_bytes, weights))
+    return tuple(
+        seconds + of.layer_s * target.num_layers for seconds in of.pass_s(num_bytes, weights)
+    )
 
 
 def num_weights(target: Target) -> int:

@@ -278,13 +278,15 @@ class _DraftParts:
     def added_to(self, costs: CostTable) -> CostTable:
         levels = LEVELS - 1
         # Timed twice in each turn, so that a short disturbance counts less.
-        root_s = min(part.usual_s for part in (self._root, *(one for one, _ in self._grown[:1])))
+        root_s = min(part.usual_s for part in (self._root, *(step for step, _ in self._grown[:1])))
         costs = replace(
             costs,
             root_s=root_s,
             row_s=max(0.0, self._roots.usual_s - root_s) / (ROWS - 1),
             widths=self._widths,
-            step_s=_rising([(many.usual_s - one.usual_s) / levels for one, many in self._grown]),
+            step_s=_rising(
+                [(many.usual_s - single.usual_s) / levels for single, many in self._grown]
+            ),
             encode_s=_rising([part.usual_s for part in self._encoded]),
             decide_s=DECIDE_S,
         )

@@ -84,7 +84,7 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
     """
     settings = [prefix.sampling for prefix in prefixes]
     scaled_NV = scores_NV.double() / temperatures(settings).to(scores_NV.device)
-    places = [(one.seed, one.choice, one.position) for one in map(_params_of, prefixes)]
+    places = [(place.seed, place.choice, place.position) for place in map(_params_of, prefixes)]
     facts_N3 = torch.tensor(places, device=scores_NV.device)
     if not any(setting.filters for setting in settings):
         token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
