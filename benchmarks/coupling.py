@@ -1,6 +1,6 @@
 """What coupling gains: acceptance of drafts when the target samples.
 
-All methods verify the same texts (the law makes them equal; the script refuses to print otherwise),
+All methods verify the same texts, or the script refuses to print (sampling is seeded),
 so only the drafts differ:
 
 - greedy: target and drafter at temperature 0, for comparison;
@@ -85,8 +85,8 @@ def main() -> None:
         for name, figure in figures[shape].items():
             depths = " ".join(f"{share:.1%}" for share in figure["acceptance_by_depth"])
             print(f"{shape:14} {name:12} tau {figure['tau']:.3f}   by depth {depths}", flush=True)
-    facts = text_setting(args, target) | {"prompts": len(prompts), "figures": figures}
-    print(json.dumps(facts))
+    data = text_setting(args, target) | {"prompts": len(prompts), "figures": figures}
+    print(json.dumps(data))
 
 
 def _run(

@@ -236,7 +236,7 @@ def starts(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first draft, and memory."""
     found: dict[str, Any] = {}
     for _ in range(args.repeats):
-        for name in (one for one in KINDS if one not in WEB):
+        for name in (kind for kind in KINDS if kind not in WEB):
             row = found.setdefault(name, {"cold_s": [], "warm_s": []})
             forget(places[name])
             row["cold_s"].append(started(places[name])["start_s"])
@@ -316,7 +316,7 @@ def taus(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     module: Any = moaspec.load_drafter(args.drafter, target=target)
     prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
     devices = {"PyTorch, float32": LocalDevice(target, module)}
-    drafters: dict[str, Any] = {name: one.drafting(None) for name, one in devices.items()}
+    drafters: dict[str, Any] = {name: device.drafting(None) for name, device in devices.items()}
     drafters |= {name: load(place).drafting(None) for name, place in places.items()}
     counts = {name: [0, 0] for name in drafters}
     for prompt in prompts:
@@ -393,7 +393,7 @@ def links(places: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
     from edge_bench.bench import EdgeSettings, run_edge_bench
     from moaspec.evaluate.prompt_suites import read_prompts
 
-    prompts = tuple(one.turns[0] for one in read_prompts("bundled", limit=args.link_prompts))
+    prompts = tuple(prompt.turns[0] for prompt in read_prompts("bundled", limit=args.link_prompts))
     found: dict[str, Any] = {}
     rows: list[Sequence[object]] = []
     brief: list[Sequence[object]] = []

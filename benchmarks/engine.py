@@ -66,7 +66,9 @@ def main() -> None:
     judging = trusted(args, target)
     shape = parse_shape(args.shape)
     agreements = sorted({*args.agreements, agreement_for(args.tau, shape.depth)})
-    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
+    prompts = [
+        chat_ids(target, prompt.turns[0]) for prompt in read_prompts(args.suite, limit=args.limit)
+    ]
     speeds: dict[float | None, list[float]] = {None: [], **{a: [] for a in agreements}}
     taus: dict[float, list[float]] = {a: [] for a in agreements}
     yardstick = LlamaCpp(gguf_of(args.model), threads=args.threads) if args.llama_cpp else None
@@ -91,11 +93,11 @@ def main() -> None:
         ratio = speed["median"] / base
         print(f"{agreement:.3f}     {speed['median']:6.1f} tokens/s  {ratio:.2f}x  tau {tau:.2f}")
         curve.append({"agreement": agreement, "tau": tau, "tokens_per_s": speed, "speedup": ratio})
-    facts = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
+    data = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
     if yardstick is not None:
         print(f"llama.cpp {statistics.median(llama):6.1f} tokens/s, plain, 4 bits")
-        facts |= {"llama_cpp": {"version": yardstick.version, "tokens_per_s": spread(llama)}}
-    print(json.dumps(facts | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
+        data |= {"llama_cpp": {"version": yardstick.version, "tokens_per_s": spread(llama)}}
+    print(json.dumps(data | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
 
 
 def agreement_for(tau: float, depth: int) -> float:

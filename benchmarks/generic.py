@@ -130,14 +130,14 @@ def main() -> None:
     for name in args.models:
         print(f"{name}: {1 + args.rounds} turns ...", file=sys.stderr, flush=True)
         own, target = made(name, getattr(torch, args.dtype))
-        facts = figures[name] = measured(own, target, args)
-        ratio, millions = facts["speed_up"], facts["parameters"] / 1e6
+        data = figures[name] = measured(own, target, args)
+        ratio, millions = data["speed_up"], data["parameters"] / 1e6
         print(
-            f"{name:13} {millions:4.0f}M  {facts['tokens_per_s']['median']:6.1f} tokens/s, "
+            f"{name:13} {millions:4.0f}M  {data['tokens_per_s']['median']:6.1f} tokens/s, "
             f"{ratio['median']:.2f}x transformers ({ratio['low']:.2f} to {ratio['high']:.2f})",
             flush=True,
         )
-        passes = facts["round_ms"]
+        passes = data["round_ms"]
         print("  ms a round:", ", ".join(f"{k} {v['median']:.1f}" for k, v in passes.items()))
     print(json.dumps({"benchmark": "generic", "setting": setting(target), "models": figures}))
 

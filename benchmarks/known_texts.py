@@ -124,7 +124,7 @@ def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespa
             temperature=args.temperature,
             seed=args.seed if args.temperature else None,
         )
-        texts += [(ids, one.token_ids) for ids, one in zip(batch, answers, strict=True)]
+        texts += [(ids, answer.token_ids) for ids, answer in zip(batch, answers, strict=True)]
     return texts
 
 

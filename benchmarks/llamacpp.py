@@ -207,13 +207,14 @@ def server_way(running: contextlib.ExitStack, url: str, most: int, **body: Any) 
     body |= {"temperature": 0, "max_tokens": most, "stream": True}
     body["stream_options"] = {"include_usage": True}
     processes = _processes_of(url)
-    for one in processes:
-        running.callback(one.resume)
+    for process in processes:
+        running.callback(process.resume)
 
     def decode(prompts: Sequence[Prompt], name: str) -> Run:
         async def all_of() -> list[tuple[list[float], int]]:
             bodies = [
-                body | {"messages": [{"role": "user", "content": one.turns[0]}]} for one in prompts
+                body | {"messages": [{"role": "user", "content": prompt.turns[0]}]}
+                for prompt in prompts
             ]
             return await asyncio.gather(*(_stream(url, one, name) for one in bodies))
 
@@ -232,10 +233,14 @@ def server_way(running: contextlib.ExitStack, url: str, most: int, **body: Any) 
 def _processes_of(url: str) -> list[psutil.Process]:
     """The process of this machine that listens at an address, and its descendants."""
     at = urlsplit(url)
-    for one in psutil.net_connections("tcp"):
-        listens = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == at.port
-        if listens and one.pid is not None and at.hostname in ("127.0.0.1", "localhost"):
-            first = psutil.Process(one.pid)
+    for connection in psutil.net_connections("tcp"):
+        listens = (
+            connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == at.port
+        )
+        if listens and connection.pid is not None and at.hostname in ("127.0.0.1", "localhost"):
+            first = psutil.Process(connection.pid)
             return [first, *first.children(recursive=True)]
     return []
 
@@ -243,18 +248,18 @@ def _processes_of(url: str) -> list[psutil.Process]:
 @contextlib.contextmanager
 def _running(processes: Sequence[psutil.Process]) -> Iterator[None]:
     """Let stopped processes run for a while."""
-    for one in processes:
-        one.resume()
+    for process in processes:
+        process.resume()
     try:
         yield
     finally:
-        for one in processes:
-            one.suspend()
+        for process in processes:
+            process.suspend()
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     """CPU seconds of processes; NaN if there are none."""
-    times = [one.cpu_times() for one in processes]
+    times = [process.cpu_times() for process in processes]
     return sum(one.user + one.system for one in times) if times else float("nan")
 
 
@@ -327,9 +332,9 @@ def main() -> None:
     target, drafter = load(args)
     shaping = shaping_for(target, drafter)
     prompts, most = read_prompts(args.suite), args.max_new_tokens
-    longest = most + max(len(chat_ids(target, one.turns[0])) for one in prompts)
-    facts = {"benchmark": "llamacpp", "setting": setting(target), "drafts": shaping.tree}
-    facts |= {"suite": Path(args.suite).name, "max_new_tokens": most}
+    longest = most + max(len(chat_ids(target, prompt.turns[0])) for prompt in prompts)
+    info = {"benchmark": "llamacpp", "setting": setting(target), "drafts": shaping.tree}
+    info |= {"suite": Path(args.suite).name, "max_new_tokens": most}
     ways: dict[str, Way] = {
         "engine, plain": engine_way(target, None, None, most),
         "engine": engine_way(target, drafter, shaping, most),
@@ -343,7 +348,7 @@ def main() -> None:
         if "llama.cpp" in args.servers:
             gguf, streams = gguf_of(args.model), max(args.streams)
             llama = LlamaCpp(gguf, threads=args.threads, context=longest, streams=streams)
-            facts["llama_cpp"] = llama.version
+            info["llama_cpp"] = llama.version
             ways["llama.cpp"] = server_way(running, llama.url, most, cache_prompt=False)
         for one in args.other:
             name, _, address = one.partition("=")
@@ -351,7 +356,7 @@ def main() -> None:
         runs = compared(ways, prompts, args, lambda *texts: check(args, target, *texts))
     found = [figures(name, streams, of) for (streams, name), of in runs.items()]
     print(table(found))
-    print(json.dumps(facts | {"found": found}))
+    print(json.dumps(info | {"found": found}))
 
 
 def compared(

@@ -59,14 +59,14 @@ def main() -> None:
         before = f"  was {baseline[name]['median']:.3f}" if name in baseline else ""
         note = f"  SLOWER by {slower[name]:.0%}" if name in slower else ""
         print(f"{name:28} {figure['median']:9.3f} ms{before}{note}")
-    facts = {"benchmark": "micro", "setting": setting(target), "cold_start_s": cold_start_s}
-    facts |= {"milliseconds": figures, "slower": slower, "compared": bool(baseline)}
+    data = {"benchmark": "micro", "setting": setting(target), "cold_start_s": cold_start_s}
+    data |= {"milliseconds": figures, "slower": slower, "compared": bool(baseline)}
     if args.save or not baseline:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+        path.write_text(json.dumps(data, indent=1) + "\n")
         print(f"This run is the baseline now: {path.name}")
     print(f"cold start (imports, loading, first tokens): {cold_start_s:.1f} s")
-    print(json.dumps(facts))
+    print(json.dumps(data))
     if slower and args.strict:
         raise SystemExit(1)
 
@@ -134,9 +134,9 @@ def slowdowns(
     return slower
 
 
-def baseline_path(facts: dict[str, Any]) -> Path:
+def baseline_path(data: dict[str, Any]) -> Path:
     """Where the baseline of a setting is kept: with the calibrations, not in the repository."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     return cache_dir() / "benchmarks" / f"{digest[:24]}.json"
 
 

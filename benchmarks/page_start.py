@@ -77,8 +77,8 @@ def _serving(bundle: Path, model: str, drafter: str) -> Iterator[str]:
 def renderer_bytes() -> int:
     """Private memory of the largest of Chromium's renderers that this process started."""
     found = []
-    for one in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # some end meanwhile
-            if "--type=renderer" in one.cmdline():
-                found.append(one.memory_full_info().uss)
+            if "--type=renderer" in child.cmdline():
+                found.append(child.memory_full_info().uss)
     return max(found)

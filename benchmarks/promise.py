@@ -65,8 +65,8 @@ def main() -> None:
     broken = [name for name, one in found.items() if one["ratio"] < LEAST]
     print(f"below {LEAST}: {', '.join(broken) or 'none'}")
     costs = "shipped" if stored_costs(target, drafter) is None else "measured"
-    facts = {"benchmark": "promise", "costs": costs, "runs": args.runs, "least": LEAST}
-    print(json.dumps({**facts, "setting": setting(target), "prompts": found, "below": broken}))
+    data = {"benchmark": "promise", "costs": costs, "runs": args.runs, "least": LEAST}
+    print(json.dumps({**data, "setting": setting(target), "prompts": found, "below": broken}))
 
 
 @contextmanager

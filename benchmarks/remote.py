@@ -213,16 +213,16 @@ def main() -> None:
     one_by_one = asyncio.run(measure(target, known, args, max_rows=1, seconds=alone_s))
     batched = asyncio.run(measure(target, known, args, max_rows=64, seconds=args.seconds))
     gain = batched["tokens_per_s"] / one_by_one["tokens_per_s"]
-    for name, facts in (("one by one", one_by_one), ("batched", batched)):
-        verdict = facts["verdict_ms"]
+    for name, data in (("one by one", one_by_one), ("batched", batched)):
+        verdict = data["verdict_ms"]
         print(
-            f"{name:11} {facts['tokens_per_s']:7.1f} tokens/s, {facts['rows_per_pass']:.1f} rows a "
+            f"{name:11} {data['tokens_per_s']:7.1f} tokens/s, {data['rows_per_pass']:.1f} rows a "
             f"pass, verdict p50 {verdict['p50']:.0f} ms, p99 {verdict['p99']:.0f} ms, tokens of a "
-            f"client {facts['tokens_by_client']['least']}..{facts['tokens_by_client']['most']}"
+            f"client {data['tokens_by_client']['least']}..{data['tokens_by_client']['most']}"
         )
     print(f"batched over one by one: {gain:.2f}")
-    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype}
-    print(json.dumps({"one_by_one": one_by_one, "batched": batched, "gain": gain, **facts}))
+    data = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype}
+    print(json.dumps({"one_by_one": one_by_one, "batched": batched, "gain": gain, **data}))
 
 
 if __name__ == "__main__":

@@ -113,11 +113,15 @@ def parse() -> argparse.Namespace:
 def load(args: argparse.Namespace) -> tuple[moaspec.Target, MoADrafter, list[list[int]]]:
     """Target, drafter and prompts."""
     if args.tiny:
-        return tiny.target(), tiny.agreeing_drafter("llama"), [list(one) for one in tiny.PROMPTS]
+        return (
+            tiny.target(),
+            tiny.agreeing_drafter("llama"),
+            [list(prompt) for prompt in tiny.PROMPTS],
+        )
     target = moaspec.load_target("smollm2-135m", dtype="float32")
     drafter = moaspec.load_drafter("smollm2-135m", target=target)
-    turns = [one.turns[0] for one in read_prompts("bundled", limit=args.prompts)]
-    return target, drafter, [prompt_ids(target.tokenizer, one) for one in turns]
+    turns = [prompt.turns[0] for prompt in read_prompts("bundled", limit=args.prompts)]
+    return target, drafter, [prompt_ids(target.tokenizer, turn) for turn in turns]
 
 
 async def decoded(
@@ -153,14 +157,19 @@ def codecs(
     """Tau and bytes of every codec, beside tau without any."""
     local = [
         moaspec.generate(
-            target, one, drafter=drafter, max_new_tokens=new_tokens, tree=SHAPE, stop_token_ids=()
+            target,
+            prompt,
+            drafter=drafter,
+            max_new_tokens=new_tokens,
+            tree=SHAPE,
+            stop_token_ids=(),
         )
-        for one in prompts
+        for prompt in prompts
     ]
     found: dict[str, Any] = {"local": {"tau": tau(local)}}
     for name in CODECS:
         sessions = asyncio.run(decoded(target, drafter, prompts, new_tokens, codec=name))
-        results = [one.result for one in sessions]
+        results = [session.result for session in sessions]
         assert [r.token_ids for r in results] == [r.token_ids for r in local]
         found[name] = {"tau": tau(results), "loss": 1.0 - tau(results) / found["local"]["tau"]}
         print(f"{name}: tau {tau(results):.3f}, local {found['local']['tau']:.3f}", flush=True)
@@ -232,8 +241,8 @@ def main() -> None:
         f"{early['had_at_first_draft']} activations were there when the first draft left"
     )
     costs = codecs(target, drafter, prompts, args.new_tokens)
-    facts = {"llama_3_8b": llama, "bytes": bytes_, "long_prompt": early, "tau": costs}
-    print(json.dumps({**facts, "torch": torch.__version__}))
+    data = {"llama_3_8b": llama, "bytes": bytes_, "long_prompt": early, "tau": costs}
+    print(json.dumps({**data, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

@@ -82,13 +82,13 @@ def main() -> None:
         print(f"{part:8} {figure['median']:7.2f} ms  {share:6.1%}")
     print(f"{'round':8} {total['median']:7.2f} ms  over {len(rounds)} rounds")
     shares = {part: figure["median"] / total["median"] for part, figure in figures.items()}
-    facts = {"benchmark": "round", "setting": setting(target), "tree": args.tree}
-    facts |= {
+    data = {"benchmark": "round", "setting": setting(target), "tree": args.tree}
+    data |= {
         "batch": args.batch,
         "rounds": len(rounds),
         "milliseconds": figures | {"round": total},
     }
-    print(json.dumps(facts | {"shares": shares}))
+    print(json.dumps(data | {"shares": shares}))
 
 
 def _engine(target: Any, drafting: FastMoAProposer, watch: Stopwatch) -> Engine:

@@ -109,7 +109,7 @@ def main() -> None:
     args = options().parse_args()
     torch.set_num_threads(args.threads)
     found = known(args)
-    done = {(facts["target"], facts["quantize"]) for facts in found}
+    done = {(data["target"], data["quantize"]) for data in found}
     asked = [(name, quantize) for name in args.shapes for quantize in args.quantize]
     left = [one for one in asked if one not in done]
     sizes = [layer_size(SHAPES[name]) * SHAPES[name].num_hidden_layers for name, _ in left]
@@ -122,7 +122,7 @@ def main() -> None:
         spent_s = time.perf_counter() - started
         rest_s = spent_s * sum(sizes[i + 1 :]) / sum(sizes[: i + 1])
         print(f"{name}, {quantize}: {spent_s:.0f} s so far, at most {rest_s:.0f} left", flush=True)
-    found.sort(key=lambda facts: asked.index((facts["target"], facts["quantize"])))
+    found.sort(key=lambda data: asked.index((data["target"], data["quantize"])))
     print(tables(found))
     if args.plot is not None:
         draw(found, args.plot)
@@ -151,10 +151,10 @@ def known(args: argparse.Namespace) -> list[Figures]:
     """Figures of the file that the run continues."""
     if args.json is None or not args.json.exists():
         return []
-    facts = json.loads(args.json.read_text(encoding="utf-8"))
-    if facts["settings"] != settings(args):
-        sys.exit(f"{args.json} has figures of other settings: {facts['settings']}. Name another.")
-    return list(facts["targets"])
+    data = json.loads(args.json.read_text(encoding="utf-8"))
+    if data["settings"] != settings(args):
+        sys.exit(f"{args.json} has figures of other settings: {data['settings']}. Name another.")
+    return list(data["targets"])
 
 
 def settings(args: argparse.Namespace) -> Figures:
@@ -183,10 +183,10 @@ def scaled(name: str, quantize: str, args: argparse.Namespace) -> list[Figures]:
     for graphs in (True, False) if target.layers.records else (False,):
         if not graphs and isinstance(target.layers, FastDecoderLayers):
             target.layers.graphs = None
-        facts = setting(target) | {"graphs": graphs, "drafter": drafter.num_parameters}
-        facts |= {"quantize": quantize, "weight_bytes": pass_bytes(target)}
+        data = setting(target) | {"graphs": graphs, "drafter": drafter.num_parameters}
+        data |= {"quantize": quantize, "weight_bytes": pass_bytes(target)}
         turns = Turns(target, drafter, shapes)
-        found.append(facts | figures_of(turns, args.drafts, args.seconds, graphs=graphs))
+        found.append(data | figures_of(turns, args.drafts, args.seconds, graphs=graphs))
     return found
 
 
@@ -246,8 +246,8 @@ class Chosen(DraftPolicy):
     tree: Tree | None = None
     wants_features = True
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
-        del length, num_rows, copied
+    def shape(self, length: int, num_requests: int, copied: float) -> Tree | None:
+        del length, num_requests, copied
         return self.tree
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -359,29 +359,29 @@ def tables(found: Sequence[Figures]) -> str:
     ]
     heads = ["target", "drafts", *(f"tau {tau:g}" for tau in TAUS), "apart"]
     costs, speeds = [head, ["---"] * len(head)], [[], heads, ["---"] * len(heads)]
-    for facts in found:
-        shown = [*facts["pass"].values(), facts["encode"]["4"], facts["step"], facts["plain"]]
-        shown += [facts["drafts"][name][part] for name in names for part in ("draft", "round")]
-        large = [*facts["pass"].values(), facts["plain"]]
-        large += [facts["drafts"][name]["round"] for name in names]
-        cells = [f"{facts['weight_bytes'] / 1e9:.2f}", *(f"{one['median']:.1f}" for one in shown)]
-        costs.append([label(facts), *cells, apart(large)])
+    for data in found:
+        shown = [*data["pass"].values(), data["encode"]["4"], data["step"], data["plain"]]
+        shown += [data["drafts"][name][part] for name in names for part in ("draft", "round")]
+        large = [*data["pass"].values(), data["plain"]]
+        large += [data["drafts"][name]["round"] for name in names]
+        cells = [f"{data['weight_bytes'] / 1e9:.2f}", *(f"{one['median']:.1f}" for one in shown)]
+        costs.append([label(data), *cells, apart(large)])
         for name in names:
-            ratios = [*facts["drafts"][name]["speedup"].values()]
+            ratios = [*data["drafts"][name]["speedup"].values()]
             cells = [f"{ratio['median']:.2f}x" for ratio in ratios]
-            speeds.append([label(facts), name, *cells, apart(ratios)])
+            speeds.append([label(data), name, *cells, apart(ratios)])
     return "\n".join(f"| {' | '.join(row)} |" if row else "" for row in costs + speeds)
 
 
-def label(facts: Figures) -> str:
+def label(data: Figures) -> str:
     """The target and its precision."""
-    parts = [facts["target"], facts["dtype"] if facts["quantize"] == NONE else facts["quantize"]]
-    return ", ".join(parts + ["graphs"] * facts["graphs"])
+    parts = [data["target"], data["dtype"] if data["quantize"] == NONE else data["quantize"]]
+    return ", ".join(parts + ["graphs"] * data["graphs"])
 
 
 def apart(figures: Sequence[Figures]) -> str:
     """The most that quartiles are apart, of their median."""
-    most = max((one["high"] - one["low"]) / one["median"] for one in figures)
+    most = max((figure["high"] - figure["low"]) / figure["median"] for figure in figures)
     return f"{100 * most:.0f}%" + "*" * (most > NOISY)
 
 
@@ -397,10 +397,10 @@ def draw(found: Sequence[Figures], path: Path) -> None:
         figure = Figure(figsize=(3.6 * len(kinds) + 1.2, 6.0), layout="constrained")
         grid = figure.subplots(2, len(kinds), sharey="row", squeeze=False)
         for (upper, lower), kind in zip(grid.T, kinds, strict=True):
-            facts = [one for one in shown if one["quantize"] == kind]
-            upper.set_title(facts[0]["dtype"] if kind == NONE else kind)
-            draw_passes(upper, facts)
-            draw_speedups(lower, facts)
+            data = [one for one in shown if one["quantize"] == kind]
+            upper.set_title(data[0]["dtype"] if kind == NONE else kind)
+            draw_passes(upper, data)
+            draw_speedups(lower, data)
         grid[0, 0].set_ylabel("time over that of one token")
         grid[1, 0].set_ylabel("speed-up")
         for axes in grid[:, 0]:  # which share it with the others of their row
@@ -414,9 +414,9 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 
 def draw_passes(axes: Any, found: Sequence[Figures]) -> None:
     """A line for each target."""
-    for facts in found:
-        passes = [one["median"] for one in facts["pass"].values()]
-        axes.plot(WIDTHS, np.array(passes) / passes[0], "o-", label=facts["target"])
+    for data in found:
+        passes = [one["median"] for one in data["pass"].values()]
+        axes.plot(WIDTHS, np.array(passes) / passes[0], "o-", label=data["target"])
     axes.set_xscale("log", base=2)
     axes.set_xticks(WIDTHS, [str(n) for n in WIDTHS])
     axes.set_xlabel("tokens in a pass")

@@ -128,8 +128,8 @@ def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> 
         for start in range(0, (arguments.steps + 1) * arguments.batch_size, arguments.batch_size)
     ]
     return [
-        TrainBatch(one, random_blocks(one, shortest=5, longest=15, generator=generator), None)
-        for one in batches
+        TrainBatch(batch, random_blocks(batch, shortest=5, longest=15, generator=generator), None)
+        for batch in batches
     ]
 
 

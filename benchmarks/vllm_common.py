@@ -55,11 +55,11 @@ def prompt_ids(model: str, suite: str, limit: int, *, longest: int) -> list[list
     tokenizer = load_tokenizer(find_weights(model))
     ids = [
         tokenizer.apply_chat_template(
-            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": one.turns[0]}],
+            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt.turns[0]}],
             add_generation_prompt=True,
             return_dict=False,
         )
-        for one in read_prompts(suite, limit=None)
+        for prompt in read_prompts(suite, limit=None)
     ]
     short = [one for one in ids if len(one) <= longest]
     # Suites are sorted by kind; take some of every kind.

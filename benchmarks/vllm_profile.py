@@ -87,7 +87,7 @@ def main() -> None:
     # The clocks are in this process, so the engine has to be.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
-    facts = {
+    data = {
         "benchmark": "vllm_profile",
         "machine": machine(torch.device("cpu")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -95,7 +95,7 @@ def main() -> None:
         "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
     }
     rows = [row for method in args.methods for row in _profile(args, method, prompts)]
-    print(json.dumps(facts | {"rows": rows}))
+    print(json.dumps(data | {"rows": rows}))
 
 
 def _profile(args: Any, method: str, prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def main() -> None:
     if args.cpu_seconds:
         time.perf_counter = time.process_time
     prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
-    facts = {
+    data = {
         "benchmark": "vllm_speed",
         "machine": machine(torch.device("cpu")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -61,7 +61,7 @@ def main() -> None:
         "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
     }
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.in_process else "1"
-    print(json.dumps(facts | {"rows": _speeds(args, prompts)}))
+    print(json.dumps(data | {"rows": _speeds(args, prompts)}))
 
 
 def _arguments(args: Any, method: str) -> dict[str, Any]:

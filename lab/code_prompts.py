@@ -276,11 +276,11 @@ def script_code(modules: Path) -> Iterator[Code]:
     """Functions and classes of JavaScript and TypeScript packages."""
     for manifest in modules.rglob("package.json"):
         try:
-            facts = json.loads(manifest.read_text(encoding="utf-8"))
+            info = json.loads(manifest.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        licence = facts.get("license")
-        if not isinstance(licence, str) or not PERMISSIVE.search(licence) or "name" not in facts:
+        licence = info.get("license")
+        if not isinstance(licence, str) or not PERMISSIVE.search(licence) or "name" not in info:
             continue
         for path in manifest.parent.rglob("*.[cmtj]*s"):
             beneath = path.relative_to(manifest.parent)
@@ -296,7 +296,7 @@ def script_code(modules: Path) -> Iterator[Code]:
                     and len(max(found[0].splitlines(), key=len)) < 200
                 ):
                     kind = "class" if "class " in found[0][:20] else "function"
-                    yield Code(facts["name"], licence, language, kind, found[1], found[0])
+                    yield Code(info["name"], licence, language, kind, found[1], found[0])
 
 
 def ask(code: Code, draw: random.Random) -> list[str] | None:

@@ -44,16 +44,16 @@ def know(monkeypatch: pytest.MonkeyPatch, tables: Mapping[int, CostTable]) -> No
     def stored(_: Target, __: MoADrafter, *, num_target_layers: int) -> CostTable | None:
         return tables.get(num_target_layers)
 
-    monkeypatch.setattr("moaspec.calibration.choose_exit.stored_costs", stored)
+    monkeypatch.setattr("moaspec.calibration.choose_layers.stored_costs", stored)
 
 
 def rated(of: Target, *rates: float, exits: tuple[int, ...] = (0, 2)) -> MoADrafter:
     """A drafter that disagrees, with these rates recorded for its first exits."""
     module = tiny.random_drafter(of, exits=exits)
-    by_exit: tuple[Rates, ...] = tuple(((rate,),) for rate in rates)
-    first = by_exit[0] if by_exit else ()
+    by_layers: tuple[Rates, ...] = tuple(((rate,),) for rate in rates)
+    first = by_layers[0] if by_layers else ()
     module.config = dataclasses.replace(
-        module.config, acceptance=first, further_acceptance=by_exit[1:]
+        module.config, acceptance=first, further_acceptance=by_layers[1:]
     )
     return module
 

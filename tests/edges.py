@@ -77,7 +77,7 @@ class _CutConnection:
         await self._inner.close()
 
 
-class HeldTransport(InProcessTransport):
+class PausedTransport(InProcessTransport):
     """A transport that may stop in the middle of an answer, for as long as it is told to."""
 
     most: int | None = None
@@ -87,14 +87,14 @@ class HeldTransport(InProcessTransport):
         connection = await super().connect()
         receive = connection.receive
 
-        async def receive_held() -> bytes:
+        async def receive_paused() -> bytes:
             while True:
                 frame = await receive()
                 base = pb.ServerMessage.FromString(frame).verdict.base
                 if self.most is None or base <= self.most:
                     return frame
 
-        vars(connection)["receive"] = receive_held
+        vars(connection)["receive"] = receive_paused
         return connection
 
     @contextmanager

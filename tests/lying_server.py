@@ -28,9 +28,9 @@ def verdict(base: int, tokens: list[int], dropped: Sequence[int] = ()) -> pb.Ser
     return pb.ServerMessage(verdict=pb.Verdict(base=base, tokens=tokens, dropped=dropped))
 
 
-def problem(kind: pb.Problem.Kind, **facts: object) -> pb.ServerMessage:
+def problem(kind: pb.Problem.Kind, **values: object) -> pb.ServerMessage:
     """A problem of the session."""
-    return pb.ServerMessage(problem=pb.Problem(kind=kind, **facts))  # type: ignore[arg-type]
+    return pb.ServerMessage(problem=pb.Problem(kind=kind, **values))  # type: ignore[arg-type]
 
 
 LIES: tuple[Callable[[int], pb.ServerMessage], ...] = (

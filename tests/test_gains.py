@@ -138,9 +138,9 @@ def test_a_run_says_how_it_was_made_and_names_no_path() -> None:
     kept = sorted((ROOT / "docs/results").glob("*.json"))
     assert kept
     for path in kept:
-        facts = json.loads(path.read_text("utf-8"))
-        assert set(run()) <= facts.keys()
-        assert "/" not in facts["model"] + facts["drafter"]
+        data = json.loads(path.read_text("utf-8"))
+        assert set(run()) <= data.keys()
+        assert "/" not in data["model"] + data["drafter"]
 
 
 def test_no_other_page_has_speeds_of_its_own() -> None:

@@ -60,16 +60,16 @@ def test_tables_and_figures(
     options += ["--dtype=float32", f"--json={files[0]}", f"--plot={files[1]}"]
     _run(monkeypatch, *options)
     printed = capsys.readouterr().out
-    facts = json.loads(files[0].read_text())
-    assert json.loads(printed.splitlines()[-1]) == facts
+    data = json.loads(files[0].read_text())
+    assert json.loads(printed.splitlines()[-1]) == data
     assert "draft, chain:2" in printed
     assert "<svg" in files[1].read_text()
     ways = [True, False] if graphs else [False]
-    assert [(one["target"], one["graphs"]) for one in facts["targets"]] == [
+    assert [(one["target"], one["graphs"]) for one in data["targets"]] == [
         (name, way) for name in FAMILY for way in ways
     ]
-    assert facts["targets"][-1]["drafter"] <= 500_000
-    for one in facts["targets"]:
+    assert data["targets"][-1]["drafter"] <= 500_000
+    for one in data["targets"]:
         assert list(one["pass"]) == list(one["encode"]) == ["1", "4"]
         least = [part["low"] for part in (*one["pass"].values(), *one["encode"].values())]
         assert min(*least, one["plain"]["low"]) > 0

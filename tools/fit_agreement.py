@@ -120,7 +120,7 @@ def fitted(margin_N: Tensor, hit_N: Tensor) -> tuple[float, float]:
     return round(float(weights[0]), 2), round(float(weights[1]), 2)
 
 
-def _report(statistics: Statistics, facts: dict[str, Any]) -> None:
+def _report(statistics: Statistics, info: dict[str, Any]) -> None:
     rows = []
     for rank in range(RANKS):
         margin, hit = statistics.margin_NK[:, rank], statistics.hit_NK[:, rank]
@@ -133,8 +133,8 @@ def _report(statistics: Statistics, facts: dict[str, Any]) -> None:
             p = (intercept + slope * margin[inside]).sigmoid().mean()
             observed = hit[inside].double().mean()
             print(f"    margin {low:5.2f}..{high:5.2f}: observed {observed:6.1%}, fitted {p:6.1%}")
-    facts["drafted"] = len(statistics.hit_NK)
-    print(json.dumps(facts | {"agreement": rows}))
+    info["drafted"] = len(statistics.hit_NK)
+    print(json.dumps(info | {"agreement": rows}))
 
 
 if __name__ == "__main__":

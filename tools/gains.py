@@ -82,19 +82,19 @@ def measure(args: argparse.Namespace) -> None:
         at_once: _measured(args, model, work / f"at-once-{at_once}", at_once)
         for at_once in map(int, args.at_once.split(","))
     }
-    facts = next(iter(reports.values()))
+    info = next(iter(reports.values()))
     run = {
         "model": Path(args.model).name,
         "drafter": Path(args.drafter or args.model).name,
         "suite": Path(args.suite).stem,
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
-        "dtype": facts["dtype"],
-        "threads": facts["threads"],
-        "machine": facts["machine"],
+        "dtype": info["dtype"],
+        "threads": info["threads"],
+        "machine": info["machine"],
         "kernels": instructions() or "none",
         "load": load,  # of the machine before, by its other programs
-        "versions": facts["versions"],
+        "versions": info["versions"],
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "packages")),
         "date": datetime.now(UTC).date().isoformat(),
@@ -114,8 +114,8 @@ def _measured(
     options = ["--suite", str(suite), "--methods", "plain,moa", "--batch", str(at_once)]
     options += ["--max-new-tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
     _moaspec("eval", *model, *options, "--out", str(out / "eval"))
-    facts: dict[str, Any] = json.loads((out / "eval/report.json").read_text(encoding="utf-8"))
-    return facts
+    info: dict[str, Any] = json.loads((out / "eval/report.json").read_text(encoding="utf-8"))
+    return info
 
 
 def _rows(suite: str, limit: int | None, at_once: int) -> Iterable[str]:

@@ -29,7 +29,7 @@ import moaspec.generation.api
 import tiny
 from commands import Cli, load_targets_by, text_target
 from costs import know, table
-from moaspec.calibration.choose_exit import chosen_exit, known_exits
+from moaspec.calibration.choose_layers import best_option, layers_options
 from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.cli.loading import measure_once, warn_unmeasured
 from moaspec.evaluate.correctness.check_target import Check, CheckedText, Told
@@ -83,8 +83,8 @@ def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
 @pytest.mark.slow
 def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
     assert loaded.tokenizer is not None
-    facts = json.loads(cli("calibrate", "--json").out)
-    assert len(facts["pass_s"][0]) == len(facts["tokens"])
+    info = json.loads(cli("calibrate", "--json").out)
+    assert len(info["pass_s"][0]) == len(info["tokens"])
 
 
 @pytest.mark.slow
@@ -100,16 +100,16 @@ def test_calibrate_tells_what_each_exit_promises(
         module.config, acceptance=rates, further_acceptance=(rates,) if rates else ()
     )
     monkeypatch.setattr("moaspec.generation.drafters.load_any_drafter", lambda *_, **__: module)
-    facts = json.loads(cli("calibrate", "--json").out)
-    exits = known_exits(loaded, module)
-    assert facts["speedups"] == {str(one.num_target_layers): one.speedup for one in exits}
-    assert facts["num_target_layers"] == chosen_exit(exits).num_target_layers
-    assert (None in facts["speedups"].values()) == (not rates)
-    output = cli("calibrate")  # which measures anew, and may find the other exit better
+    info = json.loads(cli("calibrate", "--json").out)
+    options = layers_options(loaded, module)
+    assert info["speedups"] == {str(one.num_target_layers): one.speedup for one in options}
+    assert info["num_target_layers"] == best_option(options).num_target_layers
+    assert (None in info["speedups"].values()) == (not rates)
+    output = cli("calibrate")  # which measures anew, and may find the other N better
     assert output.code == 0
     for n in (0, 2):
         assert f"N = {n}: drafting" in output.words
-    chosen = chosen_exit(known_exits(loaded, module)).num_target_layers
+    chosen = best_option(layers_options(loaded, module)).num_target_layers
     assert f" with N = {chosen} " in output.words.partition("auto will")[2]
     assert ("records no rates" in output.words) == (not rates)
 
@@ -142,9 +142,9 @@ def test_calibrate_tells_whether_drafts_pay(
     words = cli("calibrate").words
     assert f"auto will {'decode' if decision == 'plainly' else 'draft'}" in words
     assert decision in words
-    (exit_,) = known_exits(loaded, module)
-    assert exit_.best_chain is not None
-    assert f"{exit_.best_chain[1]:.2f}x" in words.partition("auto will")[2]
+    (option,) = layers_options(loaded, module)
+    assert option.best_chain is not None
+    assert f"{option.best_chain[1]:.2f}x" in words.partition("auto will")[2]
 
 
 @pytest.mark.slow
@@ -209,9 +209,9 @@ def test_models(cli: Cli) -> None:
 
 
 def test_models_as_json(cli: Cli) -> None:
-    facts = json.loads(cli("models", "--json").out)
-    assert facts["models"][0]["alias"] == "smollm2-135m"
-    assert "qwen2" in facts["families"]
+    info = json.loads(cli("models", "--json").out)
+    assert info["models"][0]["alias"] == "smollm2-135m"
+    assert "qwen2" in info["families"]
 
 
 # info
@@ -241,34 +241,34 @@ def test_info_takes_a_line_per_fact(
     config[SECTION]["target"]["tokenizer_hash"] = digest = "0123456789abcdef" * 4
     path.write_text(json.dumps(config))
     output = cli("info", str(checkpoint))
-    facts = json.loads(cli("info", str(checkpoint), "--json").out)
+    info = json.loads(cli("info", str(checkpoint), "--json").out)
     lines = output.out.splitlines()
-    assert facts["target"]["tokenizer_hash"] == digest
+    assert info["target"]["tokenizer_hash"] == digest
     (shown,) = (line for line in lines if line.startswith("target.tokenizer_hash "))
     assert digest.startswith(shown.split()[1].removesuffix("…"))
     (shown,) = (line for line in lines if line.startswith("training.config.data "))
     assert "answers-0.jsonl" in shown
     assert max(map(len, lines[1:])) <= 80
-    num_facts = len(facts) - 2 + len(facts["target"]) + 1  # the parts of two, one of them a list
-    assert len(lines) - 2 == num_facts
+    num_lines = len(info) - 2 + len(info["target"]) + 1  # the parts of two, one of them a list
+    assert len(lines) - 2 == num_lines
     assert "--json" in lines[-1]
 
 
 def test_info_as_json(checkpoint: Path, cli: Cli) -> None:
-    facts = json.loads(cli("info", str(checkpoint), "--json").out)
-    assert facts["format"] == "moaspec"
-    assert facts["parameters"] == tiny.random_drafter(tiny.target()).num_parameters
-    assert facts["dtype"] == ["bfloat16"]
-    assert facts["num_target_layers"] == [0]
-    assert facts["draft_vocabulary"] == 2
-    assert facts["target"]["num_layers"] == 3
-    assert facts["training"] == {"steps": 77}
+    info = json.loads(cli("info", str(checkpoint), "--json").out)
+    assert info["format"] == "moaspec"
+    assert info["parameters"] == tiny.random_drafter(tiny.target()).num_parameters
+    assert info["dtype"] == ["bfloat16"]
+    assert info["num_target_layers"] == [0]
+    assert info["draft_vocabulary"] == 2
+    assert info["target"]["num_layers"] == 3
+    assert info["training"] == {"steps": 77}
 
 
 def test_info_of_a_published_checkpoint(checkpoint: Path, cli: Cli) -> None:
     (checkpoint / "config.json").write_text(json.dumps(tiny.target().config.to_dict()))
-    facts = json.loads(cli("info", str(checkpoint), "--json").out)
-    assert (facts["format"], facts["target"]) == ("published", "not recorded")
+    info = json.loads(cli("info", str(checkpoint), "--json").out)
+    assert (info["format"], info["target"]) == ("published", "not recorded")
 
 
 def save_eagle(directory: Path) -> None:
@@ -282,9 +282,9 @@ def save_eagle(directory: Path) -> None:
 
 def test_info_of_a_baseline(cli: Cli, tmp_path: Path) -> None:
     save_eagle(tmp_path)
-    facts = json.loads(cli("info", str(tmp_path), "--json").out)
-    assert facts["format"] == "baseline (eagle)"
-    assert facts["target"]["num_layers"] == 3
+    info = json.loads(cli("info", str(tmp_path), "--json").out)
+    assert info["format"] == "baseline (eagle)"
+    assert info["target"]["num_layers"] == 3
 
 
 def test_a_baseline_is_not_converted(cli: Cli, tmp_path: Path) -> None:
@@ -422,15 +422,15 @@ def test_generate_with_a_system_prompt(cli: Cli, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("loaded")
 def test_generate_as_json(cli: Cli) -> None:
     output = cli("generate", PROMPT, "--max-new-tokens", "24", "--tree", "chain:3", "--json")
-    facts = json.loads(output.out)
-    assert facts["token_ids"] == list(OWN)
-    assert facts["text"] == TEXT
-    assert facts["prompt_tokens"] == 3
-    assert facts["stop_reason"] == "max_new_tokens"
-    assert facts["tau"] > 1.5
-    assert sum(facts["accept_lengths"]) == 23
-    assert len(facts["sources"]) == 24
-    assert facts["timing"]["total_s"] > 0
+    info = json.loads(output.out)
+    assert info["token_ids"] == list(OWN)
+    assert info["text"] == TEXT
+    assert info["prompt_tokens"] == 3
+    assert info["stop_reason"] == "max_new_tokens"
+    assert info["tau"] > 1.5
+    assert sum(info["accept_lengths"]) == 23
+    assert len(info["sources"]) == 24
+    assert info["timing"]["total_s"] > 0
 
 
 @pytest.mark.usefixtures("loaded")
@@ -775,8 +775,8 @@ def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> No
     assert json.loads(cli("info", drafter, "--json").out)["training"]["steps"] == 3
     tiny.tokenizer().save_pretrained(tmp_path / "target")
     model = ("--model", str(tmp_path / "target"), "--dtype", "float32")
-    facts = cli("generate", PROMPT, *model, "--json")
-    assert json.loads(facts.out)["token_ids"][:24] == list(OWN)
+    info = cli("generate", PROMPT, *model, "--json")
+    assert json.loads(info.out)["token_ids"][:24] == list(OWN)
 
 
 @pytest.mark.parametrize(
@@ -857,9 +857,9 @@ def test_check_fails_where_there_is_a_fault(
     output = cli(*options)
     assert output.code == 1
     assert "FAULT: greedy; replay, tree; alone; prompt 0, token" in output.words
-    facts = json.loads(cli(*options, "--json").out)
-    assert facts["right"] is False
-    assert {"different", "identical"} <= {finding["kind"] for finding in facts["findings"]}
+    info = json.loads(cli(*options, "--json").out)
+    assert info["right"] is False
+    assert {"different", "identical"} <= {finding["kind"] for finding in info["findings"]}
 
 
 @pytest.mark.usefixtures("loaded")
@@ -876,9 +876,9 @@ def test_an_interrupted_check_shows_what_was_found(
     monkeypatch.setattr(Check, "run", interrupted)
     output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "2", "--json")
     assert output.code == 130
-    facts = json.loads(output.out)
-    assert len(facts["findings"]) == found
-    assert not facts["complete"]
+    info = json.loads(output.out)
+    assert len(info["findings"]) == found
+    assert not info["complete"]
     assert f"Stopped: {found} of " in output.err
 
 
@@ -1068,8 +1068,8 @@ def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
     assert (
         cli("checkpoint", "convert", str(tmp_path / "ours"), there, "--to", form, *model).code == 0
     )
-    facts = json.loads(cli("info", there, "--json").out)
-    assert facts["format"] == "published"
+    info = json.loads(cli("info", there, "--json").out)
+    assert info["format"] == "published"
     output = cli(
         "checkpoint", "convert", there, back, "--to", "moaspec", *model, "--num-target-layers", "1"
     )

@@ -135,8 +135,8 @@ def test_what_a_requirement_needs_is_asked_for_where_it_is_missing(
         name, _, extra = requirement.rstrip("]").partition("[")
         project = ROOT / "packages" / name / "pyproject.toml"
         if project.exists():
-            facts = tomllib.loads(project.read_text())["project"]
-            asked = facts["optional-dependencies"][extra] if extra else facts["dependencies"]
+            info = tomllib.loads(project.read_text())["project"]
+            asked = info["optional-dependencies"][extra] if extra else info["dependencies"]
             ours = {Requirement(one).name for one in asked if one.startswith("moaspec")}
             assert set(NEEDS.get(requirement, ())) == ours - {"moaspec-core", name}, requirement
     assert "moaspec-serve'" not in install_command("moaspec-edge[http]")
@@ -147,10 +147,10 @@ def test_what_a_requirement_needs_is_asked_for_where_it_is_missing(
 
 def test_every_command_is_known() -> None:
     for project in (ROOT / "packages").glob("*/pyproject.toml"):
-        facts = tomllib.loads(project.read_text())["project"]
-        for command in facts.get("entry-points", {}).get("moaspec.commands", ()):
-            if " " not in command and facts["name"] != "moaspec-core":
-                assert COMMANDS[command].partition("[")[0] == facts["name"], command
+        info = tomllib.loads(project.read_text())["project"]
+        for command in info.get("entry-points", {}).get("moaspec.commands", ()):
+            if " " not in command and info["name"] != "moaspec-core":
+                assert COMMANDS[command].partition("[")[0] == info["name"], command
 
 
 @pytest.mark.parametrize("missing", ["moaspec-train", "moaspec-serve", "moaspec-vllm"])

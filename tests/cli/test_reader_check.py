@@ -57,6 +57,6 @@ def test_a_wrong_reading_fails(file: Path, cli: Cli, monkeypatch: pytest.MonkeyP
     assert "every token is the target's choice" in output.words
     assert "Wrong: the reader of GGUF files" in output.words
     assert gguf.is_dequantised(gguf.key_of(file))
-    facts = json.loads(cli("check", "--model", str(file), *OPTIONS, "--json").out)
-    assert facts["right"] is False
-    assert facts["reader"]["verdict"] == "different"
+    data = json.loads(cli("check", "--model", str(file), *OPTIONS, "--json").out)
+    assert data["right"] is False
+    assert data["reader"]["verdict"] == "different"

@@ -76,10 +76,10 @@ def test_all_cases_write_the_same_text(bundle: Path) -> None:
             )
             assert found.texts == expected
             assert (found.tokens, found.later) == (40, 38)
-            texts, facts = found.texts, found.as_json()
-            plain = plain or facts
+            texts, data = found.texts, found.as_json()
+            plain = plain or data
             row = measured_row(
-                case, 3.0, facts, plain, link=PRESETS["lan"], rtt_s=0.009, pass_s=0.001
+                case, 3.0, data, plain, link=PRESETS["lan"], rtt_s=0.009, pass_s=0.001
             )
             assert row["same_text"]
             assert math.isfinite(row["off"])

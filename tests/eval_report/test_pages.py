@@ -47,8 +47,8 @@ def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     )
     costs = measure_costs(methods, contexts=(32, 64), batches=(1, 2), widths=(1, 2))
     cut = measure_cut(methods, PROMPTS, encode, after=3, max_new_tokens=6)
-    facts = (report.as_json(), costs.as_json(), cut.as_json())
-    return json.loads(json.dumps([{**one, "settings": SETTINGS} for one in facts]))
+    values = (report.as_json(), costs.as_json(), cut.as_json())
+    return json.loads(json.dumps([{**one, "settings": SETTINGS} for one in values]))
 
 
 def written(results: Any, directory: Path) -> Path:
@@ -77,8 +77,8 @@ class Checker(HTMLParser):
 
 @pytest.mark.slow
 def test_the_page_is_whole_and_needs_no_network(results: Any) -> None:
-    facts, costs, cut = results
-    text = page(facts, {"A plot": "<svg viewBox='0 0 1 1'></svg>"}, costs, cut)
+    values, costs, cut = results
+    text = page(values, {"A plot": "<svg viewBox='0 0 1 1'></svg>"}, costs, cut)
     checker = Checker()
     checker.feed(text)
     assert checker.open == []
@@ -99,9 +99,9 @@ def test_the_page_is_whole_and_needs_no_network(results: Any) -> None:
 
 @pytest.mark.slow
 def test_a_lossy_method_has_no_speedup(results: Any) -> None:
-    facts = json.loads(json.dumps(results[0]))
-    facts["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
-    assert 'class="bad">lossy' in page(facts, {})
+    values = json.loads(json.dumps(results[0]))
+    values["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
+    assert 'class="bad">lossy' in page(values, {})
 
 
 def test_without_matplotlib_the_error_says_what_to_do(
@@ -115,8 +115,8 @@ def test_without_matplotlib_the_error_says_what_to_do(
 @pytest.mark.slow
 def test_every_plot_is_drawn(results: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    facts, costs, cut = results
-    plots = draw_plots(facts, costs, cut)
+    values, costs, cut = results
+    plots = draw_plots(values, costs, cut)
     assert len(plots) == 9
     for title, svg in plots.items():
         root = ElementTree.fromstring(svg)
@@ -152,8 +152,8 @@ def test_damaged_files_beside_a_report(name: str, text: str, results: Any, tmp_p
 def test_names_with_dollar_signs(results: Any) -> None:
     """They are not read as formulas."""
     pytest.importorskip("matplotlib")
-    facts = json.loads(json.dumps(results[0]).replace('"a"', '"a$x_{$|b"'))
-    assert "a$x_{$|b" in draw_plots(facts)["Tokens per round (tau)"]
+    values = json.loads(json.dumps(results[0]).replace('"a"', '"a$x_{$|b"'))
+    assert "a$x_{$|b" in draw_plots(values)["Tokens per round (tau)"]
 
 
 def test_a_plot_scales() -> None:
@@ -193,9 +193,9 @@ def test_markdown(results: Any, tmp_path: Path) -> None:
         for name in shown:
             ElementTree.fromstring((path.parent / name).read_text())
     assert "| tau | a | b |" in whole.read_text()
-    facts = json.loads(json.dumps(results[0]))
-    facts["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
-    (tmp_path / "report.json").write_text(json.dumps(facts))
+    values = json.loads(json.dumps(results[0]))
+    values["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
+    (tmp_path / "report.json").write_text(json.dumps(values))
     write_markdown(tmp_path, readme)
     assert "|  | " in readme.read_text().split("moa@chain:3")[1].splitlines()[0]
     assert "**lossy**" in readme.read_text()

@@ -79,8 +79,8 @@ def test_one_sentence(seconds: list[float], kind: str, begin: str) -> None:
 
 
 def test_the_fastest_of_ours_is_named() -> None:
-    facts = report(hf=method([0.1] * 12), a=method([0.5] * 12), b=method([0.4] * 12))
-    assert verdict(facts).text.startswith("Yes: b is 2.50 times")
+    data = report(hf=method([0.1] * 12), a=method([0.5] * 12), b=method([0.4] * 12))
+    assert verdict(data).text.startswith("Yes: b is 2.50 times")
 
 
 def test_lossy_and_lonely_reports() -> None:
@@ -116,20 +116,20 @@ def test_turns_of_a_conversation_are_resampled_together() -> None:
 
 
 def test_intervals_and_speedups() -> None:
-    facts = report(moa=method([0.5] * 12))
-    found = speedup(facts, "moa")
+    data = report(moa=method([0.5] * 12))
+    found = speedup(data, "moa")
     assert found is not None
     assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
-    rounds = tau_interval(facts["methods"]["moa"])
+    rounds = tau_interval(data["methods"]["moa"])
     assert rounds is not None
     assert rounds.value == 2.0
-    assert prompt_speedups(facts, "moa") == [2.0] * 12
+    assert prompt_speedups(data, "moa") == [2.0] * 12
 
 
 def test_the_command_is_one_that_the_command_line_takes() -> None:
-    facts = report(moa=method([0.5] * 12), lookup=method([1.0] * 12, timed=False))
-    facts["settings"] = {**SETTINGS, "adapter": "the pirate's", "checkpoints": {"eagle": "a b"}}
-    text = eval_command(facts)
+    data = report(moa=method([0.5] * 12), lookup=method([1.0] * 12, timed=False))
+    data["settings"] = {**SETTINGS, "adapter": "the pirate's", "checkpoints": {"eagle": "a b"}}
+    text = eval_command(data)
     assert text.startswith("moaspec eval \\\n    --methods plain,moa \\\n")
     words = shlex.split(text.replace("\\\n", ""))
     taken = typer.main.get_command(app).make_context("eval", words[2:]).params
@@ -138,5 +138,5 @@ def test_the_command_is_one_that_the_command_line_takes() -> None:
     assert taken["adapter"] == "the pirate's"
     assert list(taken["checkpoint"]) == ["eagle=a b"]
     assert taken["max_new_tokens"] == 16
-    facts["settings"]["generation_config"] = None
-    assert "--generation-config none" in eval_command(facts)
+    data["settings"]["generation_config"] = None
+    assert "--generation-config none" in eval_command(data)

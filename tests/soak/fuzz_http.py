@@ -66,8 +66,8 @@ def main() -> None:
         with served.http() as http:
             alive = http.get("/health").status_code == 200
         left = source.load
-    facts = {"schemathesis": done.returncode, "alive": alive}
-    print(json.dumps(facts | {"active": left.active, "waiting": left.waiting}))
+    data = {"schemathesis": done.returncode, "alive": alive}
+    print(json.dumps(data | {"active": left.active, "waiting": left.waiting}))
     sys.exit(bool(done.returncode or not alive or left.active or left.waiting))
 
 

@@ -30,7 +30,7 @@ import moaspec
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
-from moaspec.target.registry import find_weights, target_facts
+from moaspec.target.registry import find_weights, read_target_spec
 from moaspec_core.sampling.params import SamplingParams
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
@@ -85,17 +85,17 @@ def services(
     from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     options = ServiceOptions(max_tokens=1024)
-    facts = target_facts("smollm2-135m", dtype="float32")
+    data = read_target_spec("smollm2-135m", dtype="float32")
     verifying = VLLMVerifierSettings(
         model=find_weights("smollm2-135m"),
         dtype="float32",
         max_rows=2,
-        max_tokens=options.longest(facts),
-        token_bytes=options.token_bytes(facts),
+        max_tokens=options.longest(data),
+        token_bytes=options.token_bytes(data),
         extra_arguments={"enforce_eager": True},
     )
-    engine = VLLMVerifier(verifying, wire_encoder(drafter, facts))
-    return lambda: TargetService(facts, drafter, options, engine=engine)
+    engine = VLLMVerifier(verifying, wire_encoder(drafter, data))
+    return lambda: TargetService(data, drafter, options, engine=engine)
 
 
 def cut(transport: FaultyTransport) -> None:

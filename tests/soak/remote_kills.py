@@ -78,13 +78,13 @@ def serve(port: int, state: Path) -> None:
         service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
         async with TargetServer(service, ServerOptions(port=port)):
             while True:
-                facts = {
+                data = {
                     "sessions": len(service.sessions),
                     "cache_bytes": service.verifier.cache.num_bytes,
                     "rows": service.shared.num_rows,
                 }
                 scratch = state.with_suffix(".new")
-                scratch.write_text(json.dumps(facts))
+                scratch.write_text(json.dumps(data))
                 scratch.replace(state)
                 await asyncio.sleep(0.2)
 
@@ -224,10 +224,10 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp())
     try:
         bench = Bench(args.kills, args.longest_s, directory)
-        facts = {"servers": bench.servers(), "devices": bench.devices()}
+        data = {"servers": bench.servers(), "devices": bench.devices()}
     finally:
         shutil.rmtree(directory)
-    print(json.dumps({"kills_of_each": args.kills, **facts}))
+    print(json.dumps({"kills_of_each": args.kills, **data}))
 
 
 if __name__ == "__main__":

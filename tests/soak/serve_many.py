@@ -92,7 +92,7 @@ def main() -> None:
         left_s = _until_idle(source)
         held_after = source.cache.num_bytes
     staying = [client for client in leaving if not client.leaves]
-    facts = _speeds(everyone, args.max_new_tokens) | {
+    values = _speeds(everyone, args.max_new_tokens) | {
         "wrong": _wrong(args, target, [*everyone, *staying]),
         "left": len(leaving) - len(staying),
         "left_s": left_s,
@@ -100,10 +100,10 @@ def main() -> None:
         "cache_bytes": held,
         "cache_bytes_after_cancelling": held_after,
     }
-    holds = not facts["wrong"] and facts["apart"] <= FAIR and facts["finished"] == args.num
-    holds = holds and not facts["rows_left"] and held_after <= held
-    _print(facts)
-    print(json.dumps({**vars(args), **setting(target), **facts, "holds": holds}))
+    holds = not values["wrong"] and values["apart"] <= FAIR and values["finished"] == args.num
+    holds = holds and not values["rows_left"] and held_after <= held
+    _print(values)
+    print(json.dumps({**vars(args), **setting(target), **values, "holds": holds}))
     sys.exit(not holds)
 
 
@@ -133,7 +133,7 @@ def _clients(prompts: Sequence[list[int]], *, leave: bool = False) -> list[Clien
 
 async def _ask_all(served: Served, clients: Sequence[Client], max_new_tokens: int) -> None:
     limits = httpx.Limits(max_connections=len(clients))
-    body = {"model": served.source.facts.name, "max_tokens": max_new_tokens, "stream": True}
+    body = {"model": served.source.info.name, "max_tokens": max_new_tokens, "stream": True}
     body["moaspec"] = {"sources": True}
     async with httpx.AsyncClient(base_url=served.url, timeout=3600, limits=limits) as http:
         started_s = time.perf_counter()
@@ -207,16 +207,16 @@ def _wrong(args: argparse.Namespace, target: Target, clients: Sequence[Client]) 
     return wrong
 
 
-def _print(facts: dict[str, Any]) -> None:
-    one, first = facts["of_one_client"], facts["first_token_s"]
-    print(f"{facts['finished']} clients finished, {facts['full_length']} wrote all their tokens")
-    print(f"{facts['tokens_per_second']:.1f} tokens/s together, {one['median']:.2f} each")
-    print(f"fastest / slowest: {facts['apart']:.2f}; first token after {first['median']:.2f} s")
-    print(f"texts that differ from decoding alone: {len(facts['wrong'])}")
+def _print(values: dict[str, Any]) -> None:
+    one, first = values["of_one_client"], values["first_token_s"]
+    print(f"{values['finished']} clients finished, {values['full_length']} wrote all their tokens")
+    print(f"{values['tokens_per_second']:.1f} tokens/s together, {one['median']:.2f} each")
+    print(f"fastest / slowest: {values['apart']:.2f}; first token after {first['median']:.2f} s")
+    print(f"texts that differ from decoding alone: {len(values['wrong'])}")
     print(
-        f"{facts['left']} of the second run left: {facts['rows_left']} rows active "
-        f"{facts['left_s']:.2f} s later; the cache holds {facts['cache_bytes'] / 2**20:.1f} MiB, "
-        f"and {facts['cache_bytes_after_cancelling'] / 2**20:.1f} MiB after that"
+        f"{values['left']} of the second run left: {values['rows_left']} rows active "
+        f"{values['left_s']:.2f} s later; the cache holds {values['cache_bytes'] / 2**20:.1f} MiB, "
+        f"and {values['cache_bytes_after_cancelling'] / 2**20:.1f} MiB after that"
     )
 
 

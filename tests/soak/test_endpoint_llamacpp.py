@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moaspec.target.registry import target_facts
+from moaspec.target.registry import read_target_spec
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
 ALIAS = "smollm2-135m"
@@ -70,14 +70,14 @@ def test_killed_and_continued(url: str, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert len(facts["sizes"]) >= KILLS
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert len(values["sizes"]) >= KILLS
     written = [json.loads(line) for line in out.read_text().splitlines()]
     numbers = [int(row["id"]) for row in written]
     assert numbers == sorted(set(numbers))
     # Batches change llama.cpp's rounding, so texts of two runs may differ; dropped ones are few.
     assert len(written) >= PROMPTS * 3 // 4
-    target = target_facts(ALIAS, dtype="float32")
+    target = read_target_spec(ALIAS, dtype="float32")
     tokenizer: Any = target.tokenizer
     for row in written:
         ids = row["response_ids"]

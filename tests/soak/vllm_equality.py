@@ -69,8 +69,8 @@ def main() -> None:
                 rows += [_row(llm, kind, plain, target, each) for each in args.concurrency]
     own = _own_tau(target, drafter, plain, args.draft_tokens)
     print(f"moaspec's own chain: tau {own:.4f}")
-    facts = {"benchmark": "vllm_equality", "prompts": len(prompts), "own_tau": own, "rows": rows}
-    print(json.dumps(facts))
+    data = {"benchmark": "vllm_equality", "prompts": len(prompts), "own_tau": own, "rows": rows}
+    print(json.dumps(data))
 
 
 def _row(llm: Any, kind: str, plain: Requests, target: Target, concurrency: int) -> dict[str, Any]:

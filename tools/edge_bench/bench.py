@@ -208,7 +208,7 @@ class Setup:
     def _start(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         host = "127.0.0.1" if self.link is None else self.link.address
-        facts = {
+        info = {
             "model": settings.model,
             "drafter": settings.drafter,
             "dtype": settings.dtype,
@@ -216,21 +216,21 @@ class Setup:
             "threads": settings.threads,
             "host": host,
         }
-        self.server = stack.enter_context(Worker(self._command("server", facts)))
-        facts = {
+        self.server = stack.enter_context(Worker(self._command("server", info)))
+        info = {
             "bundles": settings.bundles,
             "address": self.server.read()["address"],
             "prompts": settings.prompts,
             "threads": settings.threads,
         }
-        self.device = stack.enter_context(Worker(self._command("client", facts)))
+        self.device = stack.enter_context(Worker(self._command("client", info)))
         self.device.read()
         job = {"do": "steps", "num_target_layers": settings.num_target_layers}
         self.steps: dict[str, float] = self.device.ask(job)["answer"]
 
-    def _command(self, side: Side, facts: dict[str, Any]) -> list[str]:
+    def _command(self, side: Side, info: dict[str, Any]) -> list[str]:
         role = "device" if side == "client" else side
-        python = python_command("edge_bench.processes", role, json.dumps(facts))
+        python = python_command("edge_bench.processes", role, json.dumps(info))
         return python if self.link is None else self.link.command(side, python)
 
     def shape(self, name: str) -> LinkProfile:
@@ -276,8 +276,8 @@ def run_edge_bench(
     links: dict[str, Any] = {}
     with Setup(settings) as setup:
         interrupted = _measure_links(setup, links, advance)
-        facts = {"settings": asdict(settings), "steps": setup.steps, "links": links}
-        return {**facts, "interrupted": interrupted}
+        info = {"settings": asdict(settings), "steps": setup.steps, "links": links}
+        return {**info, "interrupted": interrupted}
 
 
 def _measure_links(

@@ -106,7 +106,7 @@ def edge_bench(
             model=model,
             drafter=name,
             bundles=bundles,
-            prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
+            prompts=tuple(prompt.turns[0] for prompt in read_prompts("bundled", limit=limit)),
             links=tuple(_list(link)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
@@ -162,8 +162,8 @@ def _known(bundle: str, layers: tuple[int, ...]) -> tuple[int, ...]:
     from moaspec_edge.device.bundle import load_device
 
     device = load_device(bundle)
-    for one in layers:
-        device.drafting(one)
+    for layer in layers:
+        device.drafting(layer)
     return layers or (device.info.drafter["num_target_layers"][0],)
 
 
@@ -226,15 +226,15 @@ def _cuts_table(report: dict[str, Any]) -> Table:
     rows = [
         (
             name,
-            *(_number(one[key], "{:.2f}") for key in CUT_TIMES),
-            *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
-            str(len(one["alone"])),
-            str(one["kept"]),
-            _number(one["agreement"], "{:.2f}"),
-            "same" if one["same_text"] else "differs",
+            *(_number(cut[key], "{:.2f}") for key in CUT_TIMES),
+            *(_number(cut[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
+            str(len(cut["alone"])),
+            str(cut["kept"]),
+            _number(cut["agreement"], "{:.2f}"),
+            "same" if cut["same_text"] else "differs",
         )
         for name, cuts in report["links"].items()
-        for one in cuts
+        for cut in cuts
     ]
     return Table(headings, rows, title, grouped=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from edge_bench.case import Case
-from edge_bench.emulated_device import HeldDevice
+from edge_bench.emulated_device import SlowedDevice
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_edge.device.device_parts import Device
 from moaspec_edge.device.events import RemoteEvent
@@ -47,13 +47,13 @@ async def cut_and_return(
         before the cut and after the return. The text written without a link, and how much of it was
         kept. The final text.
     """
-    held = HeldDevice(device, case.step_s)
+    slowed = SlowedDevice(device, case.step_s)
     options = RemoteOptions(
         num_target_layers=case.num_target_layers,
         draft=Chain(case.drafted) if case.drafted else "auto",
         max_provisional=alone,
     )
-    session = RemoteSession(held, transport, options)
+    session = RemoteSession(slowed, transport, options)
     log, text, wrote = _Log(), list[int](), list[int]()
     async for event in session.stream(prompt, max_new_tokens=max_new_tokens):
         text[event.start :] = event.token_ids
@@ -103,7 +103,7 @@ class _Log:
         """Verified tokens per second between two moments; None where there were no two events."""
         if since_s is None or until_s is None:
             return None
-        seen = [one for one in self._lengths if since_s <= one[0] <= until_s]
+        seen = [length for length in self._lengths if since_s <= length[0] <= until_s]
         if len(seen) < 2:
             return None
         (first_s, first), (last_s, last) = seen[0], seen[-1]

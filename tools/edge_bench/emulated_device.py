@@ -12,7 +12,7 @@ from moaspec_core.drafting.protocols import Proposer, RequestText
 from moaspec_edge.device.device_parts import Device
 
 
-class HeldDevice(Device):
+class SlowedDevice(Device):
     """A device whose draft steps take at least a set time.
 
     On one machine, device and server are equally fast. Slowing one down sets their ratio, which is
@@ -33,13 +33,13 @@ class HeldDevice(Device):
         self.fingerprint = None if replay is not None else inner.fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Proposer:
-        """See `Device`: the inner device's drafter, held back."""
+        """See `Device`: the inner device's drafter, slowed down."""
         drafter: Any = (
             self._inner.drafting(num_target_layers) if self._replay is None else self._replay()
         )
         propose = drafter.propose
 
-        def held(rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        def slowed(rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
             started = time.perf_counter()
             trees: list[DraftTree] = propose(rows, shape)
             took = time.perf_counter() - started
@@ -51,7 +51,7 @@ class HeldDevice(Device):
             return trees
 
         # The very object is kept: a session treats drafters with activations by their class.
-        drafter.propose = held
+        drafter.propose = slowed
         found: Proposer = drafter
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from edge_bench.case import Case, Measured
-from edge_bench.emulated_device import HeldDevice
+from edge_bench.emulated_device import SlowedDevice
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.engine.request_state import Event
@@ -53,10 +53,10 @@ async def measure_case(
             await _alone(found, stream)
         else:
             known = [*prompt, *texts[index]] if case.drafter == "replay" else None
-            held = HeldDevice(device, case.step_s, _replay(known, case, index))
-            session = RemoteSession(held, through or transport, _options(case))
+            slowed = SlowedDevice(device, case.step_s, _replay(known, case, index))
+            session = RemoteSession(slowed, through or transport, _options(case))
             await _session(found, session, prompt, max_new_tokens)
-            found.step_s += held.steps.mean_s
+            found.step_s += slowed.steps.mean_s
     found.step_s = found.step_s / len(prompts)
     found.pass_s = found.pass_s / max(1, found.rounds)
     found.hits = found.hits / max(1, found.rounds - found.streamed)

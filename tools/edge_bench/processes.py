@@ -72,7 +72,7 @@ class DeviceSide:
     def __init__(self, devices: dict[str, Device], address: str, prompts: list[str]) -> None:
         self._devices, self._address = devices, address
         self._transport = WebSocketTransport(address)
-        self._prompts = [prompt_ids(devices["moa"].target.tokenizer, one) for one in prompts]
+        self._prompts = [prompt_ids(devices["moa"].target.tokenizer, prompt) for prompt in prompts]
         self._texts: list[list[int]] = []
 
     async def answer(self, job: dict[str, Any], ask: Callable[[str], Awaitable[float]]) -> Any:
@@ -119,7 +119,7 @@ def natural_steps(
 ) -> dict[str, float]:
     """`natural_step_s` of every kind of drafter, by names of `drafter_name`."""
     kinds = {drafter_name("moa", n): devices["moa"].drafting(n) for n in num_target_layers}
-    kinds |= {kind: one.drafting(None) for kind, one in devices.items() if kind != "moa"}
+    kinds |= {kind: device.drafting(None) for kind, device in devices.items() if kind != "moa"}
     return {name: natural_step_s(drafter) for name, drafter in kinds.items()}
 
 
@@ -166,7 +166,7 @@ async def decode(settings: dict[str, Any], say: Say, hear: Hear) -> None:
         assert done is not None, "the bench ends only after its workers"
         return float(done["at"])
 
-    say({"devices": {kind: asdict(one.target.identity) for kind, one in devices.items()}})
+    say({"devices": {kind: asdict(device.target.identity) for kind, device in devices.items()}})
     while (job := await hear()) is not None:
         say({"answer": await side.answer(job, ask)})
 

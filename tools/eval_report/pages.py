@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval_report.plots import draw_plots
 from eval_report.verdict import eval_command, prompt_speedups, speedup, tau_interval, verdict
-from moaspec.evaluate.report.comparison import Facts, read_report
+from moaspec.evaluate.report.comparison import JsonObject, read_report
 from moaspec.evaluate.results_store import write_whole
 from moaspec_core.errors import DataError, InputError
 
@@ -43,31 +43,34 @@ def write_page(directory: Path) -> Path:
         DataError: no report, or a damaged file.
         InputError: matplotlib is not installed.
     """
-    facts, costs, cut = _results(directory)
+    info, costs, cut = _results(directory)
     path = directory / PAGE
-    path.write_text(page(facts, draw_plots(facts, costs, cut), costs, cut), encoding="utf-8")
+    path.write_text(page(info, draw_plots(info, costs, cut), costs, cut), encoding="utf-8")
     return path
 
 
 def page(
-    facts: Facts, plots: Mapping[str, str], costs: Facts | None = None, cut: Facts | None = None
+    info: JsonObject,
+    plots: Mapping[str, str],
+    costs: JsonObject | None = None,
+    cut: JsonObject | None = None,
 ) -> str:
     """Render the HTML page."""
     script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
-    names = list(facts["methods"])
-    others = [name for name in names if name != facts["baseline"]]
+    names = list(info["methods"])
+    others = [name for name in names if name != info["baseline"]]
     return _rendered(
         "report.html.j2",
-        facts=facts,
-        verdict=verdict(facts),
-        speedups={name: speedup(facts, name) for name in others},
-        taus={name: tau_interval(facts["methods"][name]) for name in others},
-        ratios={name: prompt_speedups(facts, name) for name in names},
-        command=eval_command(facts),
+        info=info,
+        verdict=verdict(info),
+        speedups={name: speedup(info, name) for name in others},
+        taus={name: tau_interval(info["methods"][name]) for name in others},
+        ratios={name: prompt_speedups(info, name) for name in names},
+        command=eval_command(info),
         plots=plots,
         costs=costs,
         cut=cut,
-        settings=json.dumps(facts["settings"], indent=1),
+        settings=json.dumps(info["settings"], indent=1),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -86,13 +89,13 @@ def write_markdown(results: Path, path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
-    facts, costs, cut = _results(results)
-    plots = draw_plots(facts, costs, cut)
+    info, costs, cut = _results(results)
+    plots = draw_plots(info, costs, cut)
     before, begin, rest = _text_of(path).partition(BEGIN)
     _, end, after = rest.partition(END)
     short = bool(begin and end)
     shown = dict(list(plots.items())[:NUM_SHORT_PLOTS]) if short else plots
-    text = _rendered("results.md.j2", facts=facts, images=_images(shown, path), whole=not short)
+    text = _rendered("results.md.j2", info=info, images=_images(shown, path), whole=not short)
     write_whole(path, f"{before}{BEGIN}\n{text}{END}{after}" if short else text)
 
 
@@ -130,21 +133,21 @@ def _rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(earlier_rule=EARLIER_RULE, **values)
 
 
-def _results(directory: Path) -> tuple[Facts, Facts | None, Facts | None]:
+def _results(directory: Path) -> tuple[JsonObject, JsonObject | None, JsonObject | None]:
     """Read the report, and costs and cut; None if missing or of other settings."""
-    facts = read_report(directory)
-    costs = _optional(directory / COSTS, {"widths", "rounds", "bound"}, facts)
-    return facts, costs, _optional(directory / CUT, {"after", "methods"}, facts)
+    info = read_report(directory)
+    costs = _optional(directory / COSTS, {"widths", "rounds", "bound"}, info)
+    return info, costs, _optional(directory / CUT, {"after", "methods"}, info)
 
 
-def _optional(path: Path, keys: set[str], facts: Facts) -> Facts | None:
+def _optional(path: Path, keys: set[str], info: JsonObject) -> JsonObject | None:
     if not path.exists():
         return None
     try:
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not loaded.keys() >= {*keys, "settings"}:
             raise ValueError(f"expected {', '.join(sorted(keys))} and settings")
-        settings, wanted = loaded["settings"], facts["settings"]
+        settings, wanted = loaded["settings"], info["settings"]
         return loaded if all(settings.get(key) == wanted.get(key) for key in SAME) else None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); measure it anew.") from error

@@ -23,14 +23,14 @@ NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 PLAIN = "plain"
 Axes = Any
-Facts = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 
 Plot = tuple[Callable[[Axes], None], float] | None
 """The function that draws, and the height in inches; None without data."""
 
 
 def draw_plots(
-    facts: Facts, costs: Facts | None = None, cut: Facts | None = None
+    info: JsonObject, costs: JsonObject | None = None, cut: JsonObject | None = None
 ) -> dict[str, str]:
     """Draw all plots that have data, by title.
 
@@ -40,8 +40,8 @@ def draw_plots(
     Raises:
         InputError: matplotlib is not installed.
     """
-    methods: Facts = facts.get("methods", {})
-    base = facts.get("baseline", "plain")
+    methods: JsonObject = info.get("methods", {})
+    base = info.get("baseline", "plain")
     costs = costs or {"widths": (), "rounds": ()}
     # Each method has the same colour in all plots.
     names = dict.fromkeys([PLAIN, *methods, *(cost["method"] for cost in costs["rounds"])])
@@ -61,7 +61,7 @@ def draw_plots(
     return {title: _svg(title, *plot) for title, plot in plots.items() if plot is not None}
 
 
-def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot:
+def _by_suite(methods: JsonObject, figure: str, colors: JsonObject) -> Plot:
     """Horizontal bars: a group per suite, a bar per method."""
     values = {
         name: {suite: part.get(figure) for suite, part in method["suites"].items()}
@@ -85,8 +85,8 @@ def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot:
     return draw, 1.2 + 0.16 * len(values) * len(suites) + 0.1 * len(values)
 
 
-def _acceptance(methods: Facts, colors: Facts) -> Plot:
-    rows = {name: row for name, one in methods.items() if (row := one["acceptance_by_depth"])}
+def _acceptance(methods: JsonObject, colors: JsonObject) -> Plot:
+    rows = {name: row for name, method in methods.items() if (row := method["acceptance_by_depth"])}
 
     def draw(axes: Axes) -> None:
         for name, row in rows.items():
@@ -97,9 +97,9 @@ def _acceptance(methods: Facts, colors: Facts) -> Plot:
     return (draw, 3.2) if rows else None
 
 
-def _round_parts(methods: Facts) -> Plot:
+def _round_parts(methods: JsonObject) -> Plot:
     """Stacked bars of the parts of a round, in milliseconds."""
-    rows = {name: row for name, one in methods.items() if (row := one.get("round_s"))}
+    rows = {name: row for name, method in methods.items() if (row := method.get("round_s"))}
     if not rows:
         return None
 
@@ -115,7 +115,7 @@ def _round_parts(methods: Facts) -> Plot:
     return draw, 1.4 + 0.3 * len(rows)
 
 
-def _widths(costs: Facts) -> Plot:
+def _widths(costs: JsonObject) -> Plot:
     if not costs["widths"]:
         return None
     tokens = [one["tokens"] for one in costs["widths"]]
@@ -131,15 +131,15 @@ def _widths(costs: Facts) -> Plot:
     return draw, 3.2
 
 
-def _rounds(costs: Sequence[Facts], axis: str, label: str, colors: Facts) -> Plot:
+def _rounds(costs: Sequence[JsonObject], axis: str, label: str, colors: JsonObject) -> Plot:
     """Milliseconds of a round, one line per method, and of a plain pass."""
     other = "batch" if axis == "context" else "context"
-    fixed = min((one[other] for one in costs), default=0)
-    rows = sorted((one for one in costs if one[other] == fixed), key=lambda one: one[axis])
+    fixed = min((cost[other] for cost in costs), default=0)
+    rows = sorted((cost for cost in costs if cost[other] == fixed), key=lambda one: one[axis])
     if not rows:
         return None
     lines = {
-        PLAIN: [(one[axis], one["plain_s"]) for one in rows if _method(one) == _method(rows[0])]
+        PLAIN: [(row[axis], row["plain_s"]) for row in rows if _method(row) == _method(rows[0])]
     }
     for name, group in groupby(sorted(rows, key=_method), key=_method):
         lines[name] = [
@@ -156,7 +156,7 @@ def _rounds(costs: Sequence[Facts], axis: str, label: str, colors: Facts) -> Plo
     return draw, 3.2
 
 
-def _method(row: Facts) -> str:
+def _method(row: JsonObject) -> str:
     return str(row["method"])
 
 
@@ -168,9 +168,11 @@ def _scale(axes: Axes, places: Sequence[int], label: str) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _cut(cut: Facts | None, figure: str, label: str) -> Plot:
-    methods: Facts = {} if cut is None else cut["methods"]
-    rows = {name: one[figure] for name, one in methods.items() if one.get(figure) is not None}
+def _cut(cut: JsonObject | None, figure: str, label: str) -> Plot:
+    methods: JsonObject = {} if cut is None else cut["methods"]
+    rows = {
+        name: method[figure] for name, method in methods.items() if method.get(figure) is not None
+    }
 
     def draw(axes: Axes) -> None:
         axes.barh(list(rows), list(rows.values()))

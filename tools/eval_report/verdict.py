@@ -11,8 +11,8 @@ import numpy as np
 
 from moaspec.evaluate.report.comparison import (
     Array,
-    Facts,
     Interval,
+    JsonObject,
     bootstrap,
     conversation,
     counts,
@@ -39,9 +39,9 @@ class ReportVerdict:
     text: str
 
 
-def verdict(facts: Facts) -> ReportVerdict:
+def verdict(info: JsonObject) -> ReportVerdict:
     """Judge whether the fastest method is faster than the baseline, with the same text."""
-    lossy = [name for name, method in facts["methods"].items() if not method["lossless"]]
+    lossy = [name for name, method in info["methods"].items() if not method["lossless"]]
     if lossy:
         them = "that method" if len(lossy) == 1 else "those methods"
         return ReportVerdict(
@@ -49,44 +49,44 @@ def verdict(facts: Facts) -> ReportVerdict:
             f"Some texts of {', '.join(lossy)} are not the target's own, so speeds of {them} say "
             "nothing.",
         )
-    found = {name: speedup(facts, name) for name in _candidates(facts)}
+    found = {name: speedup(info, name) for name in _candidates(info)}
     known = {name: ratio for name, ratio in found.items() if ratio is not None}
     if not known:
-        base = facts["baseline"]
+        base = info["baseline"]
         return ReportVerdict(
             "none", f"No other method was timed, so {base} is compared with nothing."
         )
     best = max(known, key=lambda name: known[name].value)
-    return _sentence(best, known[best], facts)
+    return _sentence(best, known[best], info)
 
 
-def _candidates(facts: Facts) -> list[str]:
-    names = [name for name in facts["methods"] if name != facts["baseline"]]
+def _candidates(info: JsonObject) -> list[str]:
+    names = [name for name in info["methods"] if name != info["baseline"]]
     return [name for name in names if not name.startswith(TRANSFORMERS)] or names
 
 
-def _sentence(name: str, found: Interval, facts: Facts) -> ReportVerdict:
+def _sentence(name: str, found: Interval, info: JsonObject) -> ReportVerdict:
     low, high = (found.value if end is None else end for end in (found.low, found.high))
     kind, begin = "unsure", "Not clearly: "
     if low > 1:
         kind, begin = "faster", "Yes: "
     elif high < 1:
         kind, begin = "slower", "No: "
-    prompts = len(facts["methods"][name]["prompts"])
+    prompts = len(info["methods"][name]["prompts"])
     sure = "prompts, too few for an interval"
     if found.low is not None:
         sure = f"prompts, 95% interval {found.low:.2f} to {found.high:.2f}"
     return ReportVerdict(
         kind,
-        f"{begin}{name} is {found.value:.2f} times as fast as {facts['baseline']} (median of "
+        f"{begin}{name} is {found.value:.2f} times as fast as {info['baseline']} (median of "
         f"{prompts} {sure}), and every text is the target's own.",
     )
 
 
-def speedup(facts: Facts, name: str) -> Interval | None:
+def speedup(info: JsonObject, name: str) -> Interval | None:
     """A method's median speed-up over the baseline; None if the report has none."""
-    method, found = facts["methods"][name], prompt_speedups(facts, name)
-    if method["median_speedup"] is None or facts["baseline"] not in facts["methods"]:
+    method, found = info["methods"][name], prompt_speedups(info, name)
+    if method["median_speedup"] is None or info["baseline"] not in info["methods"]:
         return None
     ratios = [ratio for ratio in found if ratio is not None]
     if len(ratios) < len(found):
@@ -94,18 +94,18 @@ def speedup(facts: Facts, name: str) -> Interval | None:
     return median_interval(ratios, [conversation(prompt) for prompt in method["prompts"]])
 
 
-def prompt_speedups(facts: Facts, name: str) -> list[float | None]:
+def prompt_speedups(info: JsonObject, name: str) -> list[float | None]:
     """A method's speed-up over the baseline on each prompt; None if the report has none."""
-    method, base = facts["methods"][name], facts["methods"].get(facts["baseline"])
+    method, base = info["methods"][name], info["methods"].get(info["baseline"])
     if method["median_speedup"] is None or base is None:
         return [None] * len(method["prompts"])
     pairs = zip(method["prompts"], base["prompts"], strict=True)
     return [speed_ratio(prompt, other) for prompt, other in pairs]
 
 
-def eval_command(facts: Facts) -> str:
+def eval_command(info: JsonObject) -> str:
     """The command that repeats the measurement, one option per line."""
-    settings, methods = facts["settings"], facts["methods"]
+    settings, methods = info["settings"], info["methods"]
     timed = [name for name, method in methods.items() if method["timed"]]
     untimed = [name for name in methods if name not in timed]
     options = [("methods", ",".join(timed))]
@@ -120,7 +120,7 @@ def eval_command(facts: Facts) -> str:
     return " \\\n    ".join(("moaspec eval", *words))
 
 
-def tau_interval(method: Facts) -> Interval | None:
+def tau_interval(method: JsonObject) -> Interval | None:
     """Tokens per round with its interval; None without rounds."""
     if method["tau"] is None:
         return None

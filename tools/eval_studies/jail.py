@@ -279,7 +279,7 @@ def plain(value: Any) -> Any:
         return complex(*parts)
     if name == "dict":
         return {plain(key): plain(one) for key, one in parts}
-    return CONTAINERS[name](plain(one) for one in parts)
+    return CONTAINERS[name](plain(part) for part in parts)
 
 
 if __name__ == "__main__":

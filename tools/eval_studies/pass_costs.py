@@ -96,8 +96,8 @@ class PassCosts:
     def as_json(self) -> dict[str, Any]:
         rounds = [{**asdict(cost), "break_even": cost.break_even} for cost in self.rounds]
         widths = [asdict(cost) for cost in self.widths]
-        facts = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
-        return {**facts, "interrupted": self.interrupted}
+        info = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
+        return {**info, "interrupted": self.interrupted}
 
 
 def measure_costs(
@@ -256,7 +256,7 @@ def _linear_layers(target: Target) -> set[nn.Linear | PackedLinear]:
 
 def linear_layers(modules: Iterable[nn.Module]) -> set[nn.Linear | PackedLinear]:
     """The linear layers among modules, as they are computed."""
-    layers = {one.joined if isinstance(one, FusedPart) else one for one in modules}
+    layers = {module.joined if isinstance(module, FusedPart) else module for module in modules}
     return {layer for layer in layers if isinstance(layer, nn.Linear | PackedLinear)}
 
 

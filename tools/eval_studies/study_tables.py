@@ -27,8 +27,8 @@ def widths_table(found: PassCosts) -> Table:
     """What passes cost, and the most that drafting can bring."""
     headings = ("tokens in a pass", "ms", "speed-up if all were right")
     rows = [
-        (str(one.tokens), in_ms(one.seconds), f"{found.bound.ceiling[one.tokens]:.2f}x")
-        for one in found.widths
+        (str(width.tokens), in_ms(width.seconds), f"{found.bound.ceiling[width.tokens]:.2f}x")
+        for width in found.widths
     ]
     return Table(headings, rows)
 
@@ -62,16 +62,16 @@ def show_cut(cut: CutQuality) -> None:
 
 def cut_table(cut: CutQuality) -> Table:
     """A row per continuation."""
-    facts = cut.as_json()["methods"]
+    info = cut.as_json()["methods"]
     headings = {
         "log_likelihood": "log-probability per token",
         "agreement": "agreement",
         "same": "tokens as the target's own",
         "accuracy": "accuracy",
     }
-    if all(one["accuracy"] is None for one in facts.values()):
+    if all(one["accuracy"] is None for one in info.values()):
         del headings["accuracy"]
-    rows = [(name, *(number(one[key]) for key in headings)) for name, one in facts.items()]
-    rows = [(*row, str(facts[row[0]]["tokens"]), str(facts[row[0]]["judged"])) for row in rows]
+    rows = [(name, *(number(one[key]) for key in headings)) for name, one in info.items()]
+    rows = [(*row, str(info[row[0]]["tokens"]), str(info[row[0]]["judged"])) for row in rows]
     first, last = f"alone after {cut.after} tokens", ("tokens", "texts")
     return Table((first, *headings.values(), *last), rows)

@@ -22,7 +22,7 @@ import torch
 
 import moaspec
 from fleet_sim import real_runs, traces
-from fleet_sim.simulation import Fleet, Found, Mode, simulate
+from fleet_sim.simulation import Fleet, Measured, Mode, simulate
 from moaspec.calibration.measure_costs import stored_costs
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec_core.cli.prompts import chat_ids
@@ -99,8 +99,10 @@ def record(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     target = moaspec.load_target(args.model)
     drafter = moaspec.load_drafter(args.model, target=target)
-    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
-    prompts = [one for one in prompts if len(one) <= LONGEST_PROMPT]
+    prompts = [
+        chat_ids(target, prompt.turns[0]) for prompt in read_prompts(args.suite, limit=args.limit)
+    ]
+    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
     traces.save(traces.record(target, drafter, prompts, args.max_new_tokens))
 
 
@@ -132,7 +134,7 @@ def costs_of(args: argparse.Namespace) -> CostTable:
     return real_runs.scaled(costs, args.scale)
 
 
-def figures(found: Found, fleet: Fleet) -> dict[str, float]:
+def figures(found: Measured, fleet: Fleet) -> dict[str, float]:
     """Speed and times after the warm-up."""
     start_s, stop_s = fleet.warm_s, fleet.warm_s + fleet.seconds
     p50, p99 = found.token_s(start_s, stop_s)
@@ -264,10 +266,10 @@ def check(fleet: Fleet, args: argparse.Namespace) -> list[dict[str, Any]]:
         row_s, turn_s = own[mode]
         guess = simulate(replace(one, row_s=row_s, turn_s=turn_s))
         pair = {"real": figures(real.found, one), "predicted": figures(guess, one)}
-        facts = {"run": told, "first": not known, "row_us": 1e6 * real.row_s}
-        facts |= {"turn_us": 1e6 * real.turn_s} | pair
+        info = {"run": told, "first": not known, "row_us": 1e6 * real.row_s}
+        info |= {"turn_us": 1e6 * real.turn_s} | pair
         ratios = {k: pair["predicted"][k] / pair["real"][k] for k in pair["real"]}
-        rows.append(facts | {"ratio": ratios})
+        rows.append(info | {"ratio": ratios})
         print(
             f"{told:12}"
             + "  ".join(

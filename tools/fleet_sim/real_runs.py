@@ -32,7 +32,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moaspec
-from fleet_sim.simulation import Fleet, Found, SkippingLoop, pass_s, simulated_clock
+from fleet_sim.simulation import Fleet, Measured, SkippingLoop, pass_s, simulated_clock
 from fleet_sim.traces import Trace
 from moaspec import Target
 from moaspec.engine.recurrent_verifier import local_verifier
@@ -83,12 +83,12 @@ def scaled(costs: CostTable, scale: float) -> CostTable:
     return table(content)
 
 
-class HeldPasses:
+class SlowedPasses:
     """A verifier whose passes last as long as a cost table says; without one, as long as they take.
 
     Attributes:
         own_s: CPU time of the passes.
-        passes: see `Found`, by the clock of the machine.
+        passes: see `Measured`, by the clock of the machine.
     """
 
     capabilities = EngineCapabilities()
@@ -117,18 +117,18 @@ def serve(setting: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     costs, model, sessions = table(setting["costs"]), setting["model"], setting["devices"]
     target = tiny_target() if model is None else moaspec.load_target(model)
-    held: Any = HeldPasses(target, costs if model is None else None)
+    slowed: Any = SlowedPasses(target, costs if model is None else None)
     stores = StoreOptions(max_sessions=sessions, max_sessions_per_owner=sessions)
     limits = ServiceOptions(sessions=stores, max_tokens=MAX_TOKENS)
     shaping = DraftSettings(costs=costs, prior=[[setting["rate"]]])
-    service = TargetService(target, None, limits, engine=held, shaping=shaping)
+    service = TargetService(target, None, limits, engine=slowed, shaping=shaping)
 
     async def run() -> None:
         async with TargetServer(service, ServerOptions(port=0)) as server:
             print(server.url, flush=True)
             await asyncio.to_thread(sys.stdin.read)
-            spent_s, rows = time.process_time() - start_s - held.own_s, service.shared.counts.rows
-            print(json.dumps({"passes": held.passes, "row_s": spent_s / max(1, rows)}))
+            spent_s, rows = time.process_time() - start_s - slowed.own_s, service.shared.counts.rows
+            print(json.dumps({"passes": slowed.passes, "row_s": spent_s / max(1, rows)}))
 
     start_s = time.process_time()
     asyncio.run(run())
@@ -173,12 +173,12 @@ class Real:
     """What a real run had.
 
     Attributes:
-        found: see `Found`; times count from the start of the devices.
+        found: see `Measured`; times count from the start of the devices.
         row_s: a server's CPU time for a row, besides its pass.
         turn_s: the devices' CPU time for a round.
     """
 
-    found: Found = field(default_factory=Found)
+    found: Measured = field(default_factory=Measured)
     row_s: float = 0.0
     turn_s: float = 0.0
 
@@ -225,14 +225,14 @@ class Players:
         """Let them write."""
         self.start_s, cpu_s = time.monotonic(), time.process_time()
         threads = [threading.Thread(target=self._thread, args=(i,)) for i in range(self.devices)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if self.errors:
             raise self.errors[0]
         turn_s = (time.process_time() - cpu_s) / max(1, len(self.pieces))
-        return Real(Found(self.pieces), turn_s=turn_s)
+        return Real(Measured(self.pieces), turn_s=turn_s)
 
     def _thread(self, number: int) -> None:
         try:
@@ -332,13 +332,13 @@ class SkippingPlayers(Players):
     services: list[TargetService]
     passes: list[tuple[float, int]]
 
-    async def run(self) -> Found:
+    async def run(self) -> Measured:
         """Let them write, and stop the services."""
         self.start_s = time.monotonic()
         await asyncio.gather(*(self._skipping(i) for i in range(self.devices)))
-        for one in self.services:
-            await one.stop()
-        return Found(self.pieces, self.passes)
+        for service in self.services:
+            await service.stop()
+        return Measured(self.pieces, self.passes)
 
     async def _skipping(self, number: int) -> None:
         drafted_s = [0.0]
@@ -364,20 +364,20 @@ class SkippingPlayers(Players):
         async def generate(asked: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
             await asyncio.sleep(self.link.delay_s)
             async with aclosing(service.generate("local", asked)) as messages:
-                async for one in messages:
-                    yield one
+                async for message in messages:
+                    yield message
 
         alone: Any = SimpleNamespace(generate=generate)
         await self._write(number, session, RemoteText(alone))
 
 
-def run_skipping(fleet: Fleet) -> Found:
+def run_skipping(fleet: Fleet) -> Measured:
     """Real services of a fleet, in sync mode with real sessions, without waiting."""
     target = tiny_target()
     texts = known_texts(target, fleet.traces)
     seconds = fleet.warm_s + fleet.seconds
 
-    async def run() -> Found:
+    async def run() -> Measured:
         with simulated_clock():
             players = SkippingPlayers(
                 [""], target, texts, fleet.mode, fleet.devices, fleet.step_s, seconds
@@ -400,10 +400,10 @@ def _skipping_service(
     limits = ServiceOptions(sessions=stores, max_tokens=MAX_TOKENS)
     service = TargetService(target, None, limits, shaping=shaping)
 
-    async def held(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+    async def slowed(requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
         passes.append((time.monotonic(), len(requests)))
         await asyncio.sleep(pass_s(fleet.costs, requests) + len(requests) * fleet.row_s)
         return service.shared._decide(requests)
 
-    service.shared._pass = held  # type: ignore[method-assign]
+    service.shared._pass = slowed  # type: ignore[method-assign]
     return service

@@ -99,7 +99,7 @@ class Fleet:
 
 
 @dataclass
-class Found:
+class Measured:
     """What happened.
 
     Attributes:
@@ -180,7 +180,7 @@ def simulated_clock() -> Iterator[None]:
 class Server(SharedVerifier):
     """A target server whose passes take simulated time."""
 
-    def __init__(self, fleet: Fleet, found: Found) -> None:
+    def __init__(self, fleet: Fleet, found: Measured) -> None:
         budget = (
             PassBudget(fleet.costs, fleet.rate) if fleet.budget and fleet.mode != "plain" else None
         )
@@ -195,10 +195,10 @@ class Server(SharedVerifier):
         results: list[VerifyResult | Exception] = []
         self._found.passes.append((asyncio.get_running_loop().time(), len(requests)))
         encoded = 0
-        for one in requests:
-            accepted = min(len(one.tree.tokens), self.places.get(one.cache_row, 0))
+        for request in requests:
+            accepted = min(len(request.tree.tokens), self.places.get(request.cache_row, 0))
             results.append(VerifyResult(tuple(range(accepted)), 1))
-            encoded += (len(one.new_tokens) + accepted) * one.encode
+            encoded += (len(request.new_tokens) + accepted) * request.encode
         costs = self._fleet.costs
         seconds = pass_s(costs, requests) + len(requests) * self._fleet.row_s
         await asyncio.sleep(seconds + (float(costs.accept_s(encoded)) if encoded else 0.0))
@@ -209,9 +209,9 @@ class Server(SharedVerifier):
 
 def pass_s(costs: CostTable, requests: Sequence[VerifyRequest]) -> float:
     """Seconds of a pass; tokens of a prompt need no head."""
-    prompts = sum(len(one.new_tokens) - 1 for one in requests)
-    tokens = len(requests) + sum(len(one.tree.tokens) for one in requests)
-    context = sum(one.num_verified for one in requests) // len(requests)
+    prompts = sum(len(request.new_tokens) - 1 for request in requests)
+    tokens = len(requests) + sum(len(request.tree.tokens) for request in requests)
+    context = sum(request.num_verified for request in requests) // len(requests)
     body = replace(costs, head_s=(0.0,) * len(costs.head_s))
     head_s = costs.verify_s(tokens, context) - body.verify_s(tokens, context)
     return float(body.verify_s(prompts + tokens, context) + head_s) + costs.plain_rest_s
@@ -384,7 +384,7 @@ class World:
     """A fleet that runs."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet, self.found = fleet, Found()
+        self.fleet, self.found = fleet, Measured()
         self.servers = [Server(fleet, self.found) for _ in range(fleet.servers)]
         self.processor = asyncio.Lock() if fleet.together else nullcontext()
 
@@ -401,7 +401,7 @@ class World:
             pass
         return one
 
-    async def run(self) -> Found:
+    async def run(self) -> Measured:
         """Let the devices write until the time is over."""
         fleet = self.fleet
         devices = [asyncio.create_task(Device(self, i).run()) for i in range(fleet.devices)]
@@ -409,18 +409,18 @@ class World:
         for server in self.servers[: fleet.lost]:
             server.failed.set()
         await asyncio.sleep(fleet.seconds / 2)
-        for one in devices:
-            one.cancel()
+        for device in devices:
+            device.cancel()
         await asyncio.gather(*devices, return_exceptions=True)
         for server in self.servers:
             await server.stop()
         return self.found
 
 
-def simulate(fleet: Fleet) -> Found:
+def simulate(fleet: Fleet) -> Measured:
     """What a fleet does."""
 
-    async def run() -> Found:
+    async def run() -> Measured:
         with simulated_clock():
             return await World(fleet).run()
 

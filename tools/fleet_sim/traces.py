@@ -62,13 +62,15 @@ def _recorded(target: Target, drafter: MoADrafter, prompt: Sequence[int], most: 
         (tree,) = proposer.propose([RequestText(0, text)], Chain(MAX_DEPTH))
         drafts.append(tree.tokens)
     answer = text[len(prompt) :]
-    right = [common_length(one, answer[i + 1 :]) for i, one in enumerate(drafts)]
+    right = [common_length(draft, answer[i + 1 :]) for i, draft in enumerate(drafts)]
     return Trace(len(prompt), tuple(right))
 
 
 def save(traces: Sequence[Trace], path: Path = TRACES) -> None:
     """Write one line per trace."""
-    lines = (json.dumps(asdict(one) | {"right": "".join(map(str, one.right))}) for one in traces)
+    lines = (
+        json.dumps(asdict(trace) | {"right": "".join(map(str, trace.right))}) for trace in traces
+    )
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 

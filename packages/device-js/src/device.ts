@@ -11,7 +11,7 @@ import type { WebSocketTransport } from "./protocol/websocket.js";
 import { newerVersion } from "./session/server_calls.js";
 import type { DrafterVersion } from "./session/server_calls.js";
 
-/** A device as its session uses it: a drafter, and facts of the target. */
+/** A device as its session uses it: a drafter, and what it knows of the target. */
 export interface Device {
   readonly manifest: Manifest;
   readonly generationDefaults: GenerationDefaults;

@@ -1,7 +1,7 @@
 /** Sessions against a made-up target: losslessness, cuts, turns, ends, problems. */
 import { afterEach, expect, test } from "vitest";
 import { LinkError, RefusedError, InputError, WireError } from "../src/errors.js";
-import { MAX_FURTHER } from "../src/protocol/limits.js";
+import { MAX_STREAMED } from "../src/protocol/limits.js";
 import { Problem_Kind } from "../src/protocol/target_pb.js";
 import { now } from "../src/session/events.js";
 import type { RemoteEvent } from "../src/session/events.js";
@@ -493,8 +493,8 @@ test("verdicts for later requests are kept within the stream only", async () => 
     return verifier.text.length > PROMPT.length + 10 ? [...lies, answer] : [answer];
   };
   await expect(session.generate(PROMPT, { maxNewTokens: 50 })).rejects.toThrow(WireError);
-  expect(verifier.early.size).toBeLessThanOrEqual(1 + MAX_FURTHER);
-  expect(most).toBeLessThanOrEqual(1 + MAX_FURTHER);
+  expect(verifier.early.size).toBeLessThanOrEqual(1 + MAX_STREAMED);
+  expect(most).toBeLessThanOrEqual(1 + MAX_STREAMED);
 });
 
 test("invalid arguments", async () => {

@@ -1,6 +1,6 @@
 /** Times by which a device decides how much to draft. */
 import { expect, test } from "vitest";
-import { MAX_FURTHER } from "../src/protocol/limits.js";
+import { MAX_STREAMED } from "../src/protocol/limits.js";
 import { AheadDrafter } from "../src/session/draft_ahead.js";
 import { LinkStats } from "../src/session/events.js";
 import { LinkPolicy } from "../src/session/link_policy.js";
@@ -66,7 +66,7 @@ test("a link that has become fast begins drafts", () => {
   const policy = new LinkPolicy(() => waitMs, () => 3, true, () => 50);
   expect(Math.max(...drafts(policy, 100))).toBe(0);
   const asked = policy.pause;
-  expect(asked).toBe(MAX_FURTHER);
+  expect(asked).toBe(MAX_STREAMED);
   waitMs = 60;
   const found = drafts(policy, 100);
   expect(Math.max(...found.slice(0, asked))).toBe(0);

@@ -389,9 +389,9 @@ def test_stats_of_the_rows_before_ctrl_c(
     interrupt_after(2, "moaspec_train.dataset.read_examples._check_ids", monkeypatch)
     code, out, err = cli("data", "stats", data, "--model", model, "--json")
     assert code == 130
-    facts = json.loads(out)
-    assert facts["examples"] == 3  # the one that was being read is finished
-    assert not facts["complete"]
+    values = json.loads(out)
+    assert values["examples"] == 3  # the one that was being read is finished
+    assert not values["complete"]
     assert "Stopped" in err
 
 
@@ -454,9 +454,9 @@ def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert len(facts["sizes"]) >= 10
-    assert len(set(facts["sizes"])) >= 2
-    assert facts["different_outputs"] == 1
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert len(values["sizes"]) >= 10
+    assert len(set(values["sizes"])) >= 2
+    assert values["different_outputs"] == 1
     ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
     assert ids == [str(i) for i in range(len(rows))]

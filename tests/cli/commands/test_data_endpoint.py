@@ -288,9 +288,9 @@ def test_kill_9_at_ten_random_moments(
         text=True,
         check=True,
     )
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert len(set(facts["sizes"])) >= 2
-    assert facts["different_outputs"] == 1
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert len(set(values["sizes"])) >= 2
+    assert values["different_outputs"] == 1
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == [str(i) for i in range(12)]
     for row in rows[:3]:

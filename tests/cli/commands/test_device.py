@@ -20,10 +20,10 @@ def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     save_drafter(tiny.random_drafter(save_target(target)), drafter)
     output = cli("checkpoint", "export-device", str(target), str(drafter), str(out), "--bits", "8")
     assert output.code == 0, output.err
-    facts = json.loads(cli("info", str(out), "--json").out)
-    assert (facts["format"], facts["weights"]) == ("device bundle", "int8")
-    assert facts["target"]["vocab_size"] == tiny.VOCAB
-    assert facts["draft_vocabulary"] == "full"
+    data = json.loads(cli("info", str(out), "--json").out)
+    assert (data["format"], data["weights"]) == ("device bundle", "int8")
+    assert data["target"]["vocab_size"] == tiny.VOCAB
+    assert data["draft_vocabulary"] == "full"
     assert "device bundle" in cli("info", str(out)).words
     # It is no drafter, and said so only by what its tensors lacked; vLLM by nothing.
     for command in (("generate", "w1", "--drafter"), ("vllm-config",)):
@@ -53,10 +53,10 @@ def test_export_and_info_of_onnx(
     output = cli("checkpoint", "export-device", *models, "--format", *options)
     assert output.code == 0, output.err
     assert ("a browser holds" in output.words) is weights.endswith("-web")
-    facts = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
-    assert (facts["format"], facts["weights"]) == ("ONNX device bundle", weights)
-    assert facts["versions"] == versions
-    assert facts["target"]["vocab_size"] == tiny.VOCAB
+    data = json.loads(cli("info", str(tmp_path / "device"), "--json").out)
+    assert (data["format"], data["weights"]) == ("ONNX device bundle", weights)
+    assert data["versions"] == versions
+    assert data["target"]["vocab_size"] == tiny.VOCAB
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ def test_results_become_a_page(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("loaded")
 def test_eval_as_json(cli: Cli) -> None:
     output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
-    facts = json.loads(output.out)
-    assert list(facts["methods"]) == ["plain"]
-    assert len(facts["methods"]["plain"]["prompts"]) == 2
+    data = json.loads(output.out)
+    assert list(data["methods"]) == ["plain"]
+    assert len(data["methods"]["plain"]["prompts"]) == 2
 
 
 @pytest.mark.slow
@@ -184,9 +184,9 @@ def test_a_verifier_that_accepts_too_much_is_called_lossy(
     assert output.code == 1
     assert "lossy" in output.words
     assert "1.00x" in output.words
-    facts = json.loads((tmp_path / "report.json").read_text())["methods"]["moa@chain:3"]
-    assert (facts["lossless"], facts["median_speedup"]) == (False, None)
-    assert all(part["median_speedup"] is None for part in facts["suites"].values())
+    data = json.loads((tmp_path / "report.json").read_text())["methods"]["moa@chain:3"]
+    assert (data["lossless"], data["median_speedup"]) == (False, None)
+    assert all(part["median_speedup"] is None for part in data["suites"].values())
 
 
 @pytest.mark.slow
@@ -232,8 +232,8 @@ def test_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     output = cli("eval", "--cost", "--methods", "plain,moa@chain:2", "--out", str(tmp_path))
     assert output.code == 0
     assert "GB/s" in output.words
-    facts = json.loads((tmp_path / "costs.json").read_text())
-    assert [(one["context"], one["batch"]) for one in facts["rounds"]] == [
+    data = json.loads((tmp_path / "costs.json").read_text())
+    assert [(one["context"], one["batch"]) for one in data["rounds"]] == [
         (32, 1),
         (64, 1),
         (32, 2),
@@ -246,8 +246,8 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
     output = cli("eval", "--cut", "3", "--limit", "2", *options)
     assert output.code == 0
     assert "agreement" in output.words
-    facts = json.loads((tmp_path / "cut.json").read_text())
-    assert set(facts["methods"]) == {"target", "moa"}
+    data = json.loads((tmp_path / "cut.json").read_text())
+    assert set(data["methods"]) == {"target", "moa"}
     assert cli("eval", "--cut", "8", *options).code == 2
     assert cli("eval", "--cut", "3", "--methods", "plain").code == 2
 
@@ -281,11 +281,10 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
     assert output.code == 130
     assert "moa" in output.out
     assert "Stopped" in output.err
-    facts = json.loads((tmp_path / name).read_text())
-    assert facts["interrupted"]
+    data = json.loads((tmp_path / name).read_text())
+    assert data["interrupted"]
     assert (
-        len(facts["rounds"] if "rounds" in facts else facts["methods"]["moa@chain:2"]["prompts"])
-        == 1
+        len(data["rounds"] if "rounds" in data else data["methods"]["moa@chain:2"]["prompts"]) == 1
     )
     (tmp_path / name).write_text("of before")
     interrupt_after(1, function, monkeypatch)
@@ -322,9 +321,9 @@ def test_accuracy_under_a_cut(cli: Cli, tmp_path: Path) -> None:
     output = cli("eval", *options, "--accuracy", "--out", str(tmp_path))
     assert output.code == 0
     assert "accuracy" in output.words
-    facts = json.loads((tmp_path / "cut.json").read_text())["methods"]
-    assert facts["target"]["accuracy"] == 1.0
-    assert facts["moa"]["prompts"][0]["right"] is not None
+    data = json.loads((tmp_path / "cut.json").read_text())["methods"]
+    assert data["target"]["accuracy"] == 1.0
+    assert data["moa"]["prompts"][0]["right"] is not None
     plain = json.loads(cli("eval", *options, "--json").out)
     assert plain["methods"]["target"]["accuracy"] is None
 
@@ -338,8 +337,8 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
     output = cli("eval", "compare", before, str(tmp_path / "b" / "report.json"))
     assert output.code == 0
     assert "+0.00" in output.words
-    facts = json.loads(cli("eval", "compare", before, after, "--json").out)
-    assert [change["method"] for change in facts["changes"]] == ["plain", "moa"]
+    data = json.loads(cli("eval", "compare", before, after, "--json").out)
+    assert [change["method"] for change in data["changes"]] == ["plain", "moa"]
     missing = cli("eval", "compare", before, str(tmp_path / "nowhere"))
     assert missing.code == 2
     assert "Cannot read the report" in missing.err

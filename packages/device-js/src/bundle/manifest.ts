@@ -39,7 +39,7 @@ export interface CacheSizes {
   readonly head_dim: number;
 }
 
-/** Facts of an ONNX bundle; see `moaspec_edge/device_onnx/manifest.py`. */
+/** The manifest of an ONNX bundle; see `moaspec_edge/device_onnx/manifest.py`. */
 export interface Manifest {
   readonly protocol: number;
   readonly law: number;
@@ -53,7 +53,7 @@ export interface Manifest {
   readonly max_positions: number;
   readonly rope_growth: number | null;
   readonly stop_token_ids: readonly number[];
-  readonly files: Readonly<Record<string, FileFacts>>;
+  readonly files: Readonly<Record<string, FileEntry>>;
   /** Missing in bundles of earlier releases, whose drafter cannot be updated. */
   readonly versions?: Versions;
 }
@@ -67,7 +67,7 @@ export interface Versions {
 }
 
 /** Size and hash, hexadecimal, of a file. */
-export interface FileFacts {
+export interface FileEntry {
   readonly bytes: number;
   readonly sha256: string;
 }
@@ -166,26 +166,26 @@ function checkWidth(what: string, got: number, most: number): void {
   if (got > most) throw new BundleError(`The bundle is damaged: ${what} ${got} numbers; at most ${most} are allowed.`);
 }
 
-function files(found: Fields): Record<string, FileFacts> {
+function files(found: Fields): Record<string, FileEntry> {
   const names = found.names();
   if (names.length > MAX_FILES || !names.includes(GRAPH_FILE)) {
     throw new BundleError(`The bundle is damaged: it lists ${names.length} files.`);
   }
-  const pairs = names.map((name): [string, FileFacts] => {
+  const pairs = names.map((name): [string, FileEntry] => {
     if (!/^\w[\w.-]*$/.test(name)) {
       throw new BundleError(`The bundle is damaged: ${JSON.stringify(name)} is no name of a file.`);
     }
-    const facts = found.object(name);
-    return [name, { bytes: facts.size("bytes", 0, MAX_FILE_BYTES), sha256: facts.text("sha256") }];
+    const entry = found.object(name);
+    return [name, { bytes: entry.size("bytes", 0, MAX_FILE_BYTES), sha256: entry.text("sha256") }];
   });
   return Object.fromEntries(pairs);
 }
 
 function versionsOf(found: Fields): { versions?: Versions } {
   if ((found.value("versions") ?? null) === null) return {};
-  const facts = found.object("versions");
+  const entry = found.object("versions");
   const size = found.object("files").object(GRAPH_FILE).size("bytes", 0, MAX_FILE_BYTES);
-  return { versions: { packing: facts.text("packing"), ranges: facts.ranges("ranges", size) } };
+  return { versions: { packing: entry.text("packing"), ranges: entry.ranges("ranges", size) } };
 }
 
 /** Checked access to the fields of an object of JSON. */

@@ -26,7 +26,7 @@ export type ToWorker =
 
 export type FromWorker =
   | { readonly kind: "progress"; readonly loaded: number; readonly total: number }
-  | { readonly kind: "ready"; readonly facts: Facts }
+  | { readonly kind: "ready"; readonly info: ModelInfo }
   | { readonly kind: "failed"; readonly failure: Failure }
   | { readonly kind: "link"; readonly link: Link }
   | { readonly kind: "chunk"; readonly id: number; readonly chunk: Chunk }
@@ -38,7 +38,7 @@ export interface Failure {
   readonly status: number;
 }
 
-export interface Facts {
+export interface ModelInfo {
   readonly model: string;
   readonly context: number;
   /** Bytes of the bundle. */

@@ -5,7 +5,7 @@ import type { Chunk, Piece } from "./messages.js";
 
 /** Restores one answer. Final tokens of an incomplete placeholder wait for the rest of it. */
 export class ChunkRestorer {
-  private held: readonly Piece[] = [];
+  private pending: readonly Piece[] = [];
 
   constructor(private readonly vault: Vault) {}
 
@@ -13,16 +13,16 @@ export class ChunkRestorer {
     if (!this.vault.size) return chunk;
     const [choice] = chunk.choices;
     const { pieces = [], provisional, correction, ...rest } = chunk.moaspec;
-    const all = [...this.held, ...pieces];
+    const all = [...this.pending, ...pieces];
     const restored = this.restored(all, choice.finish_reason !== null);
-    this.held = all.slice(restored.length);
+    this.pending = all.slice(restored.length);
     const content = restored.map(({ text }) => text).join("");
     return {
       choices: [{ ...choice, delta: { content } }],
       moaspec: {
         ...rest,
         ...(restored.length ? { pieces: restored } : {}),
-        ...(provisional ? { provisional: this.restored([...this.held, ...provisional], true) } : {}),
+        ...(provisional ? { provisional: this.restored([...this.pending, ...provisional], true) } : {}),
         ...(correction ? { correction: { ...correction, text: this.vault.restore(correction.text) } } : {}),
       },
     };

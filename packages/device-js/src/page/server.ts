@@ -4,7 +4,7 @@
  */
 import { DeviceFigures, DownloadBar } from "./device_elements.js";
 import { PREFIX_CACHE } from "./prefix_cache.js";
-import type { Chunk, Facts, Failure, FromWorker, Link, ToWorker } from "./messages.js";
+import type { Chunk, ModelInfo, Failure, FromWorker, Link, ToWorker } from "./messages.js";
 
 /** A readable error. `status` is 401 if the server wants a token, else 0. */
 export class ServerError extends Error {
@@ -47,8 +47,8 @@ export class Server {
   key = "";
   private usedKey: string | undefined;
   private worker: Worker | undefined;
-  private facts: Promise<Facts> | undefined;
-  private settle: { resolve(facts: Facts): void; reject(error: Error): void } | undefined;
+  private info: Promise<ModelInfo> | undefined;
+  private settle: { resolve(info: ModelInfo): void; reject(error: Error): void } | undefined;
   private link = NOT_YET;
   private lastId = 0;
   private readonly listeners = new Map<number, Listener>();
@@ -68,8 +68,8 @@ export class Server {
 
   /** Describe the server; the first time this loads the bundle. */
   async about(): Promise<About> {
-    if (!this.facts || this.usedKey !== this.key) this.facts = this.load();
-    const { model, context } = await this.facts;
+    if (!this.info || this.usedKey !== this.key) this.info = this.load();
+    const { model, context } = await this.info;
     return { model, mode: "edge", speculation: true, context, link: this.link };
   }
 
@@ -127,10 +127,10 @@ export class Server {
     }
   }
 
-  private load(): Promise<Facts> {
+  private load(): Promise<ModelInfo> {
     this.usedKey = this.key;
     this.worker ??= this.start();
-    const loading = new Promise<Facts>((resolve, reject) => {
+    const loading = new Promise<ModelInfo>((resolve, reject) => {
       this.settle = { resolve, reject };
     });
     this.send({ kind: "load", token: this.key });
@@ -152,20 +152,20 @@ export class Server {
 
   private take(message: FromWorker): void {
     if (message.kind === "progress") this.bar.show(message.loaded, message.total);
-    else if (message.kind === "ready") this.ready(message.facts);
+    else if (message.kind === "ready") this.ready(message.info);
     else if (message.kind === "failed") this.fail(message.failure);
     else if (message.kind === "link") this.link = message.link;
     else this.listeners.get(message.id)?.(message);
   }
 
-  private ready(facts: Facts): void {
-    this.settle?.resolve(facts);
+  private ready(info: ModelInfo): void {
+    this.settle?.resolve(info);
     // Keeps the page itself, after the bundle, so that they do not share the line.
     navigator.serviceWorker?.register(scriptUrl("/sw.js")).catch(() => {});
   }
 
   private fail({ message, status }: Failure): void {
-    this.facts = undefined;
+    this.info = undefined;
     this.settle?.reject(new ServerError(message, status));
   }
 

@@ -94,7 +94,7 @@ async function load(token: string): Promise<void> {
   transport.cut = cut;
   await renew();
   const context = device!.manifest.max_positions;
-  post({ kind: "ready", facts: { model, context, bytes, threads: ort.env.wasm.numThreads } });
+  post({ kind: "ready", info: { model, context, bytes, threads: ort.env.wasm.numThreads } });
   void update();
 }
 

@@ -5,7 +5,7 @@ export const MAX_FRAME_BYTES = 4 << 20;
 /** Drafted tokens of one message. */
 export const MAX_DRAFTED = 256;
 /** Tokens that the server streams after one message. */
-export const MAX_FURTHER = 32;
+export const MAX_STREAMED = 32;
 /** Ranges of positions in one message. */
 export const MAX_RUNS = 4096;
 /** Tokens in `logitBias`. */

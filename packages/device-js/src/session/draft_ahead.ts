@@ -29,7 +29,7 @@ export class AheadDrafter {
   /** The verified text and the tokens drafted after it. */
   expected: number[] = [];
   /** Positions whose activations the drafter has. */
-  readonly held = new PositionSet();
+  readonly received = new PositionSet();
   sampling: SamplingParams = GREEDY;
   private readonly stepsMs: number[] = [];
   private numVerified = 0;
@@ -47,7 +47,7 @@ export class AheadDrafter {
 
   /** Whether the drafter has activations, which it needs. */
   get canDraft(): boolean {
-    return this.held.size > 0;
+    return this.received.size > 0;
   }
 
   /** Time of one drafted token: the median of the latest; undefined before the first. */
@@ -93,7 +93,7 @@ export class AheadDrafter {
   /** Store activations of verified tokens. */
   place(start: number, parts: MemoryParts): void {
     this.drafter.place(start, parts);
-    this.held.add(start, start + parts.count);
+    this.received.add(start, start + parts.count);
   }
 
   /** Take over the verified text with its newest token; returns whether it was expected. */
@@ -164,7 +164,7 @@ export class AheadDrafter {
   rollback(length: number): void {
     this.expected = this.expected.slice(0, length);
     this.numRead = Math.min(this.numRead, length);
-    this.held.cut(length);
+    this.received.cut(length);
     this.drafter.cut(length);
   }
 }

@@ -8,7 +8,7 @@
  * streamed: 1 / pass.
  */
 
-import { MAX_FURTHER } from "../protocol/limits.js";
+import { MAX_STREAMED } from "../protocol/limits.js";
 
 /** Longest chain; beyond `MAX_DEPTH` the acceptance of the last depth is assumed. */
 const MAX_DRAFTS = 24;
@@ -142,7 +142,7 @@ export class LinkPolicy {
     if (pays) {
       this.pause -= 1; // tokens that are already asked for come first
     } else {
-      this.pause = Math.min(Math.ceil((this.knownWaitMs + STREAM_SLACK_MS) / plainMs), MAX_FURTHER);
+      this.pause = Math.min(Math.ceil((this.knownWaitMs + STREAM_SLACK_MS) / plainMs), MAX_STREAMED);
     }
     return 0;
   }

@@ -2,7 +2,7 @@
 import type { Device } from "../device.js";
 import { InputError, LinkError } from "../errors.js";
 import { ActivationLayout, CODEC_NUMBERS } from "../protocol/activations.js";
-import { MAX_FURTHER } from "../protocol/limits.js";
+import { MAX_STREAMED } from "../protocol/limits.js";
 import type { ServerMessage } from "../protocol/target_pb.js";
 import { Fleet } from "../protocol/fleet.js";
 import type { Route } from "../protocol/fleet.js";
@@ -76,7 +76,7 @@ export class RemoteSession {
       keep: this.options.onCut === "keep",
       retryMs: this.options.retryMs,
       meanwhile: (pending) => this.meanwhile(pending),
-      further: () => this.further,
+      numStreamed: () => this.numStreamed,
       observe: (isRight) => {
         if (this.policy instanceof LinkPolicy) this.policy.observe(isRight);
       },
@@ -166,7 +166,7 @@ export class RemoteSession {
   prefix(): Prefix | undefined {
     const { ahead, verifier } = this;
     const { length } = verifier.text;
-    const [gap] = ahead.held.gaps(length);
+    const [gap] = ahead.received.gaps(length);
     const count = gap ? gap[0] : length;
     if (!count) return undefined;
     const { key, value } = this.device.drafter.memory(count);
@@ -261,14 +261,14 @@ export class RemoteSession {
   }
 
   /** Rounds without drafts that will follow one without drafts. */
-  private get further(): number {
+  private get numStreamed(): number {
     if (this.policy instanceof LinkPolicy) return this.policy.pause;
-    return this.policy ? 0 : MAX_FURTHER;
+    return this.policy ? 0 : MAX_STREAMED;
   }
 
   /** Current time of a token without drafts, which most servers stream. */
   private get plainMs(): number | undefined {
-    return this.verifier.maxFurther ? this.stats.passMs : this.stats.waitMs;
+    return this.verifier.maxStreamed ? this.stats.passMs : this.stats.waitMs;
   }
 
   private numDrafts(turn: Turn): number {
@@ -320,7 +320,7 @@ export class RemoteSession {
   /** Whether the device has enough activations of the text to draft from. */
   private knowsEnough(): boolean {
     const { minHeldShare } = this.options;
-    return this.ahead.held.size >= minHeldShare * (this.verifier.text.length - 1);
+    return this.ahead.received.size >= minHeldShare * (this.verifier.text.length - 1);
   }
 
   /** Draft ahead, at most to the end of the next round's drafts. */

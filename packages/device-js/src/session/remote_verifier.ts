@@ -5,7 +5,7 @@
 import { LinkError, RefusedError, WireError } from "../errors.js";
 import type { ActivationLayout } from "../protocol/activations.js";
 import { AVOID_MS, BUSY_MS } from "../protocol/fleet.js";
-import { MAX_DRAFTED, MAX_FURTHER } from "../protocol/limits.js";
+import { MAX_DRAFTED, MAX_STREAMED } from "../protocol/limits.js";
 import { Problem_Kind } from "../protocol/target_pb.js";
 import type { Activations, Problem, ServerMessage, Verdict } from "../protocol/target_pb.js";
 import { oneLine, rangeMessages } from "../protocol/wire.js";
@@ -85,7 +85,7 @@ export interface VerifierOptions {
   /** Drafts one step while a verdict is awaited; returns whether to call it again at once. */
   readonly meanwhile: (pending: PendingRequest) => Promise<boolean>;
   /** Number of rounds without drafts that will follow one without drafts. */
-  readonly further: () => number;
+  readonly numStreamed: () => number;
   /** Called with each draft of a streamed token: whether it was right. */
   readonly observe: (isRight: boolean) => void;
 }
@@ -100,7 +100,7 @@ export class RemoteVerifier {
   provisional: number[] = [];
   turn = 0;
   /** Most tokens that the server streams after a request, in this turn. */
-  maxFurther = 0;
+  maxStreamed = 0;
   /** Whether this turn sends no drafts, even after a cut. */
   neverDrafts = false;
   /** Length up to which the server streams tokens in this turn. */
@@ -186,8 +186,8 @@ export class RemoteVerifier {
   connected(): void {
     const { pending } = this;
     if (this.committed && !pending?.opening) {
-      const held = rangeMessages(this.options.ahead.held.ranges());
-      this.link.send(this.turn, { case: "resume", value: { base: this.committed.length, held } });
+      const received = rangeMessages(this.options.ahead.received.ranges());
+      this.link.send(this.turn, { case: "resume", value: { base: this.committed.length, held: received } });
     }
     if (pending) {
       pending.resent = true;
@@ -222,10 +222,10 @@ export class RemoteVerifier {
     if (!pending.opening) {
       pending.drafts = this.drafts(pending);
       const base = this.text.length;
-      const most = Math.min(this.maxFurther, MAX_FURTHER, this.options.ahead.room);
-      const further = pending.drafts.length ? 0 : Math.min(this.options.further(), most);
-      if (further) this.streamed = Math.max(this.streamed, base + 1 + further);
-      const value = { base, tokens: [...pending.drafts], further };
+      const most = Math.min(this.maxStreamed, MAX_STREAMED, this.options.ahead.room);
+      const numStreamed = pending.drafts.length ? 0 : Math.min(this.options.numStreamed(), most);
+      if (numStreamed) this.streamed = Math.max(this.streamed, base + 1 + numStreamed);
+      const value = { base, tokens: [...pending.drafts], further: numStreamed };
       this.link.send(this.turn, { case: "draft", value });
       return;
     }
@@ -237,7 +237,7 @@ export class RemoteVerifier {
       sampling: request.sampling,
       promptLength: request.promptLength,
       tokenIds: [...this.text, ...pending.kept],
-      held: rangeMessages(this.options.ahead.held.ranges()),
+      held: rangeMessages(this.options.ahead.received.ranges()),
     };
     this.link.send(this.turn, { case: "open", value });
   }
@@ -269,7 +269,7 @@ export class RemoteVerifier {
     const waitedMs = Math.min(now() - this.placedMs, now() - this.askedMs);
     const late = waitedMs > FETCH_AFTER * this.options.retryMs && stats.state === "up";
     if (!late || !this.committed) return;
-    const gaps = this.options.ahead.held.gaps(this.committed.length - 1);
+    const gaps = this.options.ahead.received.gaps(this.committed.length - 1);
     if (!gaps.length) return;
     this.askedMs = now();
     this.link.send(this.turn, { case: "fetch", value: { ranges: rangeMessages(gaps) } });
@@ -315,7 +315,7 @@ export class RemoteVerifier {
           return;
         }
         this.check(pending, verdict);
-        this.maxFurther = verdict.maxFurther;
+        this.maxStreamed = verdict.maxFurther;
         this.putOffStreamed(pending, verdict, skip);
         const tokens = verdict.tokens.slice(skip);
         this.committed = [...text, ...tokens];

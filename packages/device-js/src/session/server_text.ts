@@ -36,7 +36,7 @@ export interface ServerTextOptions extends Omit<TurnOptions, "draft" | "logprobs
 
 /** Text from a server that decodes alone. A text cannot be resumed after a cut of the link. */
 export class RemoteText {
-  /** @param device whose facts of the target are used; its drafter is not */
+  /** @param device whose tokenizer and limits are used; its drafter is not */
   constructor(
     private readonly device: Device,
     private readonly transport: WebSocketTransport,

@@ -1,4 +1,4 @@
-"""The one law: with any settings and seed, speculation never changes the text."""
+"""Seeded sampling: with any settings and seed, speculation never changes the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noise: published vectors, and what the law needs of it."""
+"""The noise: published vectors, and what sampling needs of it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_survivors_are_those_of_transformers(
     scores: Any = logits()
     for name, value in settings.items():
         scores = THEIRS[name](value)(None, scores)
-    # In float64 as the law computes it: in float32 the mass before a token has rounding errors.
+    # In float64 as sampling computes it: in float32 the mass before a token has rounding errors.
     ours = survivors(logits().double(), [SamplingParams(**settings)] * len(scores))
     assert torch.equal(ours, scores > -math.inf)
 

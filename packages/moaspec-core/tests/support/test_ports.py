@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec_core.errors import InputError
-from moaspec_core.support.ports import bind, held, reuse_address, server_url, split_address
+from moaspec_core.support.ports import bind, reserved, reuse_address, server_url, split_address
 
 
 @pytest.fixture
@@ -62,26 +62,26 @@ def test_an_address_of_another_machine_or_of_none(host: str) -> None:
         bind("no-such-host.invalid", 8000)
 
 
-def test_held_ports_are_named_by_their_options(taken: int) -> None:
+def test_reserved_ports_are_named_by_their_options(taken: int) -> None:
     with (
         pytest.raises(InputError, match="--metrics-port"),
-        held({"--port": ("127.0.0.1", 0), "--metrics-port": ("127.0.0.1", taken)}),
+        reserved({"--port": ("127.0.0.1", 0), "--metrics-port": ("127.0.0.1", taken)}),
     ):
         pass
 
 
-def test_held_ports_differ() -> None:
+def test_reserved_ports_differ() -> None:
     with bind("127.0.0.1", 0) as found:
         port = found.getsockname()[1]
     same = {"--port": ("127.0.0.1", port), "--metrics-port": ("127.0.0.1", port)}
-    with pytest.raises(InputError, match=r"in use.*--metrics-port"), held(same):
+    with pytest.raises(InputError, match=r"in use.*--metrics-port"), reserved(same):
         pass
 
 
-def test_held_ports_are_free_afterwards() -> None:
+def test_reserved_ports_are_free_afterwards() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-    with held({"--port": ("127.0.0.1", port)}):
+    with reserved({"--port": ("127.0.0.1", port)}):
         pass
     with bind("127.0.0.1", port) as again:
         again.listen()

@@ -43,7 +43,7 @@ NUM_TEXTS = 6
 """Draws of which drafts are right: a few lucky ones begin drafts that do not pay."""
 
 
-class Held(OracleProposer):
+class SlowedDrafter(OracleProposer):
     """A drafter whose steps take simulated time, in which nothing else happens on the device."""
 
     step_s = 0.0
@@ -115,7 +115,7 @@ async def over_plain(
     With `dropping`, the server verifies no drafts, as under load.
     """
     target, prompt, text = tiny.target(), tiny.PROMPTS[1], own_text()
-    drafter = Held([[*prompt, *text]], agreement=agreement, seed=seed)
+    drafter = SlowedDrafter([[*prompt, *text]], agreement=agreement, seed=seed)
     drafter.step_s = step_s
     service = TargetService(target)
     if dropping:

@@ -15,7 +15,7 @@ from links import Faults, FaultyTransport, Restartable
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.errors import WireError
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 from moaspec_edge.device.events import RemoteEvent
 from moaspec_edge.device.link_policy import FIRST_LOSS, LOSS_PER_TOKEN, LinkPolicy
 from moaspec_edge.device.local_parts import LocalDevice
@@ -211,7 +211,7 @@ def test_an_older_server(monkeypatch: pytest.MonkeyPatch) -> None:
         await session.close()
         await server.service.stop()
 
-    monkeypatch.setattr(ServerSession, "max_further", 0)
+    monkeypatch.setattr(ServerSession, "max_streamed", 0)
     mixed(monkeypatch)
     run_simulated(run(), pass_s=0.01)
 
@@ -385,7 +385,7 @@ def test_a_server_that_says_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
                     verifier._verdict(pb.Verdict(base=base))
                 except WireError:
                     refused += 1
-            assert len(verifier._early) <= 1 + MAX_FURTHER
+            assert len(verifier._early) <= 1 + MAX_STREAMED
             verifier._early = late
         assert refused
         assert text == plain(PROMPT)

@@ -152,9 +152,9 @@ def test_the_text_is_the_targets(directory: Path, url: str, settings: dict[str, 
         *("--bundle", str(directory / "bundle"), "--max-new-tokens", "16", *options),
     )
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["token_ids"] == expected(directory, "w1 w2 [PRIVATE_1] w4", **settings)
-    assert facts["private_spans"] == 1
+    data = json.loads(done.stdout)
+    assert data["token_ids"] == expected(directory, "w1 w2 [PRIVATE_1] w4", **settings)
+    assert data["private_spans"] == 1
 
 
 def test_nothing_is_used_that_windows_lacks(directory: Path, url: str) -> None:
@@ -174,9 +174,9 @@ def test_a_cut_is_shown_and_changes_nothing(directory: Path, url: str) -> None:
         *("--cut-after", "5"),
     )
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["token_ids"] == expected(directory, "w1 w2")
-    assert facts["provisional"] > 0
+    data = json.loads(done.stdout)
+    assert data["token_ids"] == expected(directory, "w1 w2")
+    assert data["provisional"] > 0
 
 
 def test_an_edge_serves_the_targets_text(directory: Path, url: str) -> None:

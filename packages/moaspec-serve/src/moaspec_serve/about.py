@@ -21,7 +21,7 @@ def router(context: ServerContext) -> APIRouter:
     async def list_models() -> dict[str, Any]:
         """List the model under all its names."""
         names = [name for name in context.settings.names if name != "*"]
-        models = [_model(context, name) for name in (context.facts.name, *names)]
+        models = [_model(context, name) for name in (context.info.name, *names)]
         return {"object": "list", "data": models}
 
     @routes.get("/v1/models/{name:path}")
@@ -47,13 +47,13 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/moaspec")
     async def about() -> About:
         """Describe the server for the page."""
-        facts, load = context.facts, context.source.load
+        info, load = context.info, context.source.load
         return About(
             version=moaspec_core.__version__,
-            model=facts.name,
-            mode=facts.mode,
-            speculation=facts.speculates,
-            context=facts.target.max_positions,
+            model=info.name,
+            mode=info.mode,
+            speculation=info.speculates,
+            context=info.target.max_positions,
             active=load.active,
             waiting=load.waiting,
             link=context.source.link,

@@ -62,7 +62,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(source.facts.grammars.prepare)
+        await asyncio.to_thread(source.info.grammars.prepare)
         await source.start()
         try:
             yield

@@ -122,7 +122,7 @@ class HttpGuard:
         except TimeoutError:
             text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
             raise RequestError(text, status=408) from None
-        if too_many_json_values(b"".join(one.get("body", b"") for one in messages)):
+        if too_many_json_values(b"".join(message.get("body", b"") for message in messages)):
             text = f"The body holds more than {limits.MAX_JSON_VALUES} JSON values."
             raise RequestError(text, status=413)
         return messages

@@ -26,7 +26,7 @@ from moaspec_serve.openai.chat_input import ChatInput
 from moaspec_serve.openai.redaction import MakeVault, RequestRedactor
 from moaspec_serve.openai.schema import GenerationRequest
 from moaspec_serve.preparation import PreparationPool
-from moaspec_serve.sources.source import Job, SourceFacts, TextSource
+from moaspec_serve.sources.source import Job, SourceInfo, TextSource
 
 NEUTRAL: dict[str, list[Any]] = yaml.safe_load(
     files("moaspec_serve.openai").joinpath("unsupported_fields.yaml").read_text("utf-8")
@@ -65,14 +65,14 @@ class ServerContext:
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
         self.source, self.settings = source, settings
         self.metrics = Metrics(source)
-        self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
+        self.template = ChatTemplate(source.info.tokenizer, source.info.name)
         self.created = int(time.time())
-        self.preparation = PreparationPool(source.facts.places)
-        self.compilation = PreparationPool(source.facts.places, threads=TRIALS)
+        self.preparation = PreparationPool(source.info.places)
+        self.compilation = PreparationPool(source.info.places, threads=TRIALS)
 
     @property
-    def facts(self) -> SourceFacts:
-        return self.source.facts
+    def info(self) -> SourceInfo:
+        return self.source.info
 
     def check(self, body: GenerationRequest) -> None:
         """Refuse other models, and fields that are misspelt or would change the answer."""
@@ -92,10 +92,10 @@ class ServerContext:
                 )
 
     def check_model(self, name: str) -> None:
-        names = (self.facts.name, *self.settings.names)
+        names = (self.info.name, *self.settings.names)
         if name not in names and "*" not in names:
             raise RequestError(
-                f"The model {name!r} does not exist here; this server has {self.facts.name!r}.",
+                f"The model {name!r} does not exist here; this server has {self.info.name!r}.",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -113,7 +113,7 @@ class ServerContext:
             return dict(given or {})
         if "reasoning_effort" not in self.template.source:
             raise RequestError(
-                f"The chat template of {self.facts.name} knows no reasoning_effort. Leave it out, "
+                f"The chat template of {self.info.name} knows no reasoning_effort. Leave it out, "
                 "or set the template's own variables in chat_template_kwargs.",
                 param="reasoning_effort",
             )
@@ -122,10 +122,10 @@ class ServerContext:
     @property
     def max_characters(self) -> int:
         """Upper bound of the characters that fit into the context."""
-        return self.facts.target.max_positions * self.facts.longest_token
+        return self.info.target.max_positions * self.info.longest_token
 
     def redactor(self) -> RequestRedactor:
-        positions = self.facts.target.max_positions
+        positions = self.info.target.max_positions
         return RequestRedactor(self.settings.make_vault, self.max_characters, positions)
 
     def normal(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -138,7 +138,7 @@ class ServerContext:
         template, variables = self.template, chat.variables or {}
         if not template.exists:
             raise InputError(
-                f"{self.facts.name} has no chat template, so it holds no conversation; use "
+                f"{self.info.name} has no chat template, so it holds no conversation; use "
                 "/v1/completions."
             )
         try:
@@ -152,7 +152,7 @@ class ServerContext:
     def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
         """Tokenise a prompt; ContextError where its length shows that it cannot fit."""
         if len(text) > self.max_characters:
-            positions = self.facts.target.max_positions
+            positions = self.info.target.max_positions
             raise ContextError(
                 context_message(positions, f"your prompt has {len(text)} characters")
                 + "No tokens of this model hold so many. Shorten the prompt."
@@ -168,7 +168,7 @@ class ServerContext:
         """
         if text is None:
             return None
-        grammars = self.facts.grammars
+        grammars = self.info.grammars
         known = grammars.known(text)
         return known or await self.compilation.run(request, lambda: grammars.compiled(text))
 
@@ -204,7 +204,7 @@ class ServerContext:
                 prompt_ids=tuple(prompt),
                 # Longer prompts are refused later.
                 max_new_tokens=max(
-                    min(max_tokens, self.facts.target.max_positions - len(prompt)), 0
+                    min(max_tokens, self.info.target.max_positions - len(prompt)), 0
                 ),
                 stop=stop,
                 sampling=replace(sampling, choice=choice),
@@ -234,7 +234,7 @@ class ServerContext:
 
     def _sampling(self, body: GenerationRequest, logprobs: int | None) -> SamplingParams:
         """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""
-        defaults = self.facts.defaults
+        defaults = self.info.defaults
         default_temperature = 1.0 if defaults.temperature is None else defaults.temperature
         shared = GenerationRequest.model_fields.keys() & GenerateOptions.__annotations__.keys()
         given = {name: getattr(body, name) for name in shared}

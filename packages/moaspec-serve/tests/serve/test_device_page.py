@@ -109,8 +109,8 @@ def test_files_are_not_sent_again(client: httpx.Client) -> None:
 def test_the_service_worker_keeps_all_that_the_page_needs(client: httpx.Client) -> None:
     first, script = client.get("/sw.js").text.split("\n", 1)
     assert script == "// sw.js\n"
-    facts = json.loads(first.removeprefix("self.MOASPEC = ").removesuffix(";"))
-    paths = set(facts["paths"])
+    info = json.loads(first.removeprefix("self.MOASPEC = ").removesuffix(";"))
+    paths = set(info["paths"])
     assert {"/", "/app.js", "/server.js", "/worker.js", "/device.json"} < paths
     assert not paths & {"/index.html", "/sw.js"}
     assert not any(path.startswith("/bundle/") for path in paths)

@@ -405,9 +405,9 @@ def test_a_killed_process(device_models: Path, browser: Browser, tmp_path: Path)
         with running.stdout:
             return running, json.loads(running.stdout.readline())
 
-    running, facts = start()
+    running, info = start()
     try:
-        with browsing.visit(browser, facts["page"]) as visited:
+        with browsing.visit(browser, info["page"]) as visited:
             visited.shows("document.querySelector('#model')?.textContent === 'target'")
             ask(visited)
             visited.shows("!document.querySelector('#key-form').hidden")

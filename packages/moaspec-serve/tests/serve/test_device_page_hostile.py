@@ -36,8 +36,8 @@ const piece = (text, source, was) => ({ text, id: 1, source, ...(was ? { was } :
 self.addEventListener('message', ({ data }) => {
   if (data.kind === 'load') {
     postMessage({ kind: 'progress', loaded: 1, total: 2 });
-    const facts = { model: payloads.join(' '), context: 99, bytes: 1, threads: 1 };
-    postMessage({ kind: 'ready', facts });
+    const info = { model: payloads.join(' '), context: 99, bytes: 1, threads: 1 };
+    postMessage({ kind: 'ready', info });
   }
   if (data.kind !== 'ask') return;
   const { id, question } = data;

@@ -167,7 +167,7 @@ def test_completions_stream(client: OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_penalties_and_extras_reach_the_law(client: OpenAI) -> None:
+def test_penalties_and_extras_reach_the_distribution(client: OpenAI) -> None:
     extras: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3}
     bias = {"97": -100.0}
     answer = chat(client, frequency_penalty=1.5, logit_bias=bias, extra_body=extras, **SAMPLED)

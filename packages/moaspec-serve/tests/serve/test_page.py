@@ -13,7 +13,7 @@ import memorised_target
 import serving
 from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
-from edges import HeldTransport
+from edges import PausedTransport
 from memorised_target import ANSWER, QUESTION
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions
@@ -37,13 +37,13 @@ HELD = 20
 
 
 @pytest.fixture(scope="module")
-def transport() -> HeldTransport:
+def transport() -> PausedTransport:
     target, drafter = memorised_target.target(), memorised_target.drafter()
-    return HeldTransport(TargetService(target, drafter))
+    return PausedTransport(TargetService(target, drafter))
 
 
 @pytest.fixture(scope="module")
-def edge(browser: Browser, transport: HeldTransport) -> Iterator[Served]:  # noqa: ARG001 - skips
+def edge(browser: Browser, transport: PausedTransport) -> Iterator[Served]:  # noqa: ARG001 - skips
     target, drafter, faults = memorised_target.target(), memorised_target.drafter(), Faults()
     source = EdgeSource(
         LocalDevice(target, drafter),
@@ -155,7 +155,7 @@ def test_the_race_is_run_where_things_may_move(browser: Browser, local: Served) 
 
 
 def test_through_a_cut(
-    browser: Browser, edge: Served, transport: HeldTransport, pictures: Path
+    browser: Browser, edge: Served, transport: PausedTransport, pictures: Path
 ) -> None:
     with browsing.visit(browser, edge.url) as visited:
         with transport.holding(HELD, QUESTION):
@@ -306,7 +306,7 @@ def test_a_wide_table_scrolls_on_a_phone(browser: Browser, local: Served) -> Non
         assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_keyboard(browser: Browser, edge: Served, transport: HeldTransport) -> None:
+def test_keyboard(browser: Browser, edge: Served, transport: PausedTransport) -> None:
     with browsing.visit(browser, edge.url) as visited:
         page = visited.page
         visited.shows("document.querySelector('#where').textContent !== ''")

@@ -27,9 +27,9 @@ def test_long_texts_are_refused_before_they_are_tokenised(
     def tokenize(*_: Any, **__: Any) -> Any:
         raise AssertionError("tokenised")
 
-    text = "x" * (CONTEXT * served.source.facts.longest_token + 1)
+    text = "x" * (CONTEXT * served.source.info.longest_token + 1)
     monkeypatch.setattr(ChatTemplate, "tokenize", tokenize)
-    monkeypatch.setattr(type(served.source.facts.tokenizer), "__call__", tokenize)
+    monkeypatch.setattr(type(served.source.info.tokenizer), "__call__", tokenize)
     said: dict[str, dict[str, Any]] = {
         "chat/completions": {"messages": say(text)},
         "completions": {"prompt": text},

@@ -40,7 +40,7 @@ from moaspec_train.run_config import TrainConfig, learning_rate, num_passes
 from moaspec_train.students.held_out import BLOCK_LENGTH, measure_held_out
 from moaspec_train.students.losses import LossWeights
 from moaspec_train.students.students import MoAStudent
-from moaspec_train.training_state import FACTS_FILE, StateFiles, damaged_state
+from moaspec_train.training_state import STATE_FILE, StateFiles, damaged_state
 
 MIN_RESPONSE_TOKENS = 2 * BLOCK_LENGTH
 """Shorter responses are not used: they have no complete block, which simulated tau needs."""
@@ -244,13 +244,13 @@ class ContinualTrainer:
     def _add_version(self) -> None:
         """Write the current weights as the next version; the oldest one goes."""
         self.version += 1
-        facts = {
+        info = {
             "cycle": self.cycle,
             "texts": self.texts,
             "config": dataclasses.asdict(self.config),
         }
         weights, _ = split_state(self._before)
-        self._student.save(weights, version_directory(self.directory, self.version), facts)
+        self._student.save(weights, version_directory(self.directory, self.version), info)
         self.fingerprints.append(fingerprint(self._module))
         old = version_directory(self.directory, self.version - KEPT_VERSIONS)
         shutil.rmtree(old, ignore_errors=True)
@@ -265,24 +265,24 @@ class ContinualTrainer:
         self._strategy.load({name: tensor.clone() for name, tensor in state.items()})
 
     def _save(self) -> None:
-        facts = {
+        info = {
             "texts": self.texts,
             "steps": self.steps,
             "fingerprints": self.fingerprints,
             "generator": self._generator.get_state().tolist(),
             "cycle": self.cycle,
         }
-        self._states.save(self.cycle, self._before, facts)
+        self._states.save(self.cycle, self._before, info)
 
     def _resume(self, saved: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
         if saved is None:
             return
-        tensors, facts = saved
+        tensors, info = saved
         try:
-            first, *later = map(str, facts["fingerprints"])
-            self._generator.set_state(torch.tensor(facts["generator"], dtype=torch.uint8))
-            self.texts, self.steps = int(facts["texts"]), int(facts["steps"])
-            self.cycle = int(facts["cycle"])
+            first, *later = map(str, info["fingerprints"])
+            self._generator.set_state(torch.tensor(info["generator"], dtype=torch.uint8))
+            self.texts, self.steps = int(info["texts"]), int(info["steps"])
+            self.cycle = int(info["cycle"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise damaged_state(self._states.directory, error) from error
         if first != self.fingerprints[0]:
@@ -330,7 +330,7 @@ def fingerprints(directory: Path) -> list[str]:
     if state is None:
         return []
     try:
-        found = json.loads((state / FACTS_FILE).read_text())["fingerprints"]
+        found = json.loads((state / STATE_FILE).read_text())["fingerprints"]
         return [str(one) for one in found]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise damaged_state(state, error) from error

@@ -113,9 +113,9 @@ class ParallelStrategy:
         self.accelerator = accelerator
         self.module, self.model, self.optimizers = module, model, optimizers
         self._of = {
-            parameter: one
-            for one in optimizers
-            for g in one.param_groups
+            parameter: optimizer
+            for optimizer in optimizers
+            for g in optimizer.param_groups
             for parameter in g["params"]
         }
 
@@ -211,12 +211,12 @@ def new_strategy(
 
 def new_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """The optimisers of a run: AdamW alone, or Muon for matrices and AdamW for the rest."""
-    parameters = [one for one in module.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
         return [adamw(parameters, config)]
-    matrices = [one for one in parameters if one.ndim == 2]
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
     muon = Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay)
-    return [muon, adamw([one for one in parameters if one.ndim != 2], config)]
+    return [muon, adamw([parameter for parameter in parameters if parameter.ndim != 2], config)]
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

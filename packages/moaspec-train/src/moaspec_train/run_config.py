@@ -376,7 +376,7 @@ def _unknown_key(inside: str, key: str, names: Sequence[str]) -> str:
     """A message with the most similar key, or with all keys of this mapping."""
     every = [
         *get_type_hints(TrainConfig),
-        *(f"{name}.{one}" for name, kind in _NESTED.items() for one in get_type_hints(kind)),
+        *(f"{name}.{hint}" for name, kind in _NESTED.items() for hint in get_type_hints(kind)),
     ]
     nearest = [one for one in every if one.rpartition(".")[2] == _plain_key(key)]
     nearest += difflib.get_close_matches(_plain_key(inside + key), every, n=1)
@@ -427,8 +427,8 @@ def _assignments(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             or (item.endswith("=") and "=" not in waiting[-1])
             or (item.startswith("--") and "=" not in item + waiting[-1])
         ):
-            further = waiting.pop()
-            item += further if "=" in item + further else f"={further}"
+            rest = waiting.pop()
+            item += rest if "=" in item + rest else f"={rest}"
         key, separator, text = item.partition("=")
         if item.startswith("--") and not separator:
             raise InputError(

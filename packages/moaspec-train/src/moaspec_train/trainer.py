@@ -233,8 +233,8 @@ class Trainer:
     def save(self) -> None:
         """Write the state for an exact resume, atomically."""
         tensors = self._finite_state()
-        facts = {
-            "run": self._resume_facts,
+        info = {
+            "run": self._resume_conditions,
             "step": self.step,
             "tokens": self.tokens,
             "order": self.data.state(),
@@ -247,7 +247,7 @@ class Trainer:
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
             if num_bytes >= LARGE_STATE_BYTES:
                 log.info("Saving step %d: %.1f GB", self.step, num_bytes / 1e9)
-            self.states.save(self.step, tensors, facts)
+            self.states.save(self.step, tensors, info)
         self.accelerator.wait_for_everyone()
 
     def _finite_state(self) -> dict[str, Tensor]:
@@ -270,7 +270,7 @@ class Trainer:
         """
         weights, _ = split_state(self._finite_state())
         if self.accelerator.is_main_process:
-            facts = {
+            info = {
                 "config": dataclasses.asdict(self.config),
                 "steps": self.step,
                 "loss_tokens": self.tokens,
@@ -279,17 +279,17 @@ class Trainer:
             directory = self.output / name
             if self._acceptance:
                 self.student.record(self._acceptance, self._head_moment_EE)
-            self.student.save(weights, directory, facts)
+            self.student.save(weights, directory, info)
             prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
             if decode and prompts:
                 num_decoded = min(len(prompts), DECODED_PROMPTS)
                 log.info("Decoding %d held-out prompts with the drafter", num_decoded)
             tau = decoded_tau(directory, self.target, prompts) if decode else None
-            write_card(directory, self.student, self.config, facts, self.log.rows(), tau=tau)
+            write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
         self.accelerator.wait_for_everyone()
 
     @property
-    def _resume_facts(self) -> dict[str, Any]:
+    def _resume_conditions(self) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON."""
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
@@ -300,8 +300,8 @@ class Trainer:
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found
 
-    def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        was, now = facts.get("run", {}), self._resume_facts
+    def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
+        was, now = info.get("run", {}), self._resume_conditions
         was.setdefault("target", now["target"])  # states of an earlier version do not name it
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
@@ -313,10 +313,10 @@ class Trainer:
         self._head_moment_EE = tensors.pop(MOMENT, None)
         self.strategy.load(tensors)
         try:
-            self.data.restore(facts["order"])
-            self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
-            self._acceptance = tuple(map(tuple, facts["acceptance"]))
-            self.best = facts["best"] and BestStep(**facts["best"])
+            self.data.restore(info["order"])
+            self.step, self.tokens = int(info["step"]), int(info["tokens"])
+            self._acceptance = tuple(map(tuple, info["acceptance"]))
+            self.best = info["best"] and BestStep(**info["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise damaged_state(self.states.directory, error) from error
 

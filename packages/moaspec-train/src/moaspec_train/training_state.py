@@ -21,7 +21,7 @@ from moaspec_core.checkpoint.user_files import read_json, why_not_tensors
 from moaspec_core.errors import CheckpointError, TrainingError
 from moaspec_core.support.seals import checksum
 
-FACTS_FILE = "state.json"
+STATE_FILE = "state.json"
 SUMS_FILE = "checksums.json"
 
 
@@ -45,14 +45,14 @@ class StateFiles:
     def _states(self) -> list[Path]:
         return [path for path in self.directory.glob("step-*") if path.name[5:].isdigit()]
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Write a state, then remove older ones; TrainingError where it cannot be written."""
         scratch, final = self.directory / "partial", self.directory / f"step-{step}"
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             write_weights(scratch, dict(_pieces(tensors, self._shard_bytes)), self._shard_bytes)
-            (scratch / FACTS_FILE).write_text(json.dumps(facts))
+            (scratch / STATE_FILE).write_text(json.dumps(info))
             sums = {path.name: checksum(path) for path in sorted(scratch.iterdir())}
             (scratch / SUMS_FILE).write_text(json.dumps(sums))
             if final.exists():
@@ -77,15 +77,15 @@ class StateFiles:
             return None
         try:
             _check(path)
-            facts = read_json(path / FACTS_FILE)
-            if not isinstance(facts, dict) or not facts:
-                raise ValueError(f"{FACTS_FILE} is no object")
+            info = read_json(path / STATE_FILE)
+            if not isinstance(info, dict) or not info:
+                raise ValueError(f"{STATE_FILE} is no object")
             pieces: dict[str, Tensor] = {}
             for file in weight_files(path):
                 if (reason := why_not_tensors(file)) is not None:
                     raise ValueError(f"{file.name}: {reason}")
                 pieces |= load_file(file)
-            return _joined(pieces), facts
+            return _joined(pieces), info
         except (OSError, ValueError, RecursionError, SafetensorError, CheckpointError) as error:
             raise damaged_state(path, error) from error
 
@@ -103,7 +103,7 @@ def _check(path: Path) -> None:
     if not (path / SUMS_FILE).exists():  # a state of an earlier version
         return
     sums = json.loads((path / SUMS_FILE).read_text())
-    if not isinstance(sums, dict) or FACTS_FILE not in sums:
+    if not isinstance(sums, dict) or STATE_FILE not in sums:
         raise ValueError(f"{SUMS_FILE} does not name the files of a state")
     for name, expected in sums.items():
         if checksum(path / Path(name).name) != expected:

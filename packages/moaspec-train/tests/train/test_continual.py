@@ -25,7 +25,7 @@ from moaspec_train.continual import (
     newest_version,
     version_directory,
 )
-from moaspec_train.training_state import FACTS_FILE, SUMS_FILE
+from moaspec_train.training_state import STATE_FILE, SUMS_FILE
 from ruled_target import Text
 
 
@@ -176,11 +176,11 @@ def test_no_text_is_written(initial: Path, tmp_path: Path, stream: list[Text]) -
     assert (one._batch, one._held_out) == ([], [])
     row = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
     assert row.keys() == vars(reports[-1]).keys() | {"step"}
-    facts = json.loads((tmp_path / "state" / "step-2" / FACTS_FILE).read_text())
+    data = json.loads((tmp_path / "state" / "step-2" / STATE_FILE).read_text())
     expected = {"texts", "steps", "cycle", "fingerprints", "generator"}
-    assert facts.keys() == expected
+    assert data.keys() == expected
     files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert files <= {"log.jsonl", FACTS_FILE, SUMS_FILE, "config.json", "model.safetensors"}
+    assert files <= {"log.jsonl", STATE_FILE, SUMS_FILE, "config.json", "model.safetensors"}
 
 
 def test_a_prompt_stays_on_its_side(initial: Path, tmp_path: Path, stream: list[Text]) -> None:
@@ -216,12 +216,12 @@ def test_a_directory_of_another_drafter_is_refused(
         learner(tmp_path / "other", tmp_path)
 
 
-@pytest.mark.parametrize("facts", ["{}", "[]", "{", '{"fingerprints": 1}'])
+@pytest.mark.parametrize("data", ["{}", "[]", "{", '{"fingerprints": 1}'])
 def test_a_damaged_state_is_refused(
-    facts: str, initial: Path, tmp_path: Path, stream: list[Text]
+    data: str, initial: Path, tmp_path: Path, stream: list[Text]
 ) -> None:
     fed(learner(initial, tmp_path), stream, cycles=1)
-    (tmp_path / "state" / "step-1" / FACTS_FILE).write_text(facts)
+    (tmp_path / "state" / "step-1" / STATE_FILE).write_text(data)
     with pytest.raises(TrainingError, match="is damaged"):
         newest_version(tmp_path)
     with pytest.raises(TrainingError, match="is damaged"):

@@ -168,14 +168,14 @@ def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
             text=True,
             check=True,
         )
-        facts = json.loads(done.stdout.splitlines()[-1])
+        values = json.loads(done.stdout.splitlines()[-1])
         state = StateFiles(tmp_path / name / "run" / "state").load()
         assert state is not None
         found.append(state[0])
         rows = (tmp_path / name / "run" / "log.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))
-    assert facts["hits"] == 10
-    assert facts["steps"] >= 3
+    assert values["hits"] == 10
+    assert values["steps"] >= 3
     whole, killed = found
     assert whole.keys() == killed.keys()
     for key, value in whole.items():

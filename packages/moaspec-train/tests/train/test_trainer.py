@@ -706,7 +706,7 @@ def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, num_target_layers=(0, 1), steps=1)
     run.run()
     drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
-    with pytest.raises(InputError, match="exits for 0, 1"):
+    with pytest.raises(InputError, match="trained for N = 0, 1"):
         moaspec.generate(tiny.target(), [1, 2], drafter=drafter, num_target_layers=2)
 
 
@@ -827,9 +827,9 @@ def test_the_head_of_the_card(tmp_path: Path) -> None:
         run.run()
         card = (tmp_path / target / "drafter" / "README.md").read_text()
         _, head, _ = card.split("---\n", 2)
-        facts = yaml.safe_load(head)
-        assert (facts["base_model"], facts["license"]) == (base, "apache-2.0")
-        assert facts["library_name"] == "moaspec"
+        info = yaml.safe_load(head)
+        assert (info["base_model"], info["license"]) == (base, "apache-2.0")
+        assert info["library_name"] == "moaspec"
 
 
 def test_tau_by_decoding(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def test_round_trip_in_files_of_a_chosen_size(limit: int, tmp_path: Path) -> Non
     files.save(4, TENSORS, {"step": 4})
     loaded = StateFiles(tmp_path).load()
     assert loaded is not None
-    tensors, facts = loaded
-    assert facts["step"] == 4
+    tensors, values = loaded
+    assert values["step"] == 4
     assert set(tensors) == set(TENSORS)
     for name, tensor in tensors.items():
         assert_close(tensor, TENSORS[name], rtol=0, atol=0)

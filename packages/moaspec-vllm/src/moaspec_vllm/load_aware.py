@@ -217,7 +217,7 @@ class LoadAwareDrafts:
         """
         if not candidates:
             return Plan()
-        rates = np.array([self._rate_of(one.name) for one in candidates])
+        rates = np.array([self._rate_of(candidate.name) for candidate in candidates])
         order = np.argsort(-rates, kind="stable")
         rate_R, free_R = rates[order], np.zeros(len(order))
         depth, number = self._best(rate_R, free_R, num_requests)

@@ -27,7 +27,7 @@ def vllm_service(
 
     from moaspec.backends.load import chosen_dtype
     from moaspec.generation.drafters import load_drafter
-    from moaspec.target.registry import find_weights, target_facts
+    from moaspec.target.registry import find_weights, read_target_spec
     from moaspec_edge.server.service import TargetService, wire_encoder
     from moaspec_vllm.paged_drafter.cache_reader import HeadShare
     from moaspec_vllm.vllm_settings import VLLMVerifierSettings
@@ -35,27 +35,27 @@ def vllm_service(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = chosen_dtype(asked.dtype, device=device, packed=False)
-    facts = target_facts(asked.model, dtype=dtype, device=device, tokenizer=asked.tokenizer)
-    if any(switch < limits.longest(facts) for switch in facts.rope_switches):
+    info = read_target_spec(asked.model, dtype=dtype, device=device, tokenizer=asked.tokenizer)
+    if any(switch < limits.longest(info) for switch in info.rope_switches):
         raise InputError(
-            f"{asked.model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} "
+            f"{asked.model} has LongRoPE: all keys of a text change at {info.rope_switches[0]} "
             "tokens, which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
         )
-    module = None if asked.drafter is None else load_drafter(asked.drafter, target=facts)
-    HeadShare(total=facts.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
+    module = None if asked.drafter is None else load_drafter(asked.drafter, target=info)
+    HeadShare(total=info.num_kv_heads, ranks=ranks)  # raises if ranks do not divide the heads
     engine = VLLMVerifier(
         VLLMVerifierSettings(
             model=find_weights(asked.model),
             dtype=dtype,
-            max_rows=limits.fitting(facts).max_sessions,
-            max_tokens=limits.longest(facts),
-            token_bytes=limits.token_bytes(facts),
-            num_kv_heads=facts.num_kv_heads,
+            max_rows=limits.fitting(info).max_sessions,
+            max_tokens=limits.longest(info),
+            token_bytes=limits.token_bytes(info),
+            num_kv_heads=info.num_kv_heads,
             tensor_parallel_size=ranks,
             features=module is not None,
         ),
-        None if module is None else wire_encoder(module, facts),
+        None if module is None else wire_encoder(module, info),
         on_failure=on_failure,
     )
     atexit.register(engine.shutdown)  # ranks that end now have not failed
-    return TargetService(facts, module, limits, engine=engine)
+    return TargetService(info, module, limits, engine=engine)

@@ -63,12 +63,12 @@ def measure(
     return CostTable(
         contexts=(1,),
         tokens=tokens,
-        pass_s=(tuple(pass_s[one] for one in tokens),),
+        pass_s=(tuple(pass_s[token] for token in tokens),),
         head_s=(0.0,) * len(tokens),
         root_s=first_s[1],
         widths=widths,
-        step_s=tuple(max(0.0, longer_s[one] - first_s[one]) / longest for one in widths),
-        encode_s=tuple(encode_s[one] for one in tokens),
+        step_s=tuple(max(0.0, longer_s[width] - first_s[width]) / longest for width in widths),
+        encode_s=tuple(encode_s[token] for token in tokens),
     )
 
 

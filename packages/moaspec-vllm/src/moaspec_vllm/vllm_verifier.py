@@ -98,8 +98,8 @@ class VLLMVerifier(Verifier):
 
     @property
     def cache_bytes(self) -> int:
-        held = self._scheduler.kv_cache_manager.usage * self._cache_tokens
-        return round(held) * self._options.token_bytes
+        num_tokens = self._scheduler.kv_cache_manager.usage * self._cache_tokens
+        return round(num_tokens) * self._options.token_bytes
 
     def close(self, row: int) -> None:
         """Close a row. The next verification frees its blocks."""
@@ -168,8 +168,8 @@ class VLLMVerifier(Verifier):
         self._scheduler.wanted.add(name)
         # Ranks in other processes get a grammar's masks, because its matcher cannot be sent.
         processors = tuple(
-            one.along(text, tokens) if isinstance(one, GrammarProcessor) else one
-            for one in request.sampling.processors
+            processor.along(text, tokens) if isinstance(processor, GrammarProcessor) else processor
+            for processor in request.sampling.processors
         )
         sampling = replace(request.sampling, processors=processors)
         return PendingVerification(

@@ -250,7 +250,7 @@ def whole_temperatures(
 def test_sampled_text_has_the_targets_distribution(
     models: Models, monkeypatch: pytest.MonkeyPatch, mended: bool
 ) -> None:
-    """Two tokens of many texts against the exact law, at a temperature that spreads them.
+    """Two tokens of many texts against the exact distribution, at a temperature that spreads them.
 
     Where vLLM verifies at no request's temperature, nothing is drafted; with that mended, drafts
     are accepted and rejected.
@@ -267,12 +267,12 @@ def test_sampled_text_has_the_targets_distribution(
         if mended:
             assert serving.counter(llm, "spec_decode_num_accepted_tokens") > 0
     pairs = Counter(tuple(one.token_ids[1:3]) for one in output.outputs)
-    law = _law_of_pairs(models, prompt)
-    observed = torch.zeros_like(law)
+    distribution = _distribution_of_pairs(models, prompt)
+    observed = torch.zeros_like(distribution)
     for (second, third), number in pairs.items():
         observed[second, third] = number
     # Cells that expect fewer than 5 are pooled, as the chi-squared approximation asks for.
-    expected = (law * count).flatten()
+    expected = (distribution * count).flatten()
     large = expected >= 5
     cells = torch.cat((observed.flatten()[large], observed.flatten()[~large].sum()[None]))
     means = torch.cat((expected[large], expected[~large].sum()[None]))
@@ -281,7 +281,7 @@ def test_sampled_text_has_the_targets_distribution(
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def _law_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
+def _distribution_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
     """P(second token, third token) after a prompt, summed over the first: (V, V)."""
     model, vocab = models.target.model, tiny.VOCAB
 
@@ -294,11 +294,11 @@ def _law_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
         tokens = torch.arange(vocab)[:, None]
         one = torch.cat((start.expand(vocab, -1), tokens), dim=1)
         second_VV = after(one) * first_V[:, None]
-        law = torch.zeros(vocab, vocab, dtype=torch.float64)
+        distribution = torch.zeros(vocab, vocab, dtype=torch.float64)
         for first in range(vocab):
             two = torch.cat((one[first].expand(vocab, -1), tokens), dim=1)
-            law += second_VV[first][:, None] * after(two)
-    return law
+            distribution += second_VV[first][:, None] * after(two)
+    return distribution
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import tiny
 import vllm_serving as serving
 from moaspec import Chain
 from moaspec.generation.drafters import load_drafter
-from moaspec.target.registry import target_facts
+from moaspec.target.registry import read_target_spec
 from moaspec_core.sampling.grammar import Grammars
 from moaspec_edge.device.local_parts import LocalDevice
 from moaspec_edge.device.remote_session import RemoteOptions, RemoteSession
@@ -76,22 +76,22 @@ def test_two_ranks_verify_drafts_of_devices(
     from moaspec_vllm.vllm_verifier import VLLMVerifier
 
     models = serving.write_models(tmp_path)
-    facts = target_facts(models.path, dtype="float32")
+    data = read_target_spec(models.path, dtype="float32")
     drafter = load_drafter(models.taught, target=models.target)
     settings = VLLMVerifierSettings(
         model=str(models.path),
         dtype="float32",
         max_rows=4,
         max_tokens=64,
-        token_bytes=facts.num_layers * facts.identity.kv_size * 4,
-        num_kv_heads=facts.num_kv_heads,
+        token_bytes=data.num_layers * data.identity.kv_size * 4,
+        num_kv_heads=data.num_kv_heads,
         tensor_parallel_size=2,
         extra_arguments={"enforce_eager": True, "seed": 0},
     )
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.setenv(name, "0")  # the verifier changes them; tests that follow have theirs
     failed = threading.Event()
-    encoder = wire_encoder(drafter, facts)
+    encoder = wire_encoder(drafter, data)
     engine: Any = VLLMVerifier(settings, encoder, on_failure=failed.set)
     options = ServiceOptions(max_tokens=64, sessions=StoreOptions(max_sessions=4))
     sampled = {"temperature": 0.9, "repetition_penalty": 1.2, "seed": 3}
@@ -119,7 +119,7 @@ def test_two_ranks_verify_drafts_of_devices(
         return result.num_rounds
 
     async def all_of_them() -> None:
-        service = TargetService(facts, drafter, options, engine=engine)
+        service = TargetService(data, drafter, options, engine=engine)
         local = TargetService(models.target, drafter, options)
         for one in (service, local):
             one.capabilities._grammars = grammars

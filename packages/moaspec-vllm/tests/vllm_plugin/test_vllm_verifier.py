@@ -20,7 +20,7 @@ from links import Faults, FaultyTransport
 from moaspec import Chain, Tree
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.target.registry import target_facts
+from moaspec.target.registry import read_target_spec
 from moaspec.target.target import Target
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import VerifyRequest
@@ -66,11 +66,11 @@ class Served:
     def __init__(self, models: serving.Models, engine: Any, drafter: MoADrafter) -> None:
         self.target: Target = models.target
         self.engine, self.drafter = engine, drafter
-        self.facts = target_facts(models.path, dtype="float32")
+        self.info = read_target_spec(models.path, dtype="float32")
 
     def service(self) -> TargetService:
         """A new one, on the same engine."""
-        return TargetService(self.facts, self.drafter, OPTIONS, engine=self.engine)
+        return TargetService(self.info, self.drafter, OPTIONS, engine=self.engine)
 
     def session(self, transport: Any, draft: Tree, **options: Any) -> RemoteSession:
         """A session of a device."""
@@ -89,7 +89,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models = serving.write_models(tmp_path_factory.mktemp("models"))
-    facts = target_facts(models.path, dtype="float32")
+    data = read_target_spec(models.path, dtype="float32")
     drafter = load_drafter(models.taught, target=models.target)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from moaspec_vllm.vllm_verifier import VLLMVerifier
@@ -99,11 +99,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         dtype="float32",
         max_rows=8,
         max_tokens=MOST,
-        token_bytes=facts.num_layers * facts.identity.kv_size * 4,
+        token_bytes=data.num_layers * data.identity.kv_size * 4,
         max_drafted=6,
         extra_arguments={"enforce_eager": True, "seed": 0},
     )
-    engine: Any = VLLMVerifier(options, wire_encoder(drafter, facts))
+    engine: Any = VLLMVerifier(options, wire_encoder(drafter, data))
     yield Served(models, engine, drafter)
     engine.shutdown()
 

@@ -52,13 +52,13 @@ def test_a_measurement_on_a_busy_machine_is_made_again_when_it_is_free(
     module, threads = tiny.agreeing_drafter("llama"), type(asked.threads)
     monkeypatch.setattr(threads, "crowded", True)
     assert calibrate(asked, module, quick=True).busy
-    exits, why_not = measure_once(asked, module)
-    assert exits[0].costs is not None
-    assert exits[0].costs.busy
+    options, why_not = measure_once(asked, module)
+    assert options[0].costs is not None
+    assert options[0].costs.busy
     assert "other processes" in str(why_not)
     monkeypatch.setattr(threads, "crowded", False)
-    exits, why_not = measure_once(asked, module)
-    free = exits[0].costs
+    options, why_not = measure_once(asked, module)
+    free = options[0].costs
     assert free is not None
     assert not free.busy
     assert why_not is None
@@ -84,7 +84,7 @@ def test_stored_costs_are_read_once(asked: Target, monkeypatch: pytest.MonkeyPat
         reads.append(given)
         return stored_costs(*given, **named)
 
-    for place in ("choose_exit", "measure_costs"):
+    for place in ("choose_layers", "measure_costs"):
         monkeypatch.setattr(f"moaspec.calibration.{place}.stored_costs", counted)
     shaping_for(asked, module)
     assert len(reads) == 1
@@ -141,8 +141,8 @@ def test_a_full_disk_is_told(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    exits, why_not = measure_once(asked, tiny.agreeing_drafter("llama"))
-    assert exits[0].costs is None
+    options, why_not = measure_once(asked, tiny.agreeing_drafter("llama"))
+    assert options[0].costs is None
     assert why_not == "its costs cannot be stored (No space left on device)"
     assert not list((tmp_path / "calibration").iterdir())
 

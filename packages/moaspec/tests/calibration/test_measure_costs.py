@@ -18,7 +18,7 @@ import moaspec
 import tiny
 from caches import new_cache
 from moaspec.calibration import measure_costs, round_parts
-from moaspec.calibration.choose_exit import known_exits
+from moaspec.calibration.choose_layers import layers_options
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
 from moaspec.calibration.round_parts import TimedPart
 from moaspec.generation.shaping import shaping_for
@@ -72,7 +72,7 @@ def test_every_exit_is_measured_beside_the_others(cache: Path) -> None:
     module = drafter(exits=(2, 0))
     costs = calibrate(tiny.target(), module)
     assert len(list(cache.iterdir())) == 2
-    first, other = (one.costs for one in known_exits(tiny.target(), module))
+    first, other = (one.costs for one in layers_options(tiny.target(), module))
     assert first == costs == stored_costs(tiny.target(), module)
     assert other is not None
     assert other == stored_costs(tiny.target(), module, num_target_layers=0)
@@ -90,7 +90,7 @@ def test_one_exit_is_measured_where_it_is_named(cache: Path) -> None:
     costs = calibrate(tiny.target(), module, num_target_layers=0)
     assert len(list(cache.iterdir())) == 1
     assert stored_costs(tiny.target(), module, num_target_layers=0) == costs
-    assert [one.costs for one in known_exits(tiny.target(), module)] == [None, costs]
+    assert [one.costs for one in layers_options(tiny.target(), module)] == [None, costs]
 
 
 def test_a_planted_table_is_not_read(
@@ -217,7 +217,7 @@ def test_the_fingerprint_tells_settings_apart() -> None:
         fingerprint(tiny.target(), tiny.random_drafter(tiny.target())),
         fingerprint(tiny.target(), drafter(), 1),
     ]
-    texts = {json.dumps(facts, sort_keys=True) for facts in settings}
+    texts = {json.dumps(data, sort_keys=True) for data in settings}
     assert len(texts) == len(settings)
     assert fingerprint(tiny.target(), drafter(), 0) == fingerprint(tiny.target(), drafter())
 

@@ -388,7 +388,7 @@ def test_exits_are_prepared_like_everything_else() -> None:
         assert (type(packed.linear) is torch.nn.Linear) != can_pack(target.dtype, target.device)
         with torch.no_grad():
             cast(ExitAdapter, drafter.exits["1"]).linear.weight.mul_(-1.0)
-    with pytest.raises(InputError, match="exits for 0, 1"):
+    with pytest.raises(InputError, match="trained for N = 0, 1"):
         FastMoAProposer(drafter, target, num_target_layers=2)
 
 

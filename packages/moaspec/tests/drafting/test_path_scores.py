@@ -41,7 +41,7 @@ def rows_of(settings: list[SamplingParams], lengths: list[int]) -> list[RequestT
 
 
 def test_a_drafter_that_knows_the_target_proposes_its_choice() -> None:
-    """Where q is p, but as flat as drafters are: its first draft is what the law will choose."""
+    """Where q is p, but as flat as drafters are: its first draft is what sampling will choose."""
     log_p = some_log_q(3, 4)
     rows = rows_of(SAMPLED, [7, 20, 1])
     for depth in range(3):
@@ -117,8 +117,8 @@ def test_coupling_gains_acceptance() -> None:
     error = torch.randn(log_p.shape, generator=torch.Generator().manual_seed(1))
     log_q = (log_p + 0.5 * error).log_softmax(-1) / SHARPNESS
     lengths = list(range(1, 61))
-    law = SamplingParams(temperature=0.8, seed=0)
-    prefixes = [Prefix(law, [1] * length, 1) for length in lengths]
+    distribution = SamplingParams(temperature=0.8, seed=0)
+    prefixes = [Prefix(distribution, [1] * length, 1) for length in lengths]
     wanted = torch.tensor(next_tokens(log_p[:, 0], prefixes))
 
     def share(params: SamplingParams) -> float:
@@ -127,4 +127,4 @@ def test_coupling_gains_acceptance() -> None:
         return float((tokens[:, 0, 0] == wanted).double().mean())
 
     # 60 draws, so a standard error of at most 0.065: the difference is four of them.
-    assert share(law) > share(SamplingParams(temperature=0.8, seed=1)) + 0.26
+    assert share(distribution) > share(SamplingParams(temperature=0.8, seed=1)) + 0.26

@@ -126,13 +126,13 @@ class Told(DraftPolicy):
     def wants_features(self) -> bool:
         return self.drafts
 
-    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        del room, num_rows, length
+    def begin(self, unread: int, room: int, num_requests: int, *, length: int, window: int) -> None:
+        del room, num_requests, length
         self.begun.append(unread)
         assert window == WINDOW
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
-        del length, num_rows, copied
+    def shape(self, length: int, num_requests: int, copied: float) -> Tree | None:
+        del length, num_requests, copied
         return SHAPE if self.drafts else None
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -164,8 +164,8 @@ class Charged(AdaptivePolicy):
         super().__init__(KnownCosts(LINEAR, [[0.5]]), lags=lags)
         self.tokens: list[int] = []
 
-    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        super().begin(unread, room, num_rows, length=length, window=window)
+    def begin(self, unread: int, room: int, num_requests: int, *, length: int, window: int) -> None:
+        super().begin(unread, room, num_requests, length=length, window=window)
         self.tokens.append(round(self.lost_s / PER_TOKEN_S))
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ ALL_PROMPTS = (*PROMPTS, *(tuple((7 * step * i + 3) % 64 for i in range(n)) for 
 )))  # fmt: skip
 SHAPES = (moaspec.Chain(4), moaspec.Tree(3, 3, 8))
 LENGTH = 30
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 5},
     "penalised": {"repetition_penalty": 1.3},
@@ -69,40 +69,42 @@ def parts(
     return target, drafter
 
 
-def text(family: str, prompt: Sequence[int], law: str, **options: Any) -> list[int]:
+def text(family: str, prompt: Sequence[int], distribution: str, **options: Any) -> list[int]:
     result = moaspec.generate(
-        parts(family)[0], prompt, max_new_tokens=LENGTH, **LAWS[law], **options
+        parts(family)[0], prompt, max_new_tokens=LENGTH, **DISTRIBUTIONS[distribution], **options
     )
     return list(result.token_ids)
 
 
 @functools.cache
-def plain_texts(family: str, law: str) -> list[list[int]]:
+def plain_texts(family: str, distribution: str) -> list[list[int]]:
     """Each prompt decoded plainly and by itself."""
-    return [text(family, prompt, law) for prompt in ALL_PROMPTS]
+    return [text(family, prompt, distribution) for prompt in ALL_PROMPTS]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize(
     ("shape", "num_target_layers"), [(SHAPES[0], 0), (SHAPES[1], 0), (SHAPES[1], 2)], ids=str
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_id(
-    family: str, shape: moaspec.Tree, num_target_layers: int, law: str
+    family: str, shape: moaspec.Tree, num_target_layers: int, distribution: str
 ) -> None:
     options = {"drafter": parts(family)[1], "tree": shape, "num_target_layers": num_target_layers}
-    drafted = [text(family, prompt, law, **options) for prompt in ALL_PROMPTS]
-    assert drafted == plain_texts(family, law)
+    drafted = [text(family, prompt, distribution, **options) for prompt in ALL_PROMPTS]
+    assert drafted == plain_texts(family, distribution)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches_change_no_id(family: str, shape: moaspec.Tree | None, law: str) -> None:
+def test_batches_change_no_id(family: str, shape: moaspec.Tree | None, distribution: str) -> None:
     target, drafter = parts(family)
     drafted: dict[str, Any] = {} if shape is None else {"drafter": drafter, "tree": shape}
-    results = moaspec.generate(target, ALL_PROMPTS, max_new_tokens=LENGTH, **drafted, **LAWS[law])
-    assert [result.token_ids for result in results] == plain_texts(family, law)
+    results = moaspec.generate(
+        target, ALL_PROMPTS, max_new_tokens=LENGTH, **drafted, **DISTRIBUTIONS[distribution]
+    )
+    assert [result.token_ids for result in results] == plain_texts(family, distribution)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,13 +172,13 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> in
     return len(calls)
 
 
-@pytest.mark.parametrize("law", DRAFTED_BY)
+@pytest.mark.parametrize("distribution", DRAFTED_BY)
 @pytest.mark.parametrize("shape", DRAWN, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_in_one_call_is_what_levels_draft(
-    family: str, shape: moaspec.Tree, law: str, monkeypatch: pytest.MonkeyPatch
+    family: str, shape: moaspec.Tree, distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert both_ways(monkeypatch, family, shape, DRAFTED_BY[law])
+    assert both_ways(monkeypatch, family, shape, DRAFTED_BY[distribution])
 
 
 @pytest.mark.parametrize("behind", [0, 2])
@@ -193,10 +195,10 @@ def test_so_it_is_through_exits_and_reused_layers(
     behind: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    law = DRAFTED_BY["sampled" if behind else "greedy"]
+    distribution = DRAFTED_BY["sampled" if behind else "greedy"]
     options = {"exits": exits, "num_target_layers": num_target_layers, "behind": behind}
     options["sa_layers"] = 2 if behind else 1
-    assert both_ways(monkeypatch, family, shape, law, **options)
+    assert both_ways(monkeypatch, family, shape, distribution, **options)
 
 
 @pytest.mark.parametrize("sa_layers", [1, 2, 3])
@@ -313,9 +315,10 @@ def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers:
         made.share_target_cache(LocalVerifier(target).cache)
         return made
 
-    laws = list(DRAFTED_BY.values())
+    distributions = list(DRAFTED_BY.values())
     texts = [
-        RequestText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
+        RequestText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], distributions[i % len(distributions)])
+        for i in range(rows)
     ]
     drafting = new_drafting()
     for one in texts:

@@ -179,15 +179,15 @@ class Told(DraftPolicy):
     def wants_features(self) -> bool:
         return True
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree:
-        del length, num_rows, copied
+    def shape(self, length: int, num_requests: int, copied: float) -> Tree:
+        del length, num_requests, copied
         return Chain(2)
 
     def record_round(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         pass
 
-    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        del num_rows, length, window
+    def begin(self, unread: int, room: int, num_requests: int, *, length: int, window: int) -> None:
+        del num_requests, length, window
         self.begun.append((unread, room))
 
 

@@ -35,7 +35,7 @@ def no_repeats(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
     return changed_V
 
 
-LAWS = (
+DISTRIBUTIONS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, top_p=0.95, seed=1),
     SamplingParams(temperature=1.5, top_k=8, seed=2, choice=1),
@@ -50,12 +50,15 @@ STOPS: tuple[dict[str, Any], ...] = (
 
 
 @functools.cache
-def alone(prompt: int, law: int, stop: int, new_tokens: int) -> list[int]:
+def alone(prompt: int, distribution: int, stop: int, new_tokens: int) -> list[int]:
     """A row's text when it is decoded plainly and by itself."""
     engine = moaspec.generation.local_engine.local_engine(TARGET)
     result = engine.result(
         engine.add(
-            tiny.PROMPTS[prompt], max_new_tokens=new_tokens, sampling=LAWS[law], **STOPS[stop]
+            tiny.PROMPTS[prompt],
+            max_new_tokens=new_tokens,
+            sampling=DISTRIBUTIONS[distribution],
+            **STOPS[stop],
         )
     )
     while engine.num_active:
@@ -66,9 +69,9 @@ def alone(prompt: int, law: int, stop: int, new_tokens: int) -> list[int]:
 @functools.cache
 def all_texts() -> list[list[int]]:
     return [
-        [*prompt, *alone(i, law, 0, NEW_TOKENS)]
+        [*prompt, *alone(i, distribution, 0, NEW_TOKENS)]
         for i, prompt in enumerate(tiny.PROMPTS)
-        for law in range(len(LAWS))
+        for distribution in range(len(DISTRIBUTIONS))
     ]
 
 
@@ -83,16 +86,19 @@ class Machine:
 
     def add(self, draw: st.DrawFn) -> None:
         prompt = draw(st.integers(0, len(tiny.PROMPTS) - 1))
-        law, stop = draw(st.integers(0, len(LAWS) - 1)), draw(st.integers(0, len(STOPS) - 1))
+        distribution, stop = (
+            draw(st.integers(0, len(DISTRIBUTIONS) - 1)),
+            draw(st.integers(0, len(STOPS) - 1)),
+        )
         new_tokens = draw(st.sampled_from([0, 1, 4, NEW_TOKENS]))
         handle = self.engine.add(
             tiny.PROMPTS[prompt],
             max_new_tokens=new_tokens,
             shape=draw(st.sampled_from(SHAPES)),
-            sampling=LAWS[law],
+            sampling=DISTRIBUTIONS[distribution],
             **STOPS[stop],
         )
-        self.expected[handle] = alone(prompt, law, stop, new_tokens)
+        self.expected[handle] = alone(prompt, distribution, stop, new_tokens)
         self.results[handle] = self.engine.result(handle)
         self.streamed[handle] = []
 

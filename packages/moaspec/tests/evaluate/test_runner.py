@@ -96,11 +96,11 @@ def test_by_suite(report: Report) -> None:
 
 
 def test_json(report: Report) -> None:
-    facts = json.loads(json.dumps(report.as_json()))
-    assert facts["target"] == "tiny-llama"
-    assert facts["dtype"] == "float32"
-    assert list(facts["methods"]) == list(METHODS)
-    chain = facts["methods"]["moa@chain:3"]
+    data = json.loads(json.dumps(report.as_json()))
+    assert data["target"] == "tiny-llama"
+    assert data["dtype"] == "float32"
+    assert list(data["methods"]) == list(METHODS)
+    chain = data["methods"]["moa@chain:3"]
     assert chain["lossless"] is True
     assert len(chain["acceptance_by_depth"]) == 3
     assert [row["tokens"] for row in chain["prompts"]] == [LIMIT] * len(PROMPTS)
@@ -132,8 +132,8 @@ def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
     assert not outcome.lossless
     assert {item.position for item in outcome.equality} == {LIMIT - 1}
     assert report.speedup(outcome) is None
-    facts = json.loads(json.dumps(report.as_json()))["methods"]["wrong"]
-    assert (facts["lossless"], facts["median_speedup"]) == (False, None)
+    data = json.loads(json.dumps(report.as_json()))["methods"]["wrong"]
+    assert (data["lossless"], data["median_speedup"]) == (False, None)
 
 
 def test_a_wrong_token_is_noticed_without_plain_too() -> None:
@@ -185,8 +185,8 @@ def test_transformers_draw_noise_of_their_own() -> None:
 
 
 def test_greedy_results_are_not_told_apart_by_seeds() -> None:
-    assert EvalSettings(seed=5).as_facts() == EvalSettings().as_facts()
-    sampled = EvalSettings(temperature=0.5, seed=5).as_facts()
+    assert EvalSettings(seed=5).as_dict() == EvalSettings().as_dict()
+    sampled = EvalSettings(temperature=0.5, seed=5).as_dict()
     assert (sampled["temperature"], sampled["seed"]) == (0.5, 5)
 
 
@@ -348,8 +348,8 @@ def test_repeats_and_their_spread() -> None:
 
 
 def test_parts_of_a_round_add_up() -> None:
-    facts = measure(methods("moa@chain:3"), PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
-    outcome = facts.outcomes[0]
+    data = measure(methods("moa@chain:3"), PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
+    outcome = data.outcomes[0]
     parts = costs(outcome)["round_s"]
     assert set(parts) == {"draft", "verify", "encode", "rest"}
     assert all(value >= 0 for value in parts.values())

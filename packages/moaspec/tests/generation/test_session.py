@@ -74,7 +74,7 @@ def test_rolled_back_drafters_draft_as_fresh_ones_do() -> None:
 def test_turns_drafted_by_cost(pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may end while features are put off; the next one still drafts from the right ones."""
     costs = table(pass_s=((pass_s,) * 4, (pass_s,) * 4))
-    monkeypatch.setattr("moaspec.calibration.choose_exit.stored_costs", lambda *_, **__: costs)
+    monkeypatch.setattr("moaspec.calibration.choose_layers.stored_costs", lambda *_, **__: costs)
     target = tiny.target()
     session = moaspec.Session(target, tiny.agreeing_drafter("llama"))
     answers: list[list[int]] = []

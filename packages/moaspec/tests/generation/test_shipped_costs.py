@@ -30,10 +30,10 @@ def test_every_set_of_kernels_has_costs_that_rise() -> None:
     text = files("moaspec.calibration").joinpath(assumed_costs.FILE).read_text()
     shipped = json.loads(text)
     assert {"amx", "avx512", "avx2", "off", "cuda"} == {name.partition(" ")[0] for name in shipped}
-    for costs in (part for facts in shipped.values() for part in _parts(MachineCosts(**facts))):
+    for costs in (part for data in shipped.values() for part in _parts(MachineCosts(**data))):
         assert costs.tokens[0] == 1
-        assert costs.further_s[0] == 0
-        assert len(costs.further_s) == len(costs.tokens)
+        assert costs.extra_s[0] == 0
+        assert len(costs.extra_s) == len(costs.tokens)
         seconds = costs.pass_s(10**9, 10**9)
         assert all(low < high for low, high in pairwise(seconds))
         # A larger model takes longer, in proportion.

@@ -96,7 +96,7 @@ def test_kv_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "eps", "inner", "activation"),
+    ("data", "eps", "inner", "activation"),
     [
         ({"rms_norm_eps": 1e-5, "intermediate_size": 6, "hidden_act": "gelu"}, 1e-5, 6, "gelu"),
         ({"layer_norm_eps": 1e-3, "intermediate_size": [5, 9]}, 1e-3, 9, "silu"),
@@ -105,10 +105,10 @@ def test_kv_size() -> None:
         ({"hidden_activation": "relu"}, 1e-6, 32, "relu"),
     ],
 )
-def test_facts_of_configs_that_name_them_otherwise(
-    facts: dict[str, Any], eps: float, inner: int, activation: str
+def test_configs_with_other_names(
+    data: dict[str, Any], eps: float, inner: int, activation: str
 ) -> None:
-    config = SimpleNamespace(hidden_size=8, **facts)
+    config = SimpleNamespace(hidden_size=8, **data)
     assert norm_eps(config) == eps
     assert inner_size(config) == inner
     assert activation_name(config) == activation

@@ -68,11 +68,11 @@ def test_the_text_is_the_targets_and_private_words_stay(
         *("--max-new-tokens", "12", "--json"),
     )
     assert output.code == 0, output.err
-    facts = json.loads(output.out)
+    data = json.loads(output.out)
     # What the server was asked: the tiny tokenizer reads a placeholder as its unknown word.
-    assert facts["token_ids"] == expected(bundle, "w1 w2 [PRIVATE_1] w4", 12)
-    assert facts["private_spans"] == 1
-    assert facts["bytes_up"] > 0
+    assert data["token_ids"] == expected(bundle, "w1 w2 [PRIVATE_1] w4", 12)
+    assert data["private_spans"] == 1
+    assert data["bytes_up"] > 0
 
 
 @pytest.mark.slow
@@ -84,11 +84,11 @@ def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str
     notes = " ".join(output.err.split())
     for note in ("[link cut for 3 s]", "[no link: text waits", "[link back", "16 tokens in"):
         assert note in notes
-    facts = json.loads(cli(*arguments, *cut, "--json").out)
-    assert facts["token_ids"] == expected(bundle, "w1 w2", 16)
-    assert facts["cuts"] >= 1
-    assert facts["provisional"] > 0
-    assert output.out == facts["text"] + "\n"  # no terminal, so nothing that was taken back
+    data = json.loads(cli(*arguments, *cut, "--json").out)
+    assert data["token_ids"] == expected(bundle, "w1 w2", 16)
+    assert data["cuts"] >= 1
+    assert data["provisional"] > 0
+    assert output.out == data["text"] + "\n"  # no terminal, so nothing that was taken back
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_edge_loads_a_bundle_and_never_the_target(
     assert served[0]._options.prefix_dir == prefixes
     for options, name in (((), "bundle"), (("--model", "mine"), "mine")):
         assert cli("edge", "--bundle", str(bundle), *options).code == 0
-        assert served.pop().facts.name == name
+        assert served.pop().info.name == name
 
 
 def test_the_options_of_the_link(cli: Cli, bundle: Path, address: str, tmp_path: Path) -> None:
@@ -333,9 +333,9 @@ def told(*events: RemoteEvent) -> list[str]:
     return show.notes
 
 
-def event(start: int, *token_ids: int, **facts: Any) -> RemoteEvent:
+def event(start: int, *token_ids: int, **data: Any) -> RemoteEvent:
     drafts: list[Source] = ["draft"] * len(token_ids)
-    return RemoteEvent(start=start, token_ids=token_ids, sources=tuple(drafts), **facts)
+    return RemoteEvent(start=start, token_ids=token_ids, sources=tuple(drafts), **data)
 
 
 @pytest.mark.parametrize(("live", "shown"), [(True, "w1 w2 w4w1 w3\n"), (False, "w1 w3\n")])

@@ -85,9 +85,9 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
         try:
             assert server.stdout is not None
             assert server.stderr is not None
-            facts = json.loads(server.stdout.readline())
+            data = json.loads(server.stdout.readline())
             read = moaspec.load_target(str(tmp_path))
-            asyncio.run(_read(read, WebSocketTransport(facts["address"])))
+            asyncio.run(_read(read, WebSocketTransport(data["address"])))
             server.send_signal(signal.SIGTERM)
             assert server.wait(120) == 0
             assert server.stderr.read().count("Draining") == 1

@@ -98,10 +98,10 @@ class CallReader:
             said = self._take(place)
             self._begin_call(len(trigger))
             return "" if self._silent and said.isspace() else said
-        held = begun(self._buffer, [trigger]) if trigger else 0
-        if last and not (self._cut and 2 * held > len(trigger)):  # half a mark is no other text
-            held = 0
-        certain = self._buffer[: len(self._buffer) - held]
+        withheld = begun(self._buffer, [trigger]) if trigger else 0
+        if last and not (self._cut and 2 * withheld > len(trigger)):  # half a mark is no other text
+            withheld = 0
+        certain = self._buffer[: len(self._buffer) - withheld]
         if self._silent and not last and not certain.strip():
             return None
         return self._take(len(certain)) or None
@@ -241,6 +241,6 @@ def begun(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text with which one of these marks may begin."""
     longest = max(map(len, marks), default=1) - 1
     for start in range(max(len(text) - longest, 0), len(text)):
-        if any(one.startswith(text[start:]) for one in marks):
+        if any(mark.startswith(text[start:]) for mark in marks):
             return len(text) - start
     return 0

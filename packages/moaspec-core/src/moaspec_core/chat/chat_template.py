@@ -142,7 +142,7 @@ class ChatTemplate:
             )
         self.check_variables(variables or {})
         with_tools = bool(tools) or any(
-            one.get("tool_calls") or one["role"] == "tool" for one in messages
+            message.get("tool_calls") or message["role"] == "tool" for message in messages
         )
         found = list(_standard_roles(map(self._guarded, messages), self.traits))
         if with_tools:
@@ -304,9 +304,9 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
         for number, call in enumerate(calls):
             content = "" if number else message["content"]
             yield {**message, "content": content, "tool_calls": [call]}
-            yield from (one for one in results if one.get("tool_call_id") == call["id"])
+            yield from (result for result in results if result.get("tool_call_id") == call["id"])
         known = {call["id"] for call in calls}
-        yield from (one for one in results if one.get("tool_call_id") not in known)
+        yield from (result for result in results if result.get("tool_call_id") not in known)
 
 
 def _with_short_ids(message: Message) -> Message:

@@ -72,8 +72,8 @@ class ControlTokens:
     def _cutting(self) -> set[str]:
         return {
             content
-            for content, one in self._tokens.items()
-            if not (one.lstrip or one.single_word or one.normalized)
+            for content, token in self._tokens.items()
+            if not (token.lstrip or token.single_word or token.normalized)
         }
 
     def _parts(self, text: str) -> Iterator[tuple[str, bool]]:

@@ -68,12 +68,12 @@ class TargetIdentity:
         """K: numbers in one layer's key and value of one token."""
         return 2 * self.num_kv_heads * self.head_dim
 
-    def as_facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """All fields as JSON, without `adapter` if there is none, as in older records."""
-        facts = dataclasses.asdict(self)
+        info = dataclasses.asdict(self)
         if self.adapter is None:
-            del facts["adapter"]
-        return facts
+            del info["adapter"]
+        return info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ class DrafterConfig:
         without: parts left out in an ablation: "lsa" (only the last layer's keys and values are
             read), "sa" (CA's queries come from token embeddings alone), "ca" (in its place a
             self-attention over aggregates of verified tokens and states of drafts).
-        acceptance: rates of the first exit's drafts; adaptive drafting starts from them.
-        further_acceptance: rates of each further exit, in the order of `num_target_layers`; with
-            all of them, adaptive drafting chooses the exit. Empty if not measured.
+        acceptance: rates of drafts with the first N; adaptive drafting starts from them.
+        further_acceptance: rates for each other N, in the order of `num_target_layers`; with
+            all of them, adaptive drafting chooses N. Empty if not measured.
     """
 
     hidden_size: int
@@ -167,10 +167,10 @@ class DrafterConfig:
             rates = [rate for by_rank in exit_rates for rate in by_rank]
             if not all(exit_rates) or not all(0.0 <= rate <= 1.0 for rate in rates):
                 raise ShapeError(f"acceptance must be rates within 0..1, got {exit_rates}.")
-        further = len(self.num_target_layers) - 1
-        if len(self.further_acceptance) not in (0, further):
+        num_others = len(self.num_target_layers) - 1
+        if len(self.further_acceptance) not in (0, num_others):
             raise ShapeError(
-                f"further_acceptance must be of {further} exits beside the first, or empty; got "
+                f"further_acceptance must be of {num_others} N beside the first, or empty; got "
                 f"{len(self.further_acceptance)}."
             )
 
@@ -180,7 +180,7 @@ class DrafterConfig:
         return self.adapter or len(self.num_target_layers) > 1
 
     def acceptance_of(self, num_target_layers: int) -> Rates:
-        """Acceptance rates of the exit for this N; empty if not measured."""
+        """Acceptance rates for this N; empty if not measured."""
         by_exit = zip(
             self.num_target_layers, (self.acceptance, *self.further_acceptance), strict=False
         )

@@ -125,6 +125,6 @@ def _shapes(path: Path) -> Iterator[tuple[str, Any]]:
         if size > min(MAX_HEADER_BYTES, max(path.stat().st_size - 8, 0)):
             raise ValueError(f"it would have {size} bytes")
         header = json.loads(file.read(size).decode())
-    for name, facts in header.items():
+    for name, info in header.items():
         if name != "__metadata__":
-            yield name, facts["shape"]
+            yield name, info["shape"]

@@ -30,7 +30,7 @@ class Format:
 
     Attributes:
         recognises: whether a directory has it.
-        describe: facts of a directory, its weights read and checked.
+        describe: the contents of a directory, its weights read and checked.
         needs_torch: whether `describe` needs PyTorch.
     """
 
@@ -74,11 +74,11 @@ def info(
         )
     kind = format_of(directory)
     with loading(checkpoint, torch=kind.needs_torch):
-        facts = kind.describe(directory)
+        content = kind.describe(directory)
     if as_json:
-        console.out.print(json.dumps(facts))
+        console.out.print(json.dumps(content))
         return
-    lines = list(_lines(facts))
+    lines = list(_lines(content))
     width = max(len(name) for name, _ in lines)
     console.out.print(Text(str(directory), style="bold"))
     for name, value in lines:
@@ -87,9 +87,9 @@ def info(
     console.print_wrapped("--json prints long values whole.", "dim")
 
 
-def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _lines(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Names and values; a nested key has the name of its parent before it."""
-    for key, value in facts.items():
+    for key, value in content.items():
         name = f"{above}{key}"
         if isinstance(value, dict) and value:
             yield from _lines(value, f"{name}.")

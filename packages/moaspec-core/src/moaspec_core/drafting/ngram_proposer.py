@@ -98,18 +98,20 @@ class NgramProposer(TextProposer):
                 f"min_ngram={min_ngram}, max_ngram={max_ngram}."
             )
         self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._rows: dict[int, NgramIndex] = {}
+        self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
-        """Draft for every row; only the new tokens of each are indexed."""
+    def propose(self, requests: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        """Draft for every request; only the new tokens of each are indexed."""
         return [
-            self._draft(self._rows.setdefault(row.cache_row, NgramIndex(self._sizes)), row, shape)
-            for row in rows
+            self._draft(
+                self._indices.setdefault(request.cache_row, NgramIndex(self._sizes)), request, shape
+            )
+            for request in requests
         ]
 
     @staticmethod
-    def _draft(index: NgramIndex, row: RequestText, shape: Tree) -> DraftTree:
-        index.extend(row.token_ids)
+    def _draft(index: NgramIndex, request: RequestText, shape: Tree) -> DraftTree:
+        index.extend(request.token_ids)
         return merged(index.paths(shape), shape.total_tokens)
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
@@ -117,4 +119,4 @@ class NgramProposer(TextProposer):
         return self._draft(NgramIndex(self._sizes), RequestText(0, token_ids), shape)
 
     def close(self, row: int) -> None:
-        self._rows.pop(row, None)
+        self._indices.pop(row, None)

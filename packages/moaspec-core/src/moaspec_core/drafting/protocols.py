@@ -4,7 +4,7 @@ A *proposer* drafts tokens, mostly with a drafter. A *verifier* holds the target
 it may run in this process or on a server. Besides token ids, only `features` pass between them: the
 output of the drafter's encoder for the target's activations, computed beside the target.
 
-Legend: N tokens of all rows, L target layers, K one layer's key and value, E hidden size.
+Legend: N tokens of all requests, L target layers, K one layer's key and value, E hidden size.
 """
 
 from __future__ import annotations
@@ -161,10 +161,11 @@ class Proposer(Protocol):
         """Encode newly verified tokens for `append_features`; runs beside the target.
 
         Args:
-            _activations_1N: of N tokens, those of several rows one after another: keys and values
-                (1, N, L, K) for a proposer that needs "kv", final states (1, N, E) for "hidden".
+            _activations_1N: of N tokens, those of several requests one after another: keys and
+                values (1, N, L, K) for a proposer that needs "kv", final states (1, N, E) for
+                "hidden".
             _position_ids_1N: their positions.
-            counts: how many of the N belong to each row.
+            counts: how many of the N belong to each request.
 
         Returns:
             One `Features` per count; by default None, as there are no features.
@@ -175,7 +176,7 @@ class Proposer(Protocol):
         """Store features of newly verified tokens, which follow the earlier ones."""
         del row, features  # by default there are none
 
-    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+    def propose(self, requests: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
         """Draft below the last token of every text."""
         ...
 
@@ -222,5 +223,5 @@ class TextProposer(Proposer):
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """Draft below the last of these tokens; at most `shape.total_tokens` nodes."""
 
-    def propose(self, rows: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
-        return [self.draft(row.token_ids, shape) for row in rows]
+    def propose(self, requests: Sequence[RequestText], shape: Tree) -> list[DraftTree]:
+        return [self.draft(request.token_ids, shape) for request in requests]

@@ -84,8 +84,8 @@ class PricedTree(Tree):
     def kept(self, log_p: Sequence[float]) -> int:
         """The number of drafts whose expected accepted tokens most exceed their price."""
         best, count, accepted = 0.0, 0, 0.0
-        for number, (one, price) in enumerate(zip(log_p, self.prices, strict=False), start=1):
-            accepted += math.exp(one)
+        for number, (score, price) in enumerate(zip(log_p, self.prices, strict=False), start=1):
+            accepted += math.exp(score)
             if accepted - price > best and number <= self.total_tokens:
                 best, count = accepted - price, number
         return count

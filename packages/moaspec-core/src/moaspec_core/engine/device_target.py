@@ -3,12 +3,12 @@
 from typing import Protocol
 
 from moaspec_core.checkpoint.drafter_config import TargetIdentity
-from moaspec_core.engine.position_rules import TargetFacts
+from moaspec_core.engine.position_rules import TargetInfo
 from moaspec_core.sampling.generation_defaults import GenerationDefaults
 
 
-class DeviceTarget(TargetFacts, Protocol):
-    """Facts of the target that a device drafts for, from the target itself or from a bundle."""
+class DeviceTarget(TargetInfo, Protocol):
+    """What a device knows of the target that it drafts for, by the target or by a bundle."""
 
     @property
     def name(self) -> str: ...

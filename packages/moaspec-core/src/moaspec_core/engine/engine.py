@@ -19,7 +19,7 @@ from moaspec_core.drafting.protocols import (
     VerifyResult,
 )
 from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
-from moaspec_core.engine.position_rules import PositionRules, TargetFacts
+from moaspec_core.engine.position_rules import PositionRules, TargetInfo
 from moaspec_core.engine.request_state import (
     Event,
     GenerationResult,
@@ -60,7 +60,7 @@ class Engine:
         verifier: Verifier,
         proposer: Proposer | None = None,
         *,
-        target: TargetFacts,
+        target: TargetInfo,
         max_positions: int | None = None,
     ) -> None:
         self._verifier, self._proposer = verifier, proposer
@@ -205,7 +205,7 @@ class Engine:
         """
         ended = self._end_empty()
         # In the order of cache rows: adjacent rows are read without a copy.
-        requests = sorted(self._active.values(), key=lambda one: one.cache_row)
+        requests = sorted(self._active.values(), key=lambda request: request.cache_row)
         if only is not None:
             requests = [request for request in requests if request.handle in only]
         new = [request for request in requests if not request.prefilled]
@@ -220,7 +220,7 @@ class Engine:
         left = most = self._verifier.prompt_tokens
         whole: list[RequestState] = []
         chunked = False
-        for request in sorted(requests, key=lambda one: one.handle):
+        for request in sorted(requests, key=lambda r: r.handle):
             size = len(request.token_ids) - request.num_verified
             if size <= most:
                 left -= size
@@ -228,7 +228,7 @@ class Engine:
             elif not chunked:
                 chunked = True
                 await self._prefill_chunk(request, most)
-        return sorted(whole, key=lambda one: one.cache_row)
+        return sorted(whole, key=lambda request: request.cache_row)
 
     async def _prefill_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()
@@ -284,8 +284,8 @@ class Engine:
         for shape, indices in by_shape.items():
             assert self._proposer is not None, "nothing has a shape without it"
             texts = [
-                RequestText(one.cache_row, one.token_ids, one.sampling)
-                for one in map(requests.__getitem__, indices)
+                RequestText(request.cache_row, request.token_ids, request.sampling)
+                for request in map(requests.__getitem__, indices)
             ]
             with plain_torch():
                 drafted = self._proposer.propose(texts, shape)
@@ -350,7 +350,7 @@ class Engine:
 
     def _end_empty(self) -> list[Event]:
         """End requests for 0 tokens; they need no pass."""
-        empty = [one for one in self._active.values() if one.max_new_tokens == 0]
+        empty = [request for request in self._active.values() if request.max_new_tokens == 0]
         for request in empty:
             self._finish(request, "max_new_tokens")
         return [Event(request.handle, (), (), "max_new_tokens") for request in empty]
@@ -383,7 +383,7 @@ class Engine:
 
     def _free_cache_row(self) -> int:
         """The first cache row that neither an active nor a kept request uses."""
-        used = {one.cache_row for one in (*self._active.values(), *self._kept.values())}
+        used = {request.cache_row for request in (*self._active.values(), *self._kept.values())}
         return next(i for i in range(len(used) + 1) if i not in used)
 
     def _begin_policy(self, request: RequestState) -> None:
@@ -426,7 +426,7 @@ class Engine:
 
 def _shared_times(requests: Sequence[RequestState]) -> ObservedTimes | None:
     """The observed times that the policies of all requests share; None if they share none."""
-    found = [None if one.policy is None else one.policy.times for one in requests]
+    found = [None if request.policy is None else request.policy.times for request in requests]
     if found[0] is not None and all(times is found[0] for times in found):
         return found[0]
     for times in found:

@@ -31,7 +31,7 @@ class GenerateOptions(SamplingOptions, total=False):
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
             `logit_bias` and `stop`, None is none.
         stop: a string or several; the text ends with the token that completes a stop string.
-        stop_token_ids: ids that end a row; None takes the target's own.
+        stop_token_ids: ids that end a text; None takes the target's own.
         tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the fastest shape on this
             machine, or no drafts, by the costs that `moaspec calibrate` has measured for this
             target, drafter, dtype and number of threads. Without these costs, the first call
@@ -39,7 +39,7 @@ class GenerateOptions(SamplingOptions, total=False):
             for drafters other than `MoADrafter`, see `shaping_for`.
         free_branches: whether continuations copied from the text are verified beside the drafts:
             True, False, or "auto" (the default): together with `tree="auto"`, as far as they pay,
-            while no other row is decoded. Their tokens are reported as "copy".
+            while no other request is decoded. Their tokens are reported as "copy".
     """
 
     max_new_tokens: int
@@ -71,7 +71,7 @@ def row_settings(target: Any, options: GenerateOptions) -> dict[str, Any]:
     stops = options.get("stop_token_ids")
     return {
         "max_new_tokens": options.get("max_new_tokens", 64),
-        # Sets and tuples: every row reads them, and an iterator could be read once only.
+        # Sets and tuples: every request reads them, and an iterator could be read once only.
         "stop_token_ids": (
             target.stop_token_ids if stops is None else as_token_ids("stop_token_ids", stops)
         ),

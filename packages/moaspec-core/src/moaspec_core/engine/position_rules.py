@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 
-class TargetFacts(Protocol):
-    """The facts about a target that an engine needs; the target may run elsewhere."""
+class TargetInfo(Protocol):
+    """What an engine needs to know of a target; the target may run elsewhere."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ class PositionRules:
     rope_growth: int | None = None  # see `TargetSpec.rope_growth`
 
     @classmethod
-    def of(cls, target: TargetFacts, max_positions: int | None = None) -> Self:
+    def of(cls, target: TargetInfo, max_positions: int | None = None) -> Self:
         """The rules of a target; `max_positions` replaces its context length."""
         return cls(
             target.max_positions if max_positions is None else max_positions,

@@ -36,8 +36,8 @@ EXCESS_STEPS = 3
 so that few are computed."""
 
 CONTEXT_STEP = 512
-"""Costs are those at the nearest multiple of this length of text, so that rows of similar length
-share a tree's shape and are drafted together."""
+"""Costs are those at the nearest multiple of this length of text, so that requests of similar
+length share a tree's shape and are drafted together."""
 
 PRIOR = ((0.28,),)
 """By depth, P(the target chooses the drafter's most probable token, given that it chose the path to
@@ -73,7 +73,7 @@ class CostTable:
     draft_rest_s: float = 0.0  # of a round with drafts, beyond all of these parts
     # Of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
     logits_s: tuple[float, ...] = ()
-    row_s: float = 0.0  # that each further row adds to drafting a first level
+    row_s: float = 0.0  # that each further request adds to drafting a first level
     decide_s: float = 0.0  # of deciding about drafts and copies, in each round that may have them
     # Whether other processes used the CPU meanwhile, so that all of this is too long.
     busy: bool = False
@@ -94,17 +94,17 @@ class CostTable:
 
     @property
     def with_logits(self) -> CostTable:
-        """The costs of rows whose choice needs all logits; greedy rows need only the argmax."""
+        """The costs of choices that need all logits; greedy ones need only the argmax."""
         return replace(self, head_s=self.logits_s or self.head_s)
 
-    def with_excess(self, factor: float, num_rows: int) -> CostTable:
-        """These costs where all that drafts add to a plain round of `num_rows` takes longer."""
+    def with_excess(self, factor: float, num_requests: int) -> CostTable:
+        """These costs where all that drafts add to a plain round of `num_requests` takes longer."""
         if factor == 1.0:
             return self
 
         def beyond(line: Sequence[float]) -> tuple[float, ...]:
-            plain_s = float(_between(num_rows, self.tokens, line))
-            return tuple(max(0.0, plain_s + factor * (one - plain_s)) for one in line)
+            plain_s = float(_between(num_requests, self.tokens, line))
+            return tuple(max(0.0, plain_s + factor * (pass_s - plain_s)) for pass_s in line)
 
         return replace(
             self,
@@ -113,8 +113,8 @@ class CostTable:
             logits_s=beyond(self.logits_s) if self.logits_s else (),
             root_s=factor * self.root_s,
             row_s=factor * self.row_s,
-            step_s=tuple(factor * one for one in self.step_s),
-            encode_s=tuple(factor * one for one in self.encode_s),
+            step_s=tuple(factor * seconds for seconds in self.step_s),
+            encode_s=tuple(factor * seconds for seconds in self.encode_s),
             draft_rest_s=factor * self.draft_rest_s,
         )
 
@@ -132,31 +132,31 @@ class CostTable:
         part = part + max(0.0, share - 1.0) * np.maximum(0.0, growth)
         return part + _between(num_tokens, self.tokens, self.head_s)
 
-    def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
-        """Seconds of drafting for `num_rows` rows, with the overhead of a drafted round."""
-        wider = self.step_s_of(num_rows) - self.step_s_of(1)
-        first = self.root_s + max(wider, (num_rows - 1) * self.row_s) + self.draft_rest_s
-        return first + (depth - 1) * self.level_s(breadth, num_rows)
+    def draft_s(self, depth: int, breadth: int, num_requests: int) -> float:
+        """Seconds of drafting for `num_requests` requests, with the overhead of a drafted round."""
+        wider = self.step_s_of(num_requests) - self.step_s_of(1)
+        first = self.root_s + max(wider, (num_requests - 1) * self.row_s) + self.draft_rest_s
+        return first + (depth - 1) * self.level_s(breadth, num_requests)
 
-    def level_s(self, breadth: int, num_rows: int) -> float:
-        """Seconds of a further level: one row after another (kernels) or all at once, if longer."""
-        further = (num_rows - 1) * self.row_s / self.root_s if self.root_s else 0.0
-        one_by_one_s = self.step_s_of(breadth) * (1.0 + further)
-        return max(one_by_one_s, self.step_s_of(breadth * num_rows))
+    def level_s(self, breadth: int, num_requests: int) -> float:
+        """Seconds of a later level: requests one by one (kernels) or all at once, if longer."""
+        drafted_before = (num_requests - 1) * self.row_s / self.root_s if self.root_s else 0.0
+        one_by_one_s = self.step_s_of(breadth) * (1.0 + drafted_before)
+        return max(one_by_one_s, self.step_s_of(breadth * num_requests))
 
     def prices(
-        self, most: int, *, context: int, num_rows: int, num_tokens: int | None = None
+        self, most: int, *, context: int, num_requests: int, num_tokens: int | None = None
     ) -> Floats:
-        """Added costs of verifying 1, 2, ... `most` drafts of all rows, in tokens.
+        """Added costs of verifying 1, 2, ... `most` drafts of all requests, in tokens.
 
-        One token is the time that a row takes per token at a speed-up of `GAIN`.
+        One token is the time that a request takes per token at a speed-up of `GAIN`.
 
         Args:
-            num_tokens: of the pass without drafts; None is one for each row.
+            num_tokens: of the pass without drafts; None is one for each request.
         """
-        tokens = (num_tokens or num_rows) + np.arange(most + 1.0)
+        tokens = (num_tokens or num_requests) + np.arange(most + 1.0)
         verify_s = np.maximum.accumulate(self.verify_s(tokens, context))
-        return np.asarray((verify_s[1:] - verify_s[0]) * GAIN / self.plain_s(context, num_rows))
+        return np.asarray((verify_s[1:] - verify_s[0]) * GAIN / self.plain_s(context, num_requests))
 
     def accept_s(self, num_tokens: Floats | float) -> Floats:
         """Seconds of encoding `num_tokens` newly verified tokens."""
@@ -166,14 +166,14 @@ class CostTable:
         """Seconds of drafting a further level of `width` nodes."""
         return float(_between(width, self.widths, self.step_s)) if self.widths else 0.0
 
-    def plain_s(self, context: int, num_rows: int = 1) -> float:
-        """Seconds of a round without drafts, divided by its rows."""
-        return (float(self.verify_s(num_rows, context)) + self.plain_rest_s) / num_rows
+    def plain_s(self, context: int, num_requests: int = 1) -> float:
+        """Seconds of a round without drafts, divided by its requests."""
+        return (float(self.verify_s(num_requests, context)) + self.plain_rest_s) / num_requests
 
 
 def _ascend(numbers: Sequence[int]) -> bool:
     """Whether they are whole numbers from 1, each larger than the one before."""
-    whole = all(isinstance(one, int) and 1 <= one < 2**31 for one in numbers)
+    whole = all(isinstance(number, int) and 1 <= number < 2**31 for number in numbers)
     return whole and all(low < high for low, high in pairwise(numbers))
 
 
@@ -230,21 +230,23 @@ def _logit(p: Floats | float) -> Floats:
     return np.log(p / (1 - p))
 
 
-def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: int = 1) -> Floats:
+def chain_speedups(
+    costs: CostTable, rates_D: Floats, context: int, num_requests: int = 1
+) -> Floats:
     """(D,): tokens per second with chains of 1, 2, ... drafts over those of plain decoding.
 
     A lower bound: trees that follow the drafter's probabilities are faster than chains.
 
     Args:
-        num_rows: rows that are decoded together, all with chains of this length.
+        num_requests: requests that are decoded together, all with chains of this length.
     """
     emitted_D = 1.0 + rates_D.cumprod().cumsum()
     lengths_D = np.arange(1.0, 1.0 + len(rates_D))
-    seconds_D = costs.verify_s(num_rows * (1.0 + lengths_D), context)
-    seconds_D = seconds_D + costs.draft_s(1, 1, num_rows)
-    seconds_D = seconds_D + (lengths_D - 1.0) * costs.level_s(1, num_rows)
-    seconds_D = (seconds_D + costs.accept_s(num_rows * emitted_D)) / num_rows
-    return np.asarray(emitted_D / seconds_D * costs.plain_s(context, num_rows))
+    seconds_D = costs.verify_s(num_requests * (1.0 + lengths_D), context)
+    seconds_D = seconds_D + costs.draft_s(1, 1, num_requests)
+    seconds_D = seconds_D + (lengths_D - 1.0) * costs.level_s(1, num_requests)
+    seconds_D = (seconds_D + costs.accept_s(num_requests * emitted_D)) / num_requests
+    return np.asarray(emitted_D / seconds_D * costs.plain_s(context, num_requests))
 
 
 def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int, float]:
@@ -255,13 +257,13 @@ def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int,
 
 
 class RoundCosts:
-    """One row's share of the costs of a round, interpolated in advance.
+    """One request's share of the costs of a round, interpolated in advance.
 
     Attributes:
         plain_s: a round without drafts.
         excess: the factor that `CostTable.with_excess` got.
         speedup: the largest of `chain_speedups`.
-        tree: the shape for a row, if no other row of the pass has drafts.
+        tree: the shape for a request, if no other request of the pass has drafts.
     """
 
     def __init__(
@@ -269,27 +271,28 @@ class RoundCosts:
         costs: CostTable,
         rates_D: Floats,
         context: int,
-        num_rows: int,
+        num_requests: int,
         *,
         excess: float = 1.0,
     ) -> None:
-        self.plain_s, self.excess = costs.plain_s(context, num_rows), excess
-        self.speedup = float(chain_speedups(costs, rates_D, context, num_rows).max())
-        self._costs, self._context, self._num_rows = costs, context, num_rows
-        encoded = num_rows * np.arange(MAX_DRAFTS + 2.0)
-        self._accept_s = (costs.accept_s(encoded) / num_rows).tolist()
-        self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
+        self.plain_s, self.excess = costs.plain_s(context, num_requests), excess
+        self.speedup = float(chain_speedups(costs, rates_D, context, num_requests).max())
+        self._costs, self._context, self._num_requests = costs, context, num_requests
+        encoded = num_requests * np.arange(MAX_DRAFTS + 2.0)
+        self._accept_s = (costs.accept_s(encoded) / num_requests).tolist()
+        self._first_s = costs.draft_s(1, 1, num_requests) / num_requests
         self._level_s = [
-            costs.level_s(breadth, num_rows) / num_rows for breadth in range(1, MAX_BREADTH + 1)
+            costs.level_s(breadth, num_requests) / num_requests
+            for breadth in range(1, MAX_BREADTH + 1)
         ]
-        tokens = num_rows * np.arange(1.0, MAX_DRAFTS + 2)
-        verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
+        tokens = num_requests * np.arange(1.0, MAX_DRAFTS + 2)
+        verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_requests
         self._verify_s = verify_s.tolist()
-        prices = costs.prices(MAX_DRAFTS, context=context, num_rows=num_rows)
+        prices = costs.prices(MAX_DRAFTS, context=context, num_requests=num_requests)
         total = max(1, int((prices < MAX_DEPTH).sum()))  # no more can be accepted
         depth = min(total, MAX_DEPTH)
         breadth = MAX_BREADTH
-        if num_rows > 1 and prices[MAX_BREADTH - 1] > 1.0:
+        if num_requests > 1 and prices[MAX_BREADTH - 1] > 1.0:
             # No second choice pays, and a pass of several chains has no pads.
             breadth, total = 1, depth
         going_on = GAIN / self.plain_s * self._level_s[0] + float(prices[depth - 1]) / depth
@@ -309,9 +312,9 @@ class RoundCosts:
         Args:
             num_expanded: nodes that got children.
         """
-        further = levels - 1
-        width = min(max(1, -(-num_expanded // further)), MAX_BREADTH) if further else 1
-        return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
+        later = levels - 1
+        width = min(max(1, -(-num_expanded // later)), MAX_BREADTH) if later else 1
+        return self._first_s + later * self._level_s[width - 1] + self.pass_s(num_drafts)
 
     def risk_s(self, tree: PricedTree) -> float:
         """The most that a round loses if all its drafts are rejected, in seconds."""
@@ -323,18 +326,18 @@ class RoundCosts:
     def accept_s(self, num_tokens: int) -> float:
         if num_tokens < len(self._accept_s):
             return float(self._accept_s[num_tokens])
-        return float(self._costs.accept_s(self._num_rows * num_tokens)) / self._num_rows
+        return float(self._costs.accept_s(self._num_requests * num_tokens)) / self._num_requests
 
     def pass_s(self, num_drafts: int) -> float:
         """Seconds of verifying `num_drafts` drafts."""
         if num_drafts < len(self._verify_s):
             return float(self._verify_s[num_drafts])
-        tokens = self._num_rows * (1.0 + num_drafts)
-        return float(self._costs.verify_s(tokens, self._context)) / self._num_rows
+        tokens = self._num_requests * (1.0 + num_drafts)
+        return float(self._costs.verify_s(tokens, self._context)) / self._num_requests
 
 
 class KnownCosts:
-    """Computes `RoundCosts` once for each length of text and number of rows.
+    """Computes `RoundCosts` once for each length of text and number of requests.
 
     Args:
         times: correct the table's costs of drafts; None: the table decides alone.
@@ -356,18 +359,18 @@ class KnownCosts:
         """Factor by which drafts cost more than in the table."""
         return 1.0 if self.times is None else self.times.excess
 
-    def at(self, length: int, num_rows: int) -> RoundCosts:
-        """Costs of a row with `length` tokens, among `num_rows` rows."""
+    def at(self, length: int, num_requests: int) -> RoundCosts:
+        """Costs of a request with `length` tokens, among `num_requests` requests."""
         context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
         if self._excess != self.excess:
             self._excess, self._step = self.excess, round(EXCESS_STEPS * log2(self.excess))
         step = self._step
-        found = self._found.get((context, num_rows, step))
+        found = self._found.get((context, num_requests, step))
         if found is None:
             excess = 2.0 ** (step / EXCESS_STEPS)
-            table = self.table.with_excess(excess, num_rows)
-            found = RoundCosts(table, self.rates_D, context, num_rows, excess=excess)
-            self._found[context, num_rows, step] = found
+            table = self.table.with_excess(excess, num_requests)
+            found = RoundCosts(table, self.rates_D, context, num_requests, excess=excess)
+            self._found[context, num_requests, step] = found
         return found
 
 

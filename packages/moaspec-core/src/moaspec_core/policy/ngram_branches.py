@@ -42,11 +42,11 @@ class NgramBranches:
         self._guess: tuple[int, int, float] | None = None  # place, token, its rate by the table
         self._hit_rate = FadingRate(1.0, PRIOR_LOOKUPS)  # right guesses over those expected
 
-    def look_up(self, token_ids: Sequence[int], num_rows: int, depth: int) -> float:
+    def look_up(self, token_ids: Sequence[int], num_requests: int, depth: int) -> float:
         """Find what followed the text's end where it occurs earlier.
 
         Args:
-            num_rows: rows that take part in the round; with costs only a row alone copies.
+            num_requests: that take part in the round; with costs only a request alone copies.
             depth: most tokens to copy.
 
         Returns:
@@ -57,7 +57,7 @@ class NgramBranches:
         if depth < 1:
             return 0.0
         if isinstance(shape, KnownCosts):
-            if num_rows > 1:  # a path of one row gives the others pads
+            if num_requests > 1:  # a path of one request gives the others pads
                 return 0.0
             shape = shape.at(length, 1).tree
         self._shape = limited = shape.limited(depth)
@@ -71,10 +71,10 @@ class NgramBranches:
         size, path = self._index.longest(limited.depth, COPY_RATES[0][0])
         if not path:
             return 0.0
-        first, further = next((one, more) for least, one, more in COPY_RATES if size >= least)
+        first, later = next((first, more) for least, first, more in COPY_RATES if size >= least)
         self._paths, self._guess = [path], (length, path[0], first)
-        self._rates = min(MAX_RATE, first * self._hit_rate.value), further
-        promised = accumulate(self._rates[0] * further**i for i in range(len(path)))
+        self._rates = min(MAX_RATE, first * self._hit_rate.value), later
+        promised = accumulate(self._rates[0] * later**i for i in range(len(path)))
         return max(
             0.0, *(sum_ - price for sum_, price in zip(promised, limited.prices, strict=False))
         )
@@ -99,8 +99,8 @@ class NgramBranches:
         if not isinstance(shape, PricedTree) or len(tree.log_p) < len(tree.tokens):
             return whole
         path = nodes_along(self._paths[0], whole)
-        first, further = self._rates
-        rates = dict.fromkeys(path[:-1], further) | {-1: first}
+        first, later = self._rates
+        rates = dict.fromkeys(path[:-1], later) | {-1: first}
         copied, p = set(path), list[float]()
         for node, parent in enumerate(whole.parents):
             drafted = 0.0
@@ -110,7 +110,7 @@ class NgramBranches:
             share = min(1.0, rate * (node in copied) + (1.0 - rate) * drafted)
             p.append(max(1e-30, share * (p[parent] if parent >= 0 else 1.0)))
         order = sorted(range(len(p)), key=lambda node: -p[node])  # stable: parents come first
-        log_p = [math.log(one) for one in p]
+        log_p = [math.log(rate) for rate in p]
         kept = bytearray(len(p))
         for node in order[: shape.kept([log_p[node] for node in order])]:
             kept[node] = 1

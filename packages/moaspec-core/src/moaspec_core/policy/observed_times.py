@@ -33,7 +33,7 @@ MISFIT = 0.2
 
 @dataclass(frozen=True)
 class RoundTime:
-    """One round of all rows that decode together."""
+    """One round of all requests that decode together."""
 
     ended_s: float  # by a clock
     seconds: float  # without the encoding of what a plain round verified
@@ -80,7 +80,7 @@ class ObservedTimes:
         """Decide whether the next round is a plain one.
 
         Args:
-            shared: whether all rows of the round have these times. Otherwise it is not recorded.
+            shared: whether all requests of the round have these times; else it is not recorded.
         """
         interval = INTERVAL if len(self._compared) >= FIRST_COMPARED else FIRST_INTERVAL
         drafted = bool(self._run) and self._run[-1].drafted
@@ -88,30 +88,30 @@ class ObservedTimes:
         # Rounds that were plain by themselves need no more of them.
         self.plain_now = shared and due and (drafted or self.plain_now or not self._run)
 
-    def record(self, one: RoundTime) -> None:
-        if one.plain_s <= 0 or one.seconds <= 0:
+    def record(self, newest: RoundTime) -> None:
+        if newest.plain_s <= 0 or newest.seconds <= 0:
             return
         last = self._run[-1] if self._run else None
-        if last is not None and one.ended_s - one.seconds - last.ended_s > NEAR_S:
+        if last is not None and newest.ended_s - newest.seconds - last.ended_s > NEAR_S:
             self._before = []
             self._run.clear()
             self._length = 0
-        elif last is not None and last.drafted != one.drafted:
+        elif last is not None and last.drafted != newest.drafted:
             self._before = [*self._run]
             self._run.clear()
             self._length = 0
-        self._run.append(one)
+        self._run.append(newest)
         self._length += 1
         if self._before and self._length <= NEIGHBOURS:
-            self._compare(one)
+            self._compare(newest)
 
-    def _compare(self, one: RoundTime) -> None:
+    def _compare(self, newest: RoundTime) -> None:
         """Compare a round with those of the other kind before it."""
-        if one.drafted:
-            self._add(one, fmean(plain.slowness for plain in self._before))
+        if newest.drafted:
+            self._add(newest, fmean(plain.slowness for plain in self._before))
         else:
             for drafted in self._before:
-                self._add(drafted, one.slowness)
+                self._add(drafted, newest.slowness)
         share = [(1.0, TRUST), *((excess / cost, cost) for excess, cost in self._compared)]
         self.excess = min(max(_weighted_median(share), LEAST_EXCESS), MOST_EXCESS)
 

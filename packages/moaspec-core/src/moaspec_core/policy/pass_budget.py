@@ -1,7 +1,7 @@
-"""The choice of the drafts, of all rows, that one pass of the target verifies.
+"""The choice of the drafts, of all requests, that one pass of the target verifies.
 
 The measured cost of passes says how many drafts pay, possibly none. The pass verifies that number
-of drafts, the most probable ones of all rows.
+of drafts, the most probable ones of all requests.
 """
 
 import math
@@ -32,22 +32,22 @@ def share_slots(
     Trees of fixed shapes and of proposers without probabilities stay whole.
 
     Args:
-        trees: of all rows of one pass.
-        by_shape: the indices of the rows that were drafted for in each shape.
+        trees: of all requests of one pass.
+        by_shape: the indices of the requests that were drafted for in each shape.
     """
     kept = list(trees)
-    priced = [(one, rows) for one, rows in by_shape.items() if isinstance(one, PricedTree)]
-    rows = [i for _, own in priced for i in own if trees[i].log_p]
-    if len(rows) > 1:  # the tree of a single row was cut by its proposer
+    priced = [(shape, own) for shape, own in by_shape.items() if isinstance(shape, PricedTree)]
+    indices = [i for _, own in priced for i in own if trees[i].log_p]
+    if len(indices) > 1:  # the tree of a single request was cut by its proposer
         prices = max((shape.prices for shape, _ in priced), key=len)
-        cut = _best_drafts([trees[i] for i in rows], [trees[i].log_p for i in rows], prices)
-        for i, tree in zip(rows, cut, strict=True):
+        cut = _best_drafts([trees[i] for i in indices], [trees[i].log_p for i in indices], prices)
+        for i, tree in zip(indices, cut, strict=True):
             kept[i] = tree
     return kept
 
 
 class PassBudget:
-    """Chooses the drafts of passes whose rows belong to several engines and devices.
+    """Chooses the drafts of passes whose requests belong to several engines and devices.
 
     Devices send no probabilities, so those of a device's drafts are estimated from its rate.
 
@@ -63,21 +63,23 @@ class PassBudget:
         """The requests of one pass without the drafts that do not pay.
 
         A request that loses all its drafts is not encoded now. If there is one request, it keeps
-        its drafts: no other row waits for them.
+        its drafts: no other request waits for them.
         """
-        most = sum(len(one.tree.tokens) for one in requests)
+        most = sum(len(request.tree.tokens) for request in requests)
         if len(requests) == 1 or not most:
             return list(requests)
         prices = self._costs.prices(
             most,
-            context=sum(one.num_verified for one in requests) // len(requests),
-            num_rows=len(requests),
-            num_tokens=sum(len(one.new_tokens) for one in requests),
+            context=sum(request.num_verified for request in requests) // len(requests),
+            num_requests=len(requests),
+            num_tokens=sum(len(request.new_tokens) for request in requests),
         )
-        trees = _best_drafts([one.tree for one in requests], [*map(self._log_p, requests)], prices)
+        trees = _best_drafts(
+            [request.tree for request in requests], [*map(self._log_p, requests)], prices
+        )
         return [
-            one if tree is one.tree else self._without(one, tree)
-            for one, tree in zip(requests, trees, strict=True)
+            request if tree is request.tree else self._without(request, tree)
+            for request, tree in zip(requests, trees, strict=True)
         ]
 
     def _without(self, request: VerifyRequest, tree: DraftTree) -> VerifyRequest:
@@ -97,9 +99,9 @@ class PassBudget:
                 right = node == parents.index(parent)
                 self._rates[request.cache_row] = rate + NEWEST * (right - rate)
 
-    def forget(self, row: int) -> None:
-        """Drop the rate of a row, which another device will use."""
-        self._rates.pop(row, None)
+    def forget(self, cache_row: int) -> None:
+        """Drop the rate of a cache row, which another device will use."""
+        self._rates.pop(cache_row, None)
 
     def _log_p(self, request: VerifyRequest) -> Sequence[float]:
         """Log-probabilities of the drafts; the first of siblings is the most probable."""

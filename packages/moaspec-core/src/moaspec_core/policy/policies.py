@@ -25,14 +25,14 @@ from moaspec_core.policy.observed_times import NEIGHBOURS, ObservedTimes
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 
 MAX_LOSS = 0.02
-"""Most time that drafting without success may cost a row, as a share of plain decoding. We promise
-3%: what decides also takes time, and costs are known to some per cent."""
+"""Most time that drafting without success may cost a request, as a share of plain decoding. We
+promise 3%: what decides also takes time, and costs are known to some per cent."""
 
-LEAST_SPEEDUP = 1.0  # of a row's rounds with drafts; below it the row pauses
+LEAST_SPEEDUP = 1.0  # of a request's rounds with drafts; below it the request pauses
 
 CREDIT_TOKENS = 48
-"""A row may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this many
-tokens, however few it has written."""
+"""A request may always lose the time to encode its prompt plus `MAX_LOSS` of plain decoding this
+many tokens, however few it has written."""
 
 FIRST_GAIN = 0.3  # tokens that a round with drafts is taken to gain, before any is counted
 FIRST_ROUNDS = 4.0  # weight of `FIRST_GAIN` and of the prior speed-up `GAIN`, in rounds
@@ -52,7 +52,7 @@ paid and the encoding takes less than this share of plain decoding the rest of t
 LATE_TOKENS = 32  # tokens that are typically encoded together after a pause
 
 NEVER = 2**30
-"""Rounds to pause if encoding alone costs more than a row may lose."""
+"""Rounds to pause if encoding alone costs more than a request may lose."""
 
 COPIES = Tree(5, 2, 8)
 """Free branches if their cost is unknown: with the newest token and a small tree of drafts they
@@ -68,9 +68,9 @@ class DraftPolicy(Protocol):
         window: most tokens before the end of the text to encode now; 0 for the drafter's window.
         times: observed times of rounds, shared by the requests of an engine; None: the policy does
             not go by the clock.
-        round_s: seconds of this row's share of the latest round, by the cost table: as a plain
+        round_s: seconds of this request's share of the latest round, by the cost table: as a plain
             round, and as it was. Zeros where they are unknown.
-        wants_copies: whether the row may verify n-gram branches.
+        wants_copies: whether the request may verify n-gram branches.
     """
 
     window: int = 0
@@ -81,31 +81,31 @@ class DraftPolicy(Protocol):
     def wants_copies(self) -> bool:
         return True
 
-    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
+    def begin(self, unread: int, room: int, num_requests: int, *, length: int, window: int) -> None:
         """Called before the prompt's pass.
 
         Args:
             unread: tokens of the prompt that drafts would need encoded.
             room: most tokens that may be written after the prompt.
-            num_rows: rows that are decoded together from then on, if none joins or ends.
+            num_requests: requests that are decoded together from then on, if none joins or ends.
             length: tokens of the prompt.
             window: the drafter's, the most tokens that are ever encoded together; 0: no limit.
         """
-        del unread, room, num_rows, length, window  # by default there is no decision
+        del unread, room, num_requests, length, window  # by default there is no decision
 
     def rests(self) -> bool:
-        """Whether a row alone neither drafts nor copies in the next round; `shape` is not called.
+        """Whether a request alone neither drafts nor copies next; `shape` is not called.
 
         The look-up of copies and the shape together take a hundredth of a small target's pass.
         """
         return False
 
-    def shape(self, length: int, num_rows: int, copied: float) -> Tree | None:
+    def shape(self, length: int, num_requests: int, copied: float) -> Tree | None:
         """The shape of the next drafts; None for a round without drafts.
 
         Args:
-            length: tokens of the row, prompt included.
-            num_rows: rows that take part in the round.
+            length: tokens of the request, prompt included.
+            num_requests: requests that take part in the round.
             copied: tokens that n-gram branches alone promise beyond their price.
         """
         ...
@@ -122,7 +122,7 @@ class DraftPolicy(Protocol):
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Draft settings of one call; makes a policy for each of its rows.
+    """Draft settings of one call; makes a policy for each of its requests.
 
     Raises:
         ShapeError: a text that is no shape.
@@ -152,10 +152,10 @@ class DraftSettings:
         self.policy()
 
     def policy(self, sampling: SamplingParams = GREEDY) -> Tree | DraftPolicy | None:
-        """A new row's drafts: a fixed shape, a policy, or None for no drafts.
+        """A new request's drafts: a fixed shape, a policy, or None for no drafts.
 
         Args:
-            sampling: of the row; a choice by all logits costs more than an argmax.
+            sampling: of the request; a choice by all logits costs more than an argmax.
         """
         if self._shared_costs is not None:
             known = self._shared_costs[sampling.needs_logits]
@@ -163,7 +163,7 @@ class DraftSettings:
         return parse_shape(self.tree) if isinstance(self.tree, str) else self.tree
 
     def branches(self, sampling: SamplingParams = GREEDY) -> Tree | KnownCosts | None:
-        """A new row's n-gram branches: a shape, costs to choose by, or none.
+        """A new request's n-gram branches: a shape, costs to choose by, or none.
 
         Args:
             sampling: as for `policy`.
@@ -175,7 +175,7 @@ class DraftSettings:
 
     @cached_property
     def _shared_costs(self) -> tuple[KnownCosts, KnownCosts] | None:
-        """Costs that all rows share: of greedy rows, and of rows whose choice needs all logits."""
+        """Costs that requests share: of greedy ones, and of those whose choice needs all logits."""
         if self.tree != "auto" or self.costs is None:
             return None
         tables = self.costs, self.costs.with_logits
@@ -187,35 +187,35 @@ class AdaptivePolicy:
     """Drafts as many tokens as pay for their cost on this machine, or none.
 
     Seconds are those of the cost table; where `KnownCosts` has observed times, what drafts add to
-    plain rounds is corrected by them. A row has these rules:
+    plain rounds is corrected by them. A request has these rules:
 
     - Size: a draft is kept if its probability, which the drafter estimates, outweighs its cost. So
       the tree (`PricedTree`) differs from round to round.
     - Copies: if an n-gram branch promises more than rounds with drafts have gained on average, it
       is verified alone and the drafter does not run.
-    - Pauses: if rounds with drafts emit fewer tokens per second than plain rounds would, the row
-      pauses. Single rounds, at growing intervals, probe whether drafting pays again.
+    - Pauses: if rounds with drafts emit fewer tokens per second than plain rounds would, the
+      request pauses. Single rounds, at growing intervals, probe whether drafting pays again.
     - Comparison: where times are observed, single rounds are plain (`ObservedTimes.plain_now`).
-    - Limit: a row loses at most `MAX_LOSS` of plain decoding its tokens so far, or, if that is
+    - Limit: a request loses at most `MAX_LOSS` of plain decoding its tokens so far, or, if that is
       more, the encoding of its prompt plus `MAX_LOSS` of `CREDIT_TOKENS` tokens. A round that could
-      exceed the limit gets a smaller tree or no drafts. A row beyond it copies nothing either.
+      exceed the limit gets a smaller tree or no drafts. A request beyond it copies nothing either.
     - Prompt: at most its last `FIRST_WINDOW` tokens are encoded, the rest of the window when
       drafts have paid and much text is to come (`PROVEN_ROUNDS`). If even the former takes longer
-      than the row may lose, it is encoded only for a text whose expected gain is larger.
-    - Encoding: a paused row is not encoded, because that alone could exceed the limit. It probes
-      with the features that it has, if its drafter can. Missing tokens are encoded when a probe
-      shows that drafting pays again.
-    - Other rows: beside them no loss is allowed. A row drafts and is encoded only if `KnownCosts`
-      expects a gain for this number of rows. Missing tokens are encoded when fewer rows are left
-      and the rest of the text is expected to gain more than that costs.
+      than the request may lose, it is encoded only for a text whose expected gain is larger.
+    - Encoding: a paused request is not encoded, because that alone could exceed the limit. It
+      probes with the features that it has, if its drafter can. Missing tokens are encoded when
+      a probe shows that drafting pays again.
+    - Other requests: beside them no loss is allowed. A request drafts and is encoded only if
+      `KnownCosts` expects a gain for this number of them. Missing tokens are encoded when fewer
+      are left and the rest of the text is expected to gain more than that costs.
 
     The drafter must cut trees by their probabilities, as `TreeProposer` does. A drafter that always
     drafts a whole `PricedTree` makes rounds far too large.
 
     Args:
-        costs: of this machine, target and drafter, shared with other rows.
+        costs: of this machine, target and drafter, shared with other requests.
         lags: whether the drafter can draft while the newest tokens are not encoded.
-        beside: least number of rows in a pass, if passes have rows of other engines.
+        beside: least number of requests in a pass, if passes have requests of other engines.
 
     Attributes:
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
@@ -252,12 +252,12 @@ class AdaptivePolicy:
     def wants_copies(self) -> bool:
         return self.times is None or self._round is None or self._allowed_loss_s(self._round) > 0
 
-    def begin(self, unread: int, room: int, num_rows: int, *, length: int, window: int) -> None:
-        table, num_rows = self._costs.table, max(num_rows, self._beside())
+    def begin(self, unread: int, room: int, num_requests: int, *, length: int, window: int) -> None:
+        table, num_requests = self._costs.table, max(num_requests, self._beside())
         self._behind, self._room, self._unencoded = False, room, unread
-        costs, plain_s = self._costs.at(length, num_rows), table.plain_s(length, num_rows)
-        pays = self.wants_features = self._pays(costs, plain_s, num_rows)
-        self._left_out = num_rows > 1 and not pays
+        costs, plain_s = self._costs.at(length, num_requests), table.plain_s(length, num_requests)
+        pays = self.wants_features = self._pays(costs, plain_s, num_requests)
+        self._left_out = num_requests > 1 and not pays
         self._waiting = 0 if pays or self._left_out else NEVER
         self._whole_window, self._first = window, 0
         if pays:
@@ -276,16 +276,16 @@ class AdaptivePolicy:
             self._drafting, self.wants_features = None, False
         return self._rested
 
-    def shape(self, length: int, num_rows: int, copied: float = 0.0) -> Tree | None:
-        self._drafting, num_rows = None, max(num_rows, self._beside())
+    def shape(self, length: int, num_requests: int, copied: float = 0.0) -> Tree | None:
+        self._drafting, num_requests = None, max(num_requests, self._beside())
         if self.times is not None:
-            self._round = self._costs.at(length, num_rows)
+            self._round = self._costs.at(length, num_requests)
             if self.times.plain_now:
                 return None
-        if num_rows > 1 or self._left_out:
-            costs = self._round = self._costs.at(length, num_rows)
+        if num_requests > 1 or self._left_out:
+            costs = self._round = self._costs.at(length, num_requests)
             was_left_out = self._left_out
-            self._left_out = not self._pays(costs, costs.plain_s, num_rows)
+            self._left_out = not self._pays(costs, costs.plain_s, num_requests)
             if self._left_out or (was_left_out and not self._waiting):
                 # The missing tokens are encoded after this round, for drafts from the next one on.
                 self.wants_features = not self._left_out
@@ -295,7 +295,7 @@ class AdaptivePolicy:
         if self._waiting:
             self._waiting -= 1
         else:
-            costs = self._round = self._costs.at(length, num_rows)
+            costs = self._round = self._costs.at(length, num_requests)
             if copied <= max(0.0, self._gain.value):
                 self._drafting = self._affordable(costs)
                 if self._drafting is None:
@@ -316,14 +316,14 @@ class AdaptivePolicy:
             self.window, self._first, self._unencoded = 0, 0, length - 1
             self._prompt_s += encoding_s / costs.excess
 
-    def _pays(self, costs: RoundCosts, plain_s: float, num_rows: int) -> bool:
-        """Whether the expected gain exceeds the missing encoding, or a row alone may lose it."""
-        if num_rows > 1 and costs.speedup <= 1.0:  # asked for every row in every round
+    def _pays(self, costs: RoundCosts, plain_s: float, num_requests: int) -> bool:
+        """Whether the expected gain exceeds the missing encoding, or it may be lost alone."""
+        if num_requests > 1 and costs.speedup <= 1.0:  # asked for every request in every round
             return False
         encoding_s = 0.0
         if self._unencoded:
             encoding_s = self._costs.excess * float(self._costs.table.accept_s(self._unencoded))
-        if num_rows == 1 and encoding_s <= MAX_LOSS * (self._room + CREDIT_TOKENS) * plain_s:
+        if num_requests == 1 and encoding_s <= MAX_LOSS * (self._room + CREDIT_TOKENS) * plain_s:
             return True
         return encoding_s <= self._room * plain_s * (1.0 - 1.0 / costs.speedup)
 
@@ -353,7 +353,9 @@ class AdaptivePolicy:
         self._saved_s += costs.plain_s * len(accepted)
         if added_s > 0:  # the encoding after a plain round is not a part of its time
             added_s += encoding_s / costs.excess
-        if self._drafting is None or self._num_drafted:  # a row's first drafts also read its text
+        if (
+            self._drafting is None or self._num_drafted
+        ):  # a request's first drafts also read its text
             self.round_s = costs.plain_s, costs.plain_s + added_s
         if self._drafting is not None:
             own_s += costs.accept_s(emitted)
@@ -368,7 +370,7 @@ class AdaptivePolicy:
             self._unencoded = min(self._unencoded, most)
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
-        """The tree, cut until the row may lose all its drafts; None if not even one."""
+        """The tree, cut until the request may lose all its drafts; None if not even one."""
         left_s = self._allowed_loss_s(costs)
         cut: PricedTree | None = costs.tree
         while cut is not None and costs.risk_s(cut) > left_s:
@@ -376,12 +378,12 @@ class AdaptivePolicy:
         return cut
 
     def _allowed_loss_s(self, costs: RoundCosts) -> float:
-        """Seconds that the row may still lose."""
+        """Seconds that the request may still lose."""
         at_first_s = self._costs.excess * self._prompt_s + MAX_LOSS * CREDIT_TOKENS * costs.plain_s
         return max(at_first_s, MAX_LOSS * self.plain_s) - self.lost_s
 
     def _rounds_until_affordable(self, costs: RoundCosts) -> int:
-        """Plain rounds until the row may lose one draft."""
+        """Plain rounds until the request may lose one draft."""
         risk_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1))
         missing_s = risk_s + self.lost_s - MAX_LOSS * self.plain_s
         gain_s = self._loss_gain_s(costs)

@@ -222,7 +222,7 @@ def _html_character(escape: str) -> str:
 
 
 def _from_codes(digits: list[str], base: int) -> str:
-    codes = [min(int(one, base), 0x10FFFF) for one in digits]
+    codes = [min(int(digit, base), 0x10FFFF) for digit in digits]
     pairs = "".join(map(chr, codes)).encode("utf-16-le", "surrogatepass")
     return pairs.decode("utf-16-le", "replace")
 

@@ -98,7 +98,7 @@ def _needs(part: dict[str, Any], root: dict[str, Any]) -> Iterator[Need]:
     """What must have a finite text for this part to have one; other keywords need nothing."""
     for name in ("anyOf", "oneOf"):
         alternatives = _list(part.get(name))
-        if alternatives and all(isinstance(one, dict) for one in alternatives):
+        if alternatives and all(isinstance(alternative, dict) for alternative in alternatives):
             yield alternatives
     single: list[Any] = [*_list(part.get("allOf")), _referred(part, root)]
     if part.get("type") == "object":

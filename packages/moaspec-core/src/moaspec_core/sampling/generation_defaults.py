@@ -118,12 +118,12 @@ class GenerationDefaults:
             "rules": self.rules,
         }
 
-    def as_facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """All settings that differ from `NO_DEFAULTS`, as JSON."""
         rules = {
-            one.name: getattr(self.rules, one.name)
-            for one in fields(TokenRules)
-            if getattr(self.rules, one.name) != one.default
+            field.name: getattr(self.rules, field.name)
+            for field in fields(TokenRules)
+            if getattr(self.rules, field.name) != field.default
         }
         bias = {"logit_bias": dict(self.logit_bias)} if self.logit_bias else {}
         penalty = self.repetition_penalty
@@ -136,8 +136,8 @@ class GenerationDefaults:
 
     @property
     def words(self) -> str:
-        """`as_facts` as one line of text; empty if no setting differs."""
-        said = [f"{name} {_short(value)}" for name, value in self.as_facts().items()]
+        """`as_dict` as one line of text; empty if no setting differs."""
+        said = [f"{name} {_short(value)}" for name, value in self.as_dict().items()]
         return ", ".join([*said, *(f"{name} (not used)" for name in self.unused)])
 
 
@@ -151,10 +151,10 @@ def check_ends(ids: Any, vocab_size: int, where: str) -> None:
         ValueError: it is no id and no list of ids, or none of them is in the vocabulary.
     """
     given = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-    if any(type(one) is not int for one in given):
+    if any(type(token_id) is not int for token_id in given):
         raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, got {ids!r}")
     # Some files say -1 where they mean none.
-    if given and not any(one < vocab_size for one in given):
+    if given and not any(token_id < vocab_size for token_id in given):
         raise ValueError(f"{where}: eos_token_id {ids!r} is not in the {vocab_size} tokens")
 
 
@@ -181,7 +181,7 @@ def _is_set(config: GenerationConfig, name: str, changes: Callable[[Any], bool])
 
 
 def _rules(config: GenerationConfig) -> TokenRules:
-    given = {one.name: getattr(config, one.name, None) for one in fields(TokenRules)}
+    given = {field.name: getattr(config, field.name, None) for field in fields(TokenRules)}
     for name in ("stop_token_ids", "max_new_tokens"):  # the caller sets all limits of length
         del given[name]
     given["bad_words_ids"] = tuple(tuple(word) for word in given["bad_words_ids"] or ())

@@ -93,9 +93,9 @@ class Setting:
         return value
 
 
-def _setting(default: Any, kind: type = float, **facts: Any) -> Any:
+def _setting(default: Any, kind: type = float, **info: Any) -> Any:
     """A field of `SamplingParams` with its `Setting`."""
-    setting = Setting(default=default, kind=kind, **facts)
+    setting = Setting(default=default, kind=kind, **info)
     return field(default=default, metadata={"setting": setting})
 
 
@@ -287,7 +287,7 @@ def _is_finite(value: object) -> TypeGuard[float]:
 
 
 SETTINGS: dict[str, Setting] = {
-    one.name: one.metadata["setting"] for one in fields(SamplingParams) if one.metadata
+    field.name: field.metadata["setting"] for field in fields(SamplingParams) if field.metadata
 }
 """Those fields of `SamplingParams` that are one number each, in its order."""
 FILTERS = tuple(name for name, setting in SETTINGS.items() if setting.stage == "filter")

@@ -82,6 +82,8 @@ class StopStrings:
         if not piece:
             return None
         text = self._tail + piece
-        found = [(text.find(one) + len(one), one) for one in self._strings if one in text]
+        found = [
+            (text.find(string) + len(string), string) for string in self._strings if string in text
+        ]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(found)[1] if found else None

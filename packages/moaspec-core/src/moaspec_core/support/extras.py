@@ -58,7 +58,7 @@ COMMANDS = {
 def checkout() -> Path | None:
     """The repository, if this module is in a checkout."""
     here = Path(__file__).resolve()
-    found = (one for one in here.parents if (one / "packages/moaspec-core").is_dir())
+    found = (parent for parent in here.parents if (parent / "packages/moaspec-core").is_dir())
     return next(found, None)
 
 
@@ -72,7 +72,7 @@ def require(feature: str, *requirements: str) -> None:
     Raises:
         InputError: names the missing modules and the command that installs what has them.
     """
-    missing = {one: _missing(one) for one in requirements}
+    missing = {requirement: _missing(requirement) for requirement in requirements}
     wanted = [one for one, modules in missing.items() if modules]
     if wanted:
         modules = dict.fromkeys(name for names in missing.values() for name in names)
@@ -98,7 +98,12 @@ def install_command(*requirements: str) -> str:
 
 def _arguments(requirements: tuple[str, ...]) -> list[str]:
     """Of pip: from a checkout, a directory, wheels beside ours, a repository, or an index."""
-    needed = (other for one in requirements for other in NEEDS.get(one, ()) if _missing(other))
+    needed = (
+        other
+        for requirement in requirements
+        for other in NEEDS.get(requirement, ())
+        if _missing(other)
+    )
     wanted = list(dict.fromkeys((*needed, *requirements)))
     root = checkout()
     if root is not None:

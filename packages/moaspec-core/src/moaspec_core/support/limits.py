@@ -44,7 +44,7 @@ MAX_WORDS_TOKENS = 1 << 16  # Tokens of all forbidden words together.
 
 MAX_DRAFTED = 256  # Drafted tokens of one message, and of one verification.
 # Their verdicts wait until the device reads: `MAX_WAITING` of the server's response_stream.py.
-MAX_FURTHER = 32  # Tokens that the target chooses unasked after one message.
+MAX_STREAMED = 32  # Tokens that the target chooses unasked after one message.
 MAX_RUNS = 4096  # Runs of positions in one message.
 
 # Requests whose prompts are tokenised at the same time, one of each client. Grammars of two clients

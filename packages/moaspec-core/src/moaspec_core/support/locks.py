@@ -52,8 +52,8 @@ def writing(path: Path) -> Iterator[None]:
     """
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     refusal = f"Another process is writing {path}; wait for it, or name another output."
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             make_private(cache_dir() / "locks")
-            held.callback(os.close, claimed(cache_dir() / "locks" / name, refusal))
+            stack.callback(os.close, claimed(cache_dir() / "locks" / name, refusal))
         yield

@@ -75,7 +75,10 @@ def why_not_trusted(path: Path, root: Path) -> str | None:
     """
     if not _HAS_OWNERS:
         return None
-    between = [root, *reversed([one for one in path.parents if one.is_relative_to(root)][:-1])]
+    between = [
+        root,
+        *reversed([parent for parent in path.parents if parent.is_relative_to(root)][:-1]),
+    ]
     try:
         for place in (one for one in between if one.exists()):
             if not os.access(place, os.R_OK | os.X_OK):
@@ -101,12 +104,12 @@ def _above(root: Path, found: list[Path]) -> set[Path]:
 
 
 def _why_not_private(path: Path) -> str | None:
-    facts = path.stat()
-    if facts.st_uid not in {os.geteuid(), 0}:
+    status = path.stat()
+    if status.st_uid not in {os.geteuid(), 0}:
         return f"{path} belongs to another user"
-    if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return f"{path} is neither a file nor a directory"
-    if facts.st_mode & _OTHERS_WRITE and not _is_sticky(facts):
+    if status.st_mode & _OTHERS_WRITE and not _is_sticky(status):
         return f"others may write {path}; chmod -R go-w closes it"
     return None
 
@@ -115,18 +118,18 @@ def _why_replaceable(directory: Path) -> str | None:
     """Why others may exchange what is in a directory; None if nothing can be in it."""
     if not directory.is_dir():
         return None
-    facts = directory.stat()
+    status = directory.stat()
     # In a user namespace, root may appear as another user; `/` is always root's.
-    if facts.st_uid not in {os.geteuid(), 0, Path("/").stat().st_uid}:
+    if status.st_uid not in {os.geteuid(), 0, Path("/").stat().st_uid}:
         return f"{directory} belongs to another user"
-    if facts.st_mode & stat.S_IWOTH and not _is_sticky(facts):
+    if status.st_mode & stat.S_IWOTH and not _is_sticky(status):
         return f"others may write {directory}; chmod o-w closes it"
     return None
 
 
-def _is_sticky(facts: os.stat_result) -> bool:
+def _is_sticky(status: os.stat_result) -> bool:
     """Whether it is a directory where only the owner of a file can replace it."""
-    return bool(stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX)
+    return bool(stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
 
 
 def make_private(directory: Path) -> None:
@@ -223,8 +226,8 @@ def _own(reason: str | None = "the one that is set cannot be trusted") -> Path:
     path = Path(tempfile.gettempdir()) / (f"moaspec-{os.getuid()}" if _HAS_OWNERS else "moaspec")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        facts = path.lstat()
-        closed = not _HAS_OWNERS or (facts.st_uid == os.getuid() and facts.st_mode & 0o077 == 0)
+        status = path.lstat()
+        closed = not _HAS_OWNERS or (status.st_uid == os.getuid() and status.st_mode & 0o077 == 0)
     except OSError as error:
         raise InputError(f"No cache directory ({reason}; {error}): set ${VARIABLE}.") from error
     if not closed or why_not_writable(path) is not None:

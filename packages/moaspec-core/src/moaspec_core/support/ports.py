@@ -95,7 +95,7 @@ def reuse_address(listener: socket.socket, *, allowed: bool = True) -> None:
 
 
 @contextmanager
-def held(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
+def reserved(addresses: dict[str, tuple[str, int | None]]) -> Iterator[None]:
     """Hold ports while a model loads, for servers that bind by themselves afterwards.
 
     Args:

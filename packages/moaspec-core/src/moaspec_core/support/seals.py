@@ -68,13 +68,15 @@ def is_whole(directory: Path) -> bool:
     Files with the size and time of their sealing are not read again.
     """
     try:
-        facts = _read_seal(directory)
-        if not facts or not all(_is_unchanged(directory / name, facts[name]) for name in facts):
+        entries = _read_seal(directory)
+        if not entries or not all(
+            _is_unchanged(directory / name, entries[name]) for name in entries
+        ):
             return False
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
     with contextlib.suppress(OSError):  # the cache may be read-only
-        _renew_times(directory, facts)
+        _renew_times(directory, entries)
     return True
 
 
@@ -84,41 +86,41 @@ def _read_seal(directory: Path) -> dict[str, dict[str, int]]:
     return dict(found)
 
 
-def _is_unchanged(path: Path, fact: dict[str, int]) -> bool:
-    facts = path.stat()
-    if not path.is_file() or facts.st_size != fact["bytes"]:
+def _is_unchanged(path: Path, entry: dict[str, int]) -> bool:
+    status = path.stat()
+    if not path.is_file() or status.st_size != entry["bytes"]:
         return False
-    return facts.st_mtime_ns == fact["mtime_ns"] or checksum(path) == fact["crc32"]
+    return status.st_mtime_ns == entry["mtime_ns"] or checksum(path) == entry["crc32"]
 
 
 def _seal(directory: Path) -> None:
     files = [one for one in sorted(directory.rglob("*")) if one.is_file()]
-    facts = {}
+    entries = {}
     for path in files:
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # so that the seal never outlives the content
         name = path.relative_to(directory).as_posix()
-        facts[name] = {
+        entries[name] = {
             "bytes": path.stat().st_size,
             "mtime_ns": path.stat().st_mtime_ns,
             "crc32": checksum(path),
         }
-    _write_seal(directory, facts)
+    _write_seal(directory, entries)
 
 
-def _renew_times(directory: Path, facts: dict[str, dict[str, int]]) -> None:
+def _renew_times(directory: Path, entries: dict[str, dict[str, int]]) -> None:
     """Record the times of a copy, so that it is read as a whole only once."""
-    times = {name: (directory / name).stat().st_mtime_ns for name in facts}
-    if any(facts[name]["mtime_ns"] != time for name, time in times.items()):
-        renewed = {name: {**facts[name], "mtime_ns": time} for name, time in times.items()}
+    times = {name: (directory / name).stat().st_mtime_ns for name in entries}
+    if any(entries[name]["mtime_ns"] != time for name, time in times.items()):
+        renewed = {name: {**entries[name], "mtime_ns": time} for name, time in times.items()}
         _write_seal(directory, renewed)
 
 
-def _write_seal(directory: Path, facts: dict[str, dict[str, int]]) -> None:
+def _write_seal(directory: Path, entries: dict[str, dict[str, int]]) -> None:
     handle, scratch = tempfile.mkstemp(dir=directory, prefix=f".{SEAL_FILE}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"files": facts}, file)
+            json.dump({"files": entries}, file)
         Path(scratch).replace(directory / SEAL_FILE)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Facts of a target about tokens: its names, rules and generation defaults."""
+"""What a target says about tokens: its names, rules and generation defaults."""

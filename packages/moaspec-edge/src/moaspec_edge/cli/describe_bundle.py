@@ -10,15 +10,15 @@ from moaspec_edge.device_onnx.manifest import is_onnx_bundle, read_manifest
 
 
 def describe_onnx(directory: Path) -> dict[str, Any]:
-    """Facts of an ONNX bundle, its files checked."""
-    facts = asdict(read_manifest(directory))
-    size = sum(one["bytes"] for one in facts.pop("files").values())
-    facts["versions"] = facts["versions"] and facts["versions"]["packing"]
-    return {"format": "ONNX device bundle", "bytes": size, **facts}
+    """What is known of an ONNX bundle, its files checked."""
+    content = asdict(read_manifest(directory))
+    size = sum(one["bytes"] for one in content.pop("files").values())
+    content["versions"] = content["versions"] and content["versions"]["packing"]
+    return {"format": "ONNX device bundle", "bytes": size, **content}
 
 
 def describe_bundle(directory: Path) -> dict[str, Any]:
-    """Facts of a device bundle, its weights read and checked."""
+    """The contents of a device bundle, its weights read and checked."""
     from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS
     from moaspec.model.checkpoint.weight_files import read_tensors
     from moaspec_edge.device.bundle import read_bundle_info

@@ -217,7 +217,7 @@ def _style(event: RemoteEvent) -> str:
 
 def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) -> None:
     stats, result = session.stats, session.result
-    facts = {
+    content = {
         "text": show.words(final=True),
         "token_ids": list(result.token_ids),
         "stop_reason": result.stop_reason,
@@ -233,7 +233,7 @@ def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) 
         "private_spans": hidden,
     }
     if as_json:
-        console.out.print(json.dumps(facts))
+        console.out.print(json.dumps(content))
         return
     line = f"{len(result.token_ids)} tokens in {result.num_rounds} rounds"
     line += f"; {stats.bytes_up} bytes up, {stats.bytes_down} down"

@@ -25,7 +25,7 @@ from moaspec_core.cli.terminal.status import loading
 from moaspec_core.errors import InputError
 from moaspec_core.process_memory import freeze_loaded_objects, prepare_process
 from moaspec_core.support.extras import install_command, require
-from moaspec_core.support.ports import held
+from moaspec_core.support.ports import reserved
 from moaspec_edge.cli.learning import announce, learning_from_texts
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def target_server(
 
         asked, learning = with_learning(asked, learn, context.with_resource)
     with (
-        held({"--port": (host, port), "--metrics-port": (host, metrics_port)}),
+        reserved({"--port": (host, port), "--metrics-port": (host, metrics_port)}),
         loading(asked.model, asked.threads, asked.quantize),
     ):
         from moaspec_edge.server.listeners.websocket_server import ServerOptions, TargetServer
@@ -188,11 +188,11 @@ def target_server(
         origins=origins,
         http=_page(page, scripts, asked.model, service, learns=learn is not None),
     )
-    facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
+    info: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
     if asked.quantize is not None:
-        facts["quantize"] = asked.quantize
+        info["quantize"] = asked.quantize
     server = TargetServer(service, where)
-    asyncio.run(_serve(server, drain_s, facts, learning, stopping))
+    asyncio.run(_serve(server, drain_s, info, learning, stopping))
 
 
 def _scripts(page: Path | None, scripts: Path | None) -> Path | None:
@@ -346,7 +346,7 @@ def _serve_metrics(service: Any, host: str, port: int) -> None:
 async def _serve(
     server: TargetServer,
     drain_s: float,
-    facts: dict[str, Any],
+    info: dict[str, Any],
     learning: LearningProcess | None,
     stopping: threading.Event,
 ) -> None:
@@ -369,8 +369,8 @@ async def _serve(
     freeze_loaded_objects()
     async with server:
         if server.has_page:
-            facts = {"page": server.url.replace("ws", "http", 1) + "/", **facts}
-        console.out.print(json.dumps({"address": server.url, **facts}))
+            info = {"page": server.url.replace("ws", "http", 1) + "/", **info}
+        console.out.print(json.dumps({"address": server.url, **info}))
         async with learning_from_texts(server.service, learning):
             await stop.wait()
             await server.drain(drain_s)

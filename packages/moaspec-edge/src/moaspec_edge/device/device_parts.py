@@ -1,4 +1,4 @@
-"""A device as its session uses it: facts of the target, and a drafter. Needs no PyTorch."""
+"""A device as its session uses it: data of the target, and a drafter. Needs no PyTorch."""
 
 from abc import ABC, abstractmethod
 

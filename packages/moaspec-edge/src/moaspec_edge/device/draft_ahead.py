@@ -33,7 +33,7 @@ class AheadDrafter(Proposer):
 
     Attributes:
         expected: the verified text and the tokens drafted after it.
-        held: positions whose activations the drafter has.
+        received: positions whose activations the drafter has.
     """
 
     ROW = 0  # the only row
@@ -41,7 +41,7 @@ class AheadDrafter(Proposer):
     def __init__(self, inner: Proposer, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
-        self.held = PositionSet()
+        self.received = PositionSet()
         self.expected: list[int] = []
         self._steps_s: deque[float] = deque(maxlen=NUM_STEPS)
         self._verified = self._num_read = 0
@@ -52,7 +52,7 @@ class AheadDrafter(Proposer):
     @property
     def can_draft(self) -> bool:
         """Whether the drafter has the features that it needs."""
-        return not self.needs_memory or len(self.held) > 0
+        return not self.needs_memory or len(self.received) > 0
 
     @property
     def step_s(self) -> float | None:
@@ -81,7 +81,7 @@ class AheadDrafter(Proposer):
 
     def place(self, start: int, activations: Activations) -> None:
         self.inner.place_activations(self.ROW, start, activations)
-        self.held.add(start, start + activations.num_tokens)
+        self.received.add(start, start + activations.num_tokens)
 
     def follow(self, text: Sequence[int]) -> bool:
         """Take over the verified text with its newest token; returns whether it was expected."""
@@ -142,10 +142,10 @@ class AheadDrafter(Proposer):
         """Cut the expected text and the drafter's caches."""
         self.expected = self.expected[:length]
         self._num_read = min(self._num_read, length)
-        self.held.cut(length)
+        self.received.cut(length)
         self.inner.rollback(row, length)
 
     def close(self, row: int) -> None:
         self.expected, self._num_read = [], 0
-        self.held.cut(0)
+        self.received.cut(0)
         self.inner.close(row)

@@ -16,7 +16,7 @@ from moaspec_core.drafting.draft_tree import DraftTree, Tree
 from moaspec_core.drafting.tree_shapes import Chain
 from moaspec_core.policy.cost_model import MAX_DEPTH, AcceptanceRates
 from moaspec_core.policy.policies import DraftPolicy
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 
 MAX_DRAFTS = 24
 """Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
@@ -125,7 +125,7 @@ class LinkPolicy(DraftPolicy):
         if pays:
             self.pause -= 1  # tokens that are already asked for come first
         else:
-            self.pause = min(ceil((wait_s + STREAM_SLACK_S) / plain_s), MAX_FURTHER)
+            self.pause = min(ceil((wait_s + STREAM_SLACK_S) / plain_s), MAX_STREAMED)
         return None
 
     def _rounds(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

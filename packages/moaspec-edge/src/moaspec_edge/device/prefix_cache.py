@@ -133,12 +133,12 @@ class PrefixStore:
 
     def _shrink(self) -> None:
         files = [(path.stat(), path) for path in self._directory.iterdir()]
-        total = sum(facts.st_size for facts, _ in files)
-        for facts, path in sorted(files, key=lambda one: one[0].st_mtime):
+        total = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda one: one[0].st_mtime):
             if total <= self._max_bytes:
                 return
             path.unlink(missing_ok=True)
-            total -= facts.st_size
+            total -= status.st_size
 
 
 def _check(data: bytes) -> bytes:
@@ -174,18 +174,18 @@ class DeviceActivations:
         """Load the activations of a prompt's beginning from disk."""
         if self._store is None:
             return
-        held = self._held(len(prompt))
+        received = self._num_received(len(prompt))
         # The activations of the newest token come with its verdict, so it is never on disk.
         for start, data in self._store.load(prompt[:-1], self._rules.key_version(len(prompt))):
-            if start >= held:
+            if start >= received:
                 self.place(start, data, BLOCK_TOKENS)
 
     def save(self, text: Sequence[int], length: int) -> None:
         """Save activations of the first `length` tokens, up to the first gap."""
         if self._store is not None and self._rules.keeps_keys(length, len(text)):
-            whole = text[: self._held(length)]
+            whole = text[: self._num_received(length)]
             self._store.save(whole, self._records, self._rules.key_version(length))
 
-    def _held(self, length: int) -> int:
+    def _num_received(self, length: int) -> int:
         """Number of the first tokens, of `length`, without a gap."""
-        return next(self._ahead.held.gaps(length), (length, length))[0]
+        return next(self._ahead.received.gaps(length), (length, length))[0]

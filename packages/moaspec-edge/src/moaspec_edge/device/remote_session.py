@@ -37,7 +37,7 @@ from moaspec_edge.protocol.codec import CODECS, CodecName
 from moaspec_edge.protocol.fleet import Fleet
 from moaspec_edge.protocol.transport import Transport
 
-MIN_HELD_SHARE = 0.75
+MIN_RECEIVED_SHARE = 0.75
 """Share of a text whose activations a device must hold to continue it without a link."""
 
 OnCut = Literal["rollback", "keep", "wait"]
@@ -124,7 +124,7 @@ class RemoteSession:
             opening=self._opening(0 if inner is None else inner.num_target_layers),
             memory=self._memory,
             meanwhile=self._meanwhile,
-            further=self._further,
+            num_streamed=self._num_streamed,
             observe=self._observe,
             keep=self.options.on_cut == "keep",
             retry_s=self.options.retry_s,
@@ -287,11 +287,11 @@ class RemoteSession:
         self._route.aim(prompt)
         self._link.start()
 
-    def _further(self) -> int:
+    def _num_streamed(self) -> int:
         """Rounds without drafts that will follow one without drafts."""
         if self._auto_drafts:
             return self._auto.pause
-        return limits.MAX_FURTHER if self._verifier.never_drafts else 0
+        return limits.MAX_STREAMED if self._verifier.never_drafts else 0
 
     def _observe(self, is_right: bool) -> None:
         if self._auto_drafts:
@@ -299,7 +299,7 @@ class RemoteSession:
 
     def _plain_s(self) -> float | None:
         """Current time of a token without drafts, which most servers stream."""
-        return self.stats.pass_s if self._verifier.max_further else self.stats.wait_s
+        return self.stats.pass_s if self._verifier.max_streamed else self.stats.wait_s
 
     async def _decode(self) -> None:
         try:
@@ -362,7 +362,7 @@ class RemoteSession:
         """Whether the device has enough activations of the text to draft from."""
         if self._memory is None:
             return True
-        return len(self._ahead.held) >= MIN_HELD_SHARE * (len(self._verifier.text) - 1)
+        return len(self._ahead.received) >= MIN_RECEIVED_SHARE * (len(self._verifier.text) - 1)
 
     def _draft_ahead(self, pending: PendingRequest) -> bool:
         """Draft ahead, at most to the end of the next round's drafts."""

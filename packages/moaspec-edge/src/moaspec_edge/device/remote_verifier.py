@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec_core.drafting.tree_shapes import nodes_along, tree_with, without
-from moaspec_core.engine.position_rules import TargetFacts
+from moaspec_core.engine.position_rules import TargetInfo
 from moaspec_core.errors import RefusedError, WireError
-from moaspec_core.support.limits import MAX_DRAFTED, MAX_FURTHER
+from moaspec_core.support.limits import MAX_DRAFTED, MAX_STREAMED
 from moaspec_edge.device.draft_ahead import AheadDrafter
 from moaspec_edge.device.events import RoundTrip, now
 from moaspec_edge.device.link import ServerLink
@@ -80,14 +80,14 @@ class RemoteVerifier(Verifier):
         opening: the fields that all `Open` messages of the session share.
         memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
-        further: number of rounds without drafts that will follow one without drafts.
+        num_streamed: number of rounds without drafts that will follow one without drafts.
         observe: called with each draft of a streamed token: whether it was right.
         keep: whether provisional tokens stay; otherwise they are drafts.
         retry_s: as in `RemoteOptions`.
 
     Attributes:
         provisional: tokens that were shown without verification.
-        max_further: most tokens that the server streams after a request, in this turn.
+        max_streamed: most tokens that the server streams after a request, in this turn.
         never_drafts: whether this turn sends no drafts, even after a cut.
         counts: whether the latest request sent drafts and was sent once.
     """
@@ -96,11 +96,11 @@ class RemoteVerifier(Verifier):
         self,
         ahead: AheadDrafter,
         *,
-        target: TargetFacts,
+        target: TargetInfo,
         opening: pb.Open,
         memory: DeviceActivations | None,
         meanwhile: Callable[[PendingRequest], bool],
-        further: Callable[[], int],
+        num_streamed: Callable[[], int],
         observe: Callable[[bool], None],
         keep: bool,
         retry_s: float,
@@ -108,14 +108,14 @@ class RemoteVerifier(Verifier):
         self.link: ServerLink  # the session sets it
         self._ahead, self._target, self._opening = ahead, target, opening
         self._memory, self._meanwhile, self._keep = memory, meanwhile, keep
-        self._further, self._observe, self._retry_s = further, observe, retry_s
+        self._num_streamed, self._observe, self._retry_s = num_streamed, observe, retry_s
         self.text: list[int] = []
         self.provisional: list[int] = []
         self.turn = 0
         self._committed: list[int] | None = None  # the server's text, if known
         self._pending: PendingRequest | None = None  # until it is answered
         self._wake = asyncio.Event()
-        self.max_further = 0
+        self.max_streamed = 0
         self.never_drafts = self.counts = False
         self._streamed = 0  # length up to which the server streams tokens in this turn
         self._early: dict[int, pb.Verdict] = {}  # not asked for yet, by base
@@ -181,8 +181,8 @@ class RemoteVerifier(Verifier):
         """Resume the session on a new connection, and repeat the waiting request."""
         pending = self._pending
         if self._committed is not None and not (pending is not None and pending.opening):
-            held = wire.range_messages(self._ahead.held.runs())
-            resume = pb.Resume(base=len(self._committed), held=held)
+            received = wire.range_messages(self._ahead.received.runs())
+            resume = pb.Resume(base=len(self._committed), held=received)
             self.link.send(pb.ClientMessage(turn=self.turn, resume=resume))
         if pending is not None:
             pending.resent = True
@@ -219,14 +219,14 @@ class RemoteVerifier(Verifier):
             message.open.sampling.CopyFrom(wire.sampling_message(pending.request.sampling))
             message.open.prompt_length = pending.request.prompt_length
             message.open.token_ids.extend([*self.text, *pending.kept])
-            message.open.held.extend(wire.range_messages(self._ahead.held.runs()))
+            message.open.held.extend(wire.range_messages(self._ahead.received.runs()))
         else:
             pending.tree = self._drafts(pending)
-            most = min(self.max_further, MAX_FURTHER, self._ahead.room)
-            further = 0 if pending.tree.tokens else max(0, min(self._further(), most))
-            message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree, further))
-            if further:
-                self._streamed = max(self._streamed, len(self.text) + 1 + further)
+            most = min(self.max_streamed, MAX_STREAMED, self._ahead.room)
+            num_streamed = 0 if pending.tree.tokens else max(0, min(self._num_streamed(), most))
+            message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree, num_streamed))
+            if num_streamed:
+                self._streamed = max(self._streamed, len(self.text) + 1 + num_streamed)
         self.link.send(message)
 
     def halt(self) -> None:
@@ -249,7 +249,7 @@ class RemoteVerifier(Verifier):
         late = waited and self.link.stats.state == "up"
         if not late or self._committed is None or self._memory is None:
             return
-        if gaps := list(self._ahead.held.gaps(len(self._committed) - 1)):
+        if gaps := list(self._ahead.received.gaps(len(self._committed) - 1)):
             self._activations_s = now()
             ranges = pb.Fetch(ranges=wire.range_messages(gaps))
             self.link.send(pb.ClientMessage(turn=self.turn, fetch=ranges))
@@ -292,7 +292,7 @@ class RemoteVerifier(Verifier):
                     self._reopen(pending)
                     return
                 self._check(pending, verdict)
-                self.max_further = verdict.max_further
+                self.max_streamed = verdict.max_further
                 self._keep_later_tokens(pending, verdict, skip)
                 self._committed = [*text, *verdict.tokens[skip:]]
                 # Of a request that was sent again, the server may have verified either tree.

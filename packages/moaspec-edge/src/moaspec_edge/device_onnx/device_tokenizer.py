@@ -92,9 +92,9 @@ class DeviceTokenizer:
     @property
     def all_special_tokens(self) -> list[str]:
         """Named special tokens and further ones."""
-        further = self._config.get("extra_special_tokens") or ()
-        further = further.values() if isinstance(further, Mapping) else further
-        found = [*self.special_tokens_map.values(), *map(_content, further)]
+        extra = self._config.get("extra_special_tokens") or ()
+        extra = extra.values() if isinstance(extra, Mapping) else extra
+        found = [*self.special_tokens_map.values(), *map(_content, extra)]
         return [token for token in dict.fromkeys(found) if token is not None]
 
     def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str:

@@ -229,8 +229,8 @@ class DraftGraph(GraphBuilder):
         known_S = self.op("GreaterOrEqual", self.slots_S, self.num_encoded)
         known_S = self.op("Or", known_S, "memory_mask")
         at = self.positions_W
-        held_W = self.op("Gather", "memory_mask", at, axis=0)
-        held = self.op("Unsqueeze", held_W, self.constant([1, 2]))
+        known_W = self.op("Gather", "memory_mask", at, axis=0)
+        known = self.op("Unsqueeze", known_W, self.constant([1, 2]))
         visible_WS = self.op("And", self.earlier_WS, known_S)
         sizes, rope, heads = reused.sizes, reused.rope, reused.sizes.num_kv_heads
         hidden = self.hidden(visible_WS, sizes)
@@ -238,7 +238,7 @@ class DraftGraph(GraphBuilder):
             normed_WE = self.norm(x_WE, layer.input_layernorm)
             part = layer.self_attn
             new = self.keys_and_values(normed_WE, part, at, sizes, rope)
-            key, value = (self.store(f"layer_{k}_{index}", new[k], at, heads, held) for k in new)
+            key, value = (self.store(f"layer_{k}_{index}", new[k], at, heads, known) for k in new)
             query = self.queries(normed_WE, layer, at, sizes, rope)
             x_WE = self.finish(x_WE, layer, self.attend(query, key, value, hidden, sizes))
         return self.norm(x_WE, reused.norm)
@@ -256,13 +256,13 @@ class DraftGraph(GraphBuilder):
         return {"key": key_TJD, "value": value_TJD}
 
     def store(
-        self, cache: str, new_TJD: str, positions_T: str, num_heads: int, held_T11: str = ""
+        self, cache: str, new_TJD: str, positions_T: str, num_heads: int, known_T11: str = ""
     ) -> str:
         """The cache with the keys or values of these positions, except where it holds them."""
-        if held_T11:
+        if known_T11:
             old_JTD = self.op("Gather", cache, positions_T, axis=1)
             old_TJD = self.op("Transpose", old_JTD, perm=[1, 0, 2])
-            new_TJD = self.op("Where", held_T11, old_TJD, new_TJD)
+            new_TJD = self.op("Where", known_T11, old_TJD, new_TJD)
         slots = self._slots(positions_T, num_heads)
         new_JTD = self.op("Transpose", new_TJD, perm=[1, 0, 2])
         return self.op("ScatterND", cache, slots, new_JTD, name=f"new_{cache}")

@@ -1,4 +1,4 @@
-"""The manifest of an ONNX bundle: facts that a device checks before it drafts. Needs no PyTorch."""
+"""The manifest of an ONNX bundle: what a device checks before it drafts. Needs no PyTorch."""
 
 import dataclasses
 import hashlib
@@ -43,7 +43,7 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Facts of an ONNX bundle.
+    """What is known of an ONNX bundle.
 
     Attributes:
         protocol, law: versions of messages and of seeded sampling, for `Open`.
@@ -177,11 +177,11 @@ def _check_numbers(manifest: Manifest) -> None:
     if not isinstance(own, int) or not 1 <= own <= MAX_LAYERS:
         raise ValueError(f"it has {own!r} layers of SA")
     sizes = [manifest.self_attention, manifest.cross_attention, manifest.target]
-    numbers = [one[name] for one in sizes for name in ("num_kv_heads", "head_dim")]
+    numbers = [size[name] for size in sizes for name in ("num_kv_heads", "head_dim")]
     for number in (*numbers, manifest.max_positions):
         if not isinstance(number, int) or not 1 <= number <= MOST:
             raise ValueError(f"{number!r} is no size of a cache")
-    widths = [one["num_kv_heads"] * one["head_dim"] for one in sizes]
+    widths = [size["num_kv_heads"] * size["head_dim"] for size in sizes]
     total = own * widths[0] + widths[1] + reused * widths[2]
     if max(widths) > MAX_WIDTH or total > MAX_TOTAL_WIDTH:
         raise ValueError(

@@ -300,7 +300,7 @@ class GraphBuilder:
     def _stacked(self, *parts: str) -> str:
         """Tensors of one shape side by side, on a new first axis."""
         first = self.constant([0])
-        return self.op("Concat", *(self.op("Unsqueeze", one, first) for one in parts), axis=0)
+        return self.op("Concat", *(self.op("Unsqueeze", part, first) for part in parts), axis=0)
 
     def rows(self, ids: str, matrix: Matrix) -> str:
         """Rows of a matrix in float32, (T,) -> (T, I)."""

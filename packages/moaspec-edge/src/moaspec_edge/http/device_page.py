@@ -154,8 +154,8 @@ class DevicePage:
         tags |= {path: _tag(text) for path, text in self._texts.items()}
         version = _tag(repr(tags).encode() + script)
         del tags["/index.html"]
-        facts = {"version": version, "paths": ["/", *tags]}
-        return b"self.MOASPEC = " + json.dumps(facts).encode() + b";\n" + script
+        info = {"version": version, "paths": ["/", *tags]}
+        return b"self.MOASPEC = " + json.dumps(info).encode() + b";\n" + script
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope)(scope, receive, send)

@@ -32,7 +32,7 @@ from moaspec_serve.sources.source import (
     Load,
     Places,
     Report,
-    SourceFacts,
+    SourceInfo,
     SourceLimits,
     TextSource,
     TokenSource,
@@ -141,7 +141,7 @@ class EdgeSource(TextSource):
         self._active = self._count = 0
         self._room = asyncio.Semaphore(self._limits.active)
         self._by_client: dict[str, asyncio.Semaphore] = {}
-        self.facts = SourceFacts(
+        self.info = SourceInfo(
             name=name,
             mode="edge",
             target=device.target,
@@ -191,7 +191,7 @@ class EdgeSource(TextSource):
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         for job in jobs:
-            self.facts.check(job)
+            self.info.check(job)
             if job.sampling.top_logprobs:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":

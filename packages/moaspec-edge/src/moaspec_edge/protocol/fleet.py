@@ -159,8 +159,8 @@ class Fleet:
         for server in self.ranked(key):
             messages = self._calls(server, key).generate(request)
             try:
-                async with contextlib.aclosing(_after(written, messages)) as further:
-                    async for message in further:
+                async with contextlib.aclosing(_after(written, messages)) as rest:
+                    async for message in rest:
                         written += message.token_ids
                         yield message
                 return

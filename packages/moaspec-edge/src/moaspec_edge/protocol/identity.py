@@ -21,7 +21,7 @@ def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
 
 def from_message(message: pb.TargetIdentity) -> TargetIdentity:
     """Convert a message to an identity."""
-    values = {one.name: getattr(message, one.name) for one in fields(TargetIdentity)}
+    values = {field.name: getattr(message, field.name) for field in fields(TargetIdentity)}
     hashes = {name: values[name] or None for name in ("tokenizer_hash", "adapter")}
     return TargetIdentity(**values | hashes)
 
@@ -33,7 +33,7 @@ def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
     one: a device may hold the drafter of the base model.
     """
     said = []
-    for name in (one.name for one in fields(TargetIdentity)):
+    for name in (field.name for field in fields(TargetIdentity)):
         own, other = getattr(got, name), getattr(expected, name)
         if None not in (own, other) and own != other:
             said.append(f"{name} {own!r} != {other!r}")

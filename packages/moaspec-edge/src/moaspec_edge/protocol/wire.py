@@ -147,11 +147,11 @@ def chain(tokens: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
-def draft_message(base: int, tree: DraftTree, further: int = 0) -> pb.Draft:
+def draft_message(base: int, tree: DraftTree, num_streamed: int = 0) -> pb.Draft:
     """Convert drafts to a message; without any, ask for further tokens."""
     parents = () if tree.is_chain else [parent + 1 for parent in tree.parents]
-    further = 0 if tree.tokens else further
-    return pb.Draft(base=base, tokens=tree.tokens, parents=parents, further=further)
+    num_streamed = 0 if tree.tokens else num_streamed
+    return pb.Draft(base=base, tokens=tree.tokens, parents=parents, further=num_streamed)
 
 
 def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[PositionRange]:
@@ -172,7 +172,7 @@ def range_messages(runs: Iterable[PositionRange]) -> list[pb.Range]:
 
 def sampling_message(sampling: SamplingParams) -> pb.Sampling:
     """Sampling parameters as a message; InputError for custom processors, which cannot be sent."""
-    grammars = [getattr(one, "grammar", "") for one in sampling.processors]
+    grammars = [getattr(processor, "grammar", "") for processor in sampling.processors]
     if len(grammars) > 1 or "" in grammars:
         raise InputError(
             "logits_processors are functions, and cannot be sent to a server. Use logit_bias and "

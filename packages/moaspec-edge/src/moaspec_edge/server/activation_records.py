@@ -81,7 +81,7 @@ class RecordRequest(NamedTuple):
     """The activations that a device asks for, and the positions that it holds already."""
 
     layout: ActivationLayout
-    held: list[PositionRange]
+    received: list[PositionRange]
 
 
 class ActivationRecords:

@@ -138,11 +138,13 @@ class CallAuth:
                 f"{path} holds no token, so nobody could connect. Add one, or let everybody in by "
                 "giving no file."
             )
-        owners = {one.sha256.lower(): owner for owner, one in entries.items()}
+        owners = {entry.sha256.lower(): owner for owner, entry in entries.items()}
         if len(owners) < len(entries):
             raise InputError(f"{path} has the same token for several owners. Give each its own.")
-        until = {n: one.expires for n, one in entries.items() if one.expires is not None}
-        most = {n: one.max_sessions for n, one in entries.items() if one.max_sessions is not None}
+        until = {n: entry.expires for n, entry in entries.items() if entry.expires is not None}
+        most = {
+            n: entry.max_sessions for n, entry in entries.items() if entry.max_sessions is not None
+        }
         return CallAuth(owners, until, most)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:

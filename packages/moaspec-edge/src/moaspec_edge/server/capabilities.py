@@ -100,8 +100,8 @@ class Capabilities:
         asked = message.open
         if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
-                f"The device speaks protocol {asked.protocol} with law {asked.law}, this server "
-                f"{identity.PROTOCOL} with {identity.SAMPLING_VERSION}. Update the older one."
+                f"The device speaks protocol {asked.protocol} with sampling {asked.law}, this "
+                f"server {identity.PROTOCOL} with {identity.SAMPLING_VERSION}. Update the older."
             )
         target = identity.from_message(asked.target)
         if wrong := identity.difference(target, self._target.identity):

@@ -106,8 +106,10 @@ class Conversation:
         if message.HasField("draft"):
             draft = message.draft
             tree = wire.tree_of(draft, most)
-            further = 0 if tree.tokens else min(draft.further, session.max_further)
-            self._service.work.put(session, DraftRequest(session.turn, draft.base, tree, further))
+            num_streamed = 0 if tree.tokens else min(draft.further, session.max_streamed)
+            self._service.work.put(
+                session, DraftRequest(session.turn, draft.base, tree, num_streamed)
+            )
         elif message.HasField("resume"):
             session.goal = 0
             session.hold(wire.runs_of(message.resume.held, most))

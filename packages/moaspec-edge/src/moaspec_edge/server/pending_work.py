@@ -74,7 +74,7 @@ class PendingWork:
             )
             session.begin(opening, with_grammar)
         elif opening.asked is not None:
-            session.hold(opening.asked.held)
+            session.hold(opening.asked.received)
         session.more()
         if not session.decided:
             with self._observer.work("prefill"):
@@ -103,7 +103,7 @@ class PendingWork:
     def _aim(self, session: ServerSession, drafted: DraftRequest) -> None:
         """Set how far tokens are streamed after the request's own."""
         session.asked = max(session.asked, drafted.base)
-        goal = drafted.base + 1 + drafted.further if drafted.further else 0
+        goal = drafted.base + 1 + drafted.num_streamed if drafted.num_streamed else 0
         session.goal = min(goal, self._capabilities.max_tokens)
 
     async def _decide(self, session: ServerSession, tree: DraftTree) -> None:

@@ -16,7 +16,7 @@ from moaspec_core.engine.position_rules import PositionRules
 from moaspec_core.errors import LinkError
 from moaspec_core.sampling.params import GREEDY, SamplingParams
 from moaspec_core.sampling.token_ids import common_length
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 from moaspec_edge.protocol import target_pb2 as pb
 from moaspec_edge.protocol.position_ranges import PositionRange, PositionSet
 from moaspec_edge.server.activation_records import ActivationRecords, RecordRequest
@@ -41,12 +41,12 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A checked request to verify drafts, or to stream `further` tokens after the next one."""
+    """A checked request to verify drafts, or to stream `num_streamed` tokens after the next one."""
 
     turn: int
     base: int
     tree: DraftTree
-    further: int = 0
+    num_streamed: int = 0
 
 
 @dataclass(eq=False)
@@ -96,12 +96,12 @@ class ServerSession:
         return len(self.token_ids) > self._opened
 
     @property
-    def max_further(self) -> int:
+    def max_streamed(self) -> int:
         """Most tokens that are streamed after a request.
 
         Rules may allow no token after the text's end, which only the device knows.
         """
-        return 0 if self.sampling.processors or self.sampling.rules else MAX_FURTHER
+        return 0 if self.sampling.processors or self.sampling.rules else MAX_STREAMED
 
     def knows(self, opening: TurnRequest) -> bool:
         """Whether this turn has begun already, so that its request is a repetition."""
@@ -145,7 +145,7 @@ class ServerSession:
             self.num_verified = 0  # activations are made while the text is encoded
         if self.records is not None and asked is not None:
             self.records.cut(self.num_verified)
-            self.hold(asked.held)
+            self.hold(asked.received)
 
     def hold(self, runs: Iterable[PositionRange]) -> None:
         """Mark the activations that the device has."""
@@ -262,7 +262,7 @@ class ServerSession:
             logprobs=self.logprobs[-past:] if past and self.logprobs else (),
             activations=activations,
             pass_s=self.pass_s,
-            max_further=self.max_further,
+            max_further=self.max_streamed,
             dropped=self.dropped if base == self._drafted_at else (),
         )
         self.stream.answer(pb.ServerMessage(turn=self.turn, verdict=verdict))

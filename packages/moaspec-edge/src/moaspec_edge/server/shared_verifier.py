@@ -402,4 +402,4 @@ class SharedVerifier:
         except Exception as error:  # noqa: BLE001 - the caller gets it, other requests go on
             if len(requests) == 1:
                 return [error]
-            return [answer for one in requests for answer in self._decide([one])]
+            return [answer for request in requests for answer in self._decide([request])]

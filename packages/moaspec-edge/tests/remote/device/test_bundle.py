@@ -221,11 +221,11 @@ def test_the_device_never_opens_the_targets_files(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _DEVICE, *arguments], capture_output=True, text=True, check=True
     )
-    facts = json.loads(done.stdout)
-    assert tuple(facts["tokens"]) == expected.tokens
+    values = json.loads(done.stdout)
+    assert tuple(values["tokens"]) == expected.tokens
     places = (str(tmp_path / "target"), str(moved))
-    assert not [name for name in facts["opened"] if name.startswith(places)]
-    assert [name for name in facts["opened"] if name.startswith(str(bundle))]
+    assert not [name for name in values["opened"] if name.startswith(places)]
+    assert [name for name in values["opened"] if name.startswith(str(bundle))]
 
 
 def test_a_bundle_cannot_verify(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moaspec_core.drafting.draft_tree import DraftTree
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 from moaspec_edge.device.link_policy import (
     FIRST_LOSS,
     LOSS_PER_TOKEN,
@@ -60,7 +60,7 @@ def test_no_drafts_where_they_do_not(step_s: float, ahead: bool) -> None:
 def test_asks_for_no_more_than_a_server_streams() -> None:
     of = policy(30.0, 0.01, 0.05)
     assert of.shape(10, 1) is None
-    assert of.pause == MAX_FURTHER
+    assert of.pause == MAX_STREAMED
 
 
 def test_observed_drafts_decide() -> None:

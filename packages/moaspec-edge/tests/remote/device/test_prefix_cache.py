@@ -129,7 +129,7 @@ def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -
             async for event in session.stream(PROMPT, max_new_tokens=8):
                 if event.start == 0:
                     # Wait for all activations of the prompt, which come behind the first verdict.
-                    while len(session._ahead.held) < len(PROMPT):
+                    while len(session._ahead.received) < len(PROMPT):
                         await asyncio.sleep(0.01)
             sessions.append(session)
             await session.close()

@@ -38,7 +38,7 @@ def verdict_on(
             opening=pb.Open(),
             memory=None,
             meanwhile=lambda _: False,
-            further=lambda: 0,
+            num_streamed=lambda: 0,
             observe=lambda _: None,
             keep=False,
             retry_s=0.5,

@@ -153,7 +153,7 @@ def make(directory: Path) -> None:
     ]
     vault = Vault()
     hidden = vault.hide_messages(PRIVATE)
-    facts = {
+    values = {
         "private": {
             "messages": PRIVATE,
             "hidden": hidden,
@@ -172,7 +172,7 @@ def make(directory: Path) -> None:
             for text in texts
         ],
     }
-    (directory / "expected.json").write_text(json.dumps(facts))
+    (directory / "expected.json").write_text(json.dumps(values))
 
 
 def chains(bundle: Path, vocab_size: int) -> list[dict[str, Any]]:

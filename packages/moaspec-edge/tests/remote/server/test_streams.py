@@ -16,7 +16,7 @@ import tiny
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec_core.sampling.params import GREEDY, SamplingParams
-from moaspec_core.support.limits import MAX_FURTHER
+from moaspec_core.support.limits import MAX_STREAMED
 from moaspec_core.tokens.token_rules import TokenRules
 from moaspec_edge.protocol import identity, wire
 from moaspec_edge.protocol import target_pb2 as pb
@@ -109,12 +109,12 @@ async def streaming(
 
 
 @pytest.mark.parametrize(
-    ("further", "number"), [(0, 1), (3, 4), (MAX_FURTHER + 1, 1 + MAX_FURTHER), (2**32 - 1, 33)]
+    ("further", "number"), [(0, 1), (3, 4), (MAX_STREAMED + 1, 1 + MAX_STREAMED), (2**32 - 1, 33)]
 )
 def test_how_many_are_streamed(further: int, number: int) -> None:
     async def run() -> None:
         async with streaming() as (_, client, text):
-            assert client.verdict.max_further == MAX_FURTHER
+            assert client.verdict.max_further == MAX_STREAMED
             assert await client.ask(text, further) == plain(text, number)
 
     asyncio.run(run())
@@ -132,7 +132,7 @@ def test_drafts_are_verified_and_nothing_is_streamed() -> None:
 def test_a_text_that_the_server_does_not_have_is_not_streamed() -> None:
     async def run() -> None:
         async with streaming() as (_, client, text):
-            await client.send(draft=pb.Draft(base=len(text) + 1000, further=MAX_FURTHER))
+            await client.send(draft=pb.Draft(base=len(text) + 1000, further=MAX_STREAMED))
             assert (await client.receive()).problem.kind == pb.Problem.LOST
             assert await client.ask(text, 0) == plain(text, 1)
 
@@ -146,7 +146,7 @@ def test_rules_forbid_streaming() -> None:
         rules = SamplingParams(rules=TokenRules(min_length=500))
         async with streaming(rules) as (_, client, text):
             assert client.verdict.max_further == 0
-            assert len(await client.ask(text, MAX_FURTHER)) == 1
+            assert len(await client.ask(text, MAX_STREAMED)) == 1
 
     asyncio.run(run())
 
@@ -156,12 +156,12 @@ def test_a_device_that_leaves_gets_no_more_passes() -> None:
         at = service(passes=PassOptions(min_pass_s=0.02))
         async with connected(at) as client:
             text = await client.open()
-            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_STREAMED))
             await client.receive()
         (session,) = at.sessions
         while session.task is not None:
             await asyncio.sleep(0.005)
-        assert len(session.token_ids) < len(text) + MAX_FURTHER
+        assert len(session.token_ids) < len(text) + MAX_STREAMED
         await at.stop()
 
     asyncio.run(run())
@@ -180,7 +180,7 @@ def test_a_request_replaces_the_number_at_once() -> None:
                 return decide(requests)
 
             at.shared._decide = decide_later  # type: ignore[method-assign]
-            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_STREAMED))
             while not at.shared._running:
                 await asyncio.sleep(0)
             await client.send(draft=pb.Draft(base=len(text), further=2))
@@ -236,7 +236,7 @@ def test_drafts_that_come_during_a_plain_pass_are_not_verified() -> None:
             (session,) = at.sessions
             right, other = plain(text, 2)
             for tree in (DraftTree(), DraftTree((right, other), (-1, 0))):
-                at.work.put(session, DraftRequest(session.turn, len(text), tree, MAX_FURTHER))
+                at.work.put(session, DraftRequest(session.turn, len(text), tree, MAX_STREAMED))
                 await asyncio.sleep(0)  # the task takes the first one
             for _ in range(2):  # the second request is answered, too
                 told = (await client.receive()).verdict
@@ -274,7 +274,7 @@ def test_streams_of_one_owner_do_not_keep_others_waiting(
             text = await client.open()
             at.shared._decide_together = noted  # type: ignore[method-assign]
             for one, of in zip(greedy, texts, strict=True):
-                await one.send(draft=pb.Draft(base=len(of), further=MAX_FURTHER))
+                await one.send(draft=pb.Draft(base=len(of), further=MAX_STREAMED))
             await client.send(draft=pb.Draft(base=len(text), further=9))
             for _ in range(10):
                 await client.receive()
@@ -291,7 +291,7 @@ def test_streams_take_no_further_places() -> None:
         at = service(sessions=StoreOptions(max_sessions=1, max_sessions_per_owner=1))
         async with connected(at) as client, connected(at, number=1) as another:
             text = await client.open()
-            await client.send(draft=pb.Draft(base=len(text), further=MAX_FURTHER))
+            await client.send(draft=pb.Draft(base=len(text), further=MAX_STREAMED))
             await another.send(open=pb.Open())
             assert len(at.sessions) == 1
         await at.stop()

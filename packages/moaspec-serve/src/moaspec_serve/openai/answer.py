@@ -69,7 +69,7 @@ class Answer(Generic[Body]):
             "id": fresh_id(self.id_prefix),
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": context.facts.fingerprint,
+            "system_fingerprint": context.info.fingerprint,
         }
         self._choices = [
             Choice(index, context, body, job=job, redactor=redactor, chat=chat)

@@ -14,7 +14,7 @@ from moaspec_serve.openai.chat_schema import ChatRequest, FunctionName, NamedCho
 from moaspec_serve.openai.choice import Choice, Delta, token_logprob
 from moaspec_serve.openai.schema import JSONSchemaFormat, ObjectFormat
 from moaspec_serve.server_context import ServerContext
-from moaspec_serve.sources.source import SourceFacts
+from moaspec_serve.sources.source import SourceInfo
 from moaspec_serve.sources.text_writer import Piece
 
 
@@ -126,7 +126,7 @@ class _ChatAnswer(ChoicesAnswer[ChatRequest]):
         }
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        return logprobs_of(self._context.facts, pieces) if self._body.logprobs else None
+        return logprobs_of(self._context.info, pieces) if self._body.logprobs else None
 
     def _finish(self, reason: str | None) -> str | None:
         return "function_call" if reason == "tool_calls" and self._body.uses_functions else reason
@@ -136,11 +136,11 @@ def _part(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
-def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece]) -> dict[str, Any]:
+def logprobs_of(info: SourceInfo, pieces: Sequence[Piece]) -> dict[str, Any]:
     """Log-probabilities in the format of chats."""
     content = []
     for piece in pieces:
-        entry = partial(token_logprob, facts, begins_turn=piece.begins_turn)
+        entry = partial(token_logprob, info, begins_turn=piece.begins_turn)
         top = [entry(*alternative) for alternative in piece.top_logprobs]
         if not piece.hidden:
             content.append({**entry(piece.token_id, piece.logprob or 0.0), "top_logprobs": top})

@@ -11,7 +11,7 @@ from moaspec_serve.openai.redaction import RequestRedactor
 from moaspec_serve.openai.schema import GenerationRequest
 from moaspec_serve.openai.token_counts import TokenCounts
 from moaspec_serve.server_context import ServerContext
-from moaspec_serve.sources.source import Job, SourceFacts, Update
+from moaspec_serve.sources.source import Job, SourceInfo, Update
 from moaspec_serve.sources.text_writer import Piece, TextWriter
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as in OpenAI's answers
@@ -50,23 +50,23 @@ class Choice:
         redactor: RequestRedactor,
         chat: ChatInput,
     ) -> None:
-        facts, reader = context.facts, chat.reader(context)
+        info, reader = context.info, chat.reader(context)
         specials = reader is not None and bool(context.template.special_marks)
-        special_ids = frozenset() if specials else facts.token_bytes.special_ids
+        special_ids = frozenset() if specials else info.token_bytes.special_ids
         self.index, self._source, self.counts = index, context.source, TokenCounts()
         self._reader = reader
         self._writer = TextWriter(
-            facts.tokenizer,
+            info.tokenizer,
             job.stop,
             after=job.prompt_ids,
             specials=specials,
-            hidden=facts.target.stop_token_ids | special_ids,
+            hidden=info.target.stop_token_ids | special_ids,
         )
-        self._token_bytes, self._begins_turn = facts.token_bytes, body.begins_turn
+        self._token_bytes, self._begins_turn = info.token_bytes, body.begins_turn
         as_json = chat.schema is not None
         self._piece_restorer = redactor.restorer(as_json=as_json)
         self._text_restorer = redactor.restorer(as_json=as_json)
-        self._extension = ExtensionWriter(index, body.extension, facts)
+        self._extension = ExtensionWriter(index, body.extension, info)
         self.pieces: list[Piece] = []
         self.token_ids: list[int] = []
         self.text = ""
@@ -127,15 +127,15 @@ def _text_of(pieces: Sequence[Piece]) -> str:
 
 
 def token_logprob(
-    facts: SourceFacts, token_id: int, logprob: float, *, begins_turn: bool = False
+    info: SourceInfo, token_id: int, logprob: float, *, begins_turn: bool = False
 ) -> dict[str, Any]:
     """A token's log-probability in the format of chats.
 
     The bytes of a token that begins a turn lack the leading space that the text lacks too.
     """
-    own = facts.token_bytes(token_id)
+    own = info.token_bytes(token_id)
     return {
-        "token": facts.token_bytes.name(token_id),
+        "token": info.token_bytes.name(token_id),
         "logprob": max(logprob, MIN_LOGPROB),
-        "bytes": list(own[begins_turn and facts.token_bytes.loses_space(token_id) :]),
+        "bytes": list(own[begins_turn and info.token_bytes.loses_space(token_id) :]),
     }

@@ -15,7 +15,7 @@ from moaspec_serve.openai.choice import MIN_LOGPROB, Choice, Delta
 from moaspec_serve.openai.redaction import RequestRedactor
 from moaspec_serve.openai.schema import CompletionRequest
 from moaspec_serve.server_context import ServerContext
-from moaspec_serve.sources.source import SourceFacts
+from moaspec_serve.sources.source import SourceInfo
 from moaspec_serve.sources.text_writer import Piece
 
 DEFAULT_TOKENS = 16  # OpenAI's default of `max_tokens`
@@ -64,7 +64,7 @@ def _prompts(
     prompts: Any = body.prompt
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
-    tokenizer, stop = context.facts.tokenizer, body.stop_strings
+    tokenizer, stop = context.info.tokenizer, body.stop_strings
     if isinstance(prompts[0], str):
         for text in prompts:
             require_characters(text)
@@ -120,7 +120,7 @@ class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     ) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = logprobs_of(self._context.facts, pieces, start)
+            logprobs = logprobs_of(self._context.info, pieces, start)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _prompt(self, index: int) -> str:
@@ -130,14 +130,14 @@ class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         if isinstance(own, str):
             return own
         prompt_ids = list(self._jobs[index].prompt_ids)
-        text = str(self._context.facts.tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        text = str(self._context.info.tokenizer.decode(prompt_ids, skip_special_tokens=True))
         return text.rstrip(UNKNOWN)
 
 
-def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece], start: int) -> dict[str, Any]:
+def logprobs_of(info: SourceInfo, pieces: Sequence[Piece], start: int) -> dict[str, Any]:
     """Log-probabilities in the format of completions, of tokens whose text begins at `start`."""
     pieces = [piece for piece in pieces if not piece.hidden]
-    offsets, tokens = [], facts.token_bytes
+    offsets, tokens = [], info.token_bytes
     for piece in pieces:
         offsets.append(start)
         start += len(piece.text)

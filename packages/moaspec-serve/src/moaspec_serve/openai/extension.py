@@ -7,7 +7,7 @@ from moaspec_core.engine.request_state import Event
 from moaspec_core.sampling.token_ids import common_length
 from moaspec_serve.openai.schema import Extension
 from moaspec_serve.openai.token_counts import TokenCounts
-from moaspec_serve.sources.source import LinkState, SourceFacts, Update
+from moaspec_serve.sources.source import LinkState, SourceInfo, Update
 from moaspec_serve.sources.text_writer import Piece
 
 LINK_FIELDS = ("state", "round_trip_s", "draft_gain", "bytes_sent", "bytes_received")
@@ -16,8 +16,8 @@ LINK_FIELDS = ("state", "round_trip_s", "draft_gain", "bytes_sent", "bytes_recei
 class ExtensionWriter:
     """Writes the requested parts of the extension of one choice."""
 
-    def __init__(self, index: int, requested: Extension, facts: SourceFacts) -> None:
-        self._index, self._requested, self._tokens = index, requested, facts.token_bytes
+    def __init__(self, index: int, requested: Extension, info: SourceInfo) -> None:
+        self._index, self._requested, self._tokens = index, requested, info.token_bytes
         self._shown: tuple[int, ...] = ()  # provisional tokens that the client shows
         self._was: list[str | None] = []  # field `was` of verified tokens without a piece so far
 

@@ -119,7 +119,7 @@ class AnswerRestorer:
 
     def __init__(self, vault: Vault | None, write: Callable[[str], str]) -> None:
         self._vault, self._write = vault, write
-        self._held: list[Piece] = []
+        self._pending: list[Piece] = []
 
     def take(self, pieces: list[Piece], *, last: bool) -> list[Piece]:
         """Restore the pieces before a possible incomplete placeholder, which waits.
@@ -128,10 +128,10 @@ class AnswerRestorer:
         """
         if self._vault is None:
             return pieces
-        held = [*self._held, *pieces]
-        text = "".join(piece.text for piece in held)
+        pieces_so_far = [*self._pending, *pieces]
+        text = "".join(piece.text for piece in pieces_so_far)
         certain = len(text) if last else beginning(text)
-        stops = list(accumulate(len(piece.text) for piece in held))
+        stops = list(accumulate(len(piece.text) for piece in pieces_so_far))
         # Placeholders become one long character and empty ones, so that places stay the same.
         chars, whole = list(text), set(range(len(text) + 1))
         for found in PLACEHOLDER.finditer(text):
@@ -142,11 +142,11 @@ class AnswerRestorer:
                 chars[slice(*found.span())] = [self._write(value), *empty]
         ends = [i for i, stop in enumerate(stops, 1) if stop <= certain and stop in whole]
         done = max(ends, default=0)
-        self._held = held[done:]
+        self._pending = pieces_so_far[done:]
         starts = [0, *stops]
         return [
             replace(piece, text="".join(chars[start:stop]))
-            for piece, start, stop in zip(held[:done], starts, stops, strict=False)
+            for piece, start, stop in zip(pieces_so_far[:done], starts, stops, strict=False)
         ]
 
     def restore_text(self, text: str, *, last: bool) -> str:

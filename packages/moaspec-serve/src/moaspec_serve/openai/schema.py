@@ -92,9 +92,12 @@ else:
         "SamplingFields",
         __base__=RequestModel,
         **{
-            name: (Annotated[one.kind, Field(ge=one.http[0], le=one.http[1])] | None, None)
-            for name, one in SETTINGS.items()
-            if one.http is not None
+            name: (
+                Annotated[setting.kind, Field(ge=setting.http[0], le=setting.http[1])] | None,
+                None,
+            )
+            for name, setting in SETTINGS.items()
+            if setting.http is not None
         },
     )
 

@@ -23,7 +23,7 @@ from moaspec_core.engine.engine import Engine
 from moaspec_core.errors import InputError
 from moaspec_core.policy.policies import DraftSettings
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
-from moaspec_serve.sources.source import Cancel, Job, Load, Report, SourceFacts, TextSource, Update
+from moaspec_serve.sources.source import Cancel, Job, Load, Report, SourceInfo, TextSource, Update
 
 if TYPE_CHECKING:
     from moaspec_train.learning_process import LearningProcess, LearningStatus
@@ -83,7 +83,7 @@ class LocalSource(TextSource):
             use=self._use,
             on_text=None if learning is None else learning.offer,
         )
-        self.facts = SourceFacts(
+        self.info = SourceInfo(
             name=name or target.name,
             mode="local",
             target=target,
@@ -119,7 +119,7 @@ class LocalSource(TextSource):
 
     def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         for job in jobs:
-            self.facts.check(job)
+            self.info.check(job)
         loop = asyncio.get_running_loop()
 
         def forward(index: int, news: Update | Exception) -> None:
@@ -153,5 +153,5 @@ def _with_grammar(job: Job) -> Job:
 def _fingerprint(target: Target) -> str:
     # Unquantised targets keep the dtype's name, so existing fingerprints do not change.
     precision = str(target.dtype) if target.quantize is None else target.precision
-    facts = f"{target.identity} {precision} {target.device.type}"
-    return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]
+    info = f"{target.identity} {precision} {target.device.type}"
+    return "fp_" + hashlib.sha256(info.encode()).hexdigest()[:12]

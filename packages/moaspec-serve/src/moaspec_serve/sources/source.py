@@ -80,7 +80,7 @@ class LinkState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceFacts:
+class SourceInfo:
     """Properties of the model behind a source."""
 
     name: str  # model name in responses
@@ -134,7 +134,7 @@ Cancel = Callable[[], Awaitable[object]]
 class TextSource(Protocol):
     """Decodes many jobs concurrently."""
 
-    facts: SourceFacts
+    info: SourceInfo
 
     async def start(self) -> None:
         """Start decoding on the running event loop."""

@@ -46,12 +46,12 @@ class TextWriter:
     ) -> None:
         self._stop, self._hidden = tuple(stop), hidden
         self._stream = TextStream(tokenizer, skip_special_tokens=not specials, after=after)
-        self._held: list[Piece] = []
+        self._pending: list[Piece] = []
         self._tokenizer, self._silent = tokenizer, list[int]()  # latest tokens without text
 
     def take(self, update: Update) -> list[Piece]:
-        self._held += self._pieces(update)
-        if update.stop_reason is not None and self._silent and self._held:
+        self._pending += self._pieces(update)
+        if update.stop_reason is not None and self._silent and self._pending:
             self._flush()
         if update.stop_reason == "stop_string":
             self._cut()
@@ -61,7 +61,7 @@ class TextWriter:
 
     @property
     def _text(self) -> str:
-        return "".join(piece.text for piece in self._held)
+        return "".join(piece.text for piece in self._pending)
 
     def _pieces(self, update: Update) -> list[Piece]:
         pieces = []
@@ -81,24 +81,24 @@ class TextWriter:
     def _flush(self) -> None:
         """Add a replacement character for an incomplete last character, as tokenizers do."""
         text = str(self._tokenizer.decode(self._silent, skip_special_tokens=True))
-        self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
+        self._pending[-1] = replace(self._pending[-1], text=self._pending[-1].text + text)
 
     def _cut(self) -> None:
         text = self._text
         starts = [start for start in map(text.find, self._stop) if start >= 0]
         remaining = min(starts, default=len(text))
-        for i, piece in enumerate(self._held):
+        for i, piece in enumerate(self._pending):
             hidden = piece.hidden or not remaining
-            self._held[i] = replace(piece, text=piece.text[:remaining], hidden=hidden)
-            remaining -= len(self._held[i].text)
+            self._pending[i] = replace(piece, text=piece.text[:remaining], hidden=hidden)
+            remaining -= len(self._pending[i].text)
 
     def _release(self, length: int) -> list[Piece]:
         """Release the pieces inside the first `length` characters."""
         count = 0
-        for piece in self._held:
+        for piece in self._pending:
             length -= len(piece.text)
             if length < 0:
                 break
             count += 1
-        released, self._held = self._held[:count], self._held[count:]
+        released, self._pending = self._pending[:count], self._pending[count:]
         return released

@@ -157,7 +157,7 @@ def test_grammars_of_calls_without_json(name: str, forced: bool, special: dict[s
     tools = [
         normal_tool({"name": "go", "parameters": one})["function"] for one in (FREE, SCHEMA, {})
     ]
-    grammars = serving.source().facts.grammars
+    grammars = serving.source().info.grammars
     special = {} if name == "llama4-python" else special
     text = call_grammar(form_of(name), tools, forced=forced, parallel=True, special=special)
     assert grammars.lark(text)
@@ -186,11 +186,11 @@ TOOLS_TEMPLATE = (
 
 
 def rendered(template: str, messages: list[dict[str, Any]], *tools: Any) -> str:
-    facts = serving.source(template=template).facts
-    renderer = ChatTemplate(facts.tokenizer)
+    info = serving.source(template=template).info
+    renderer = ChatTemplate(info.tokenizer)
     text = renderer.rendered(normal_messages(messages), tools)
     ids = renderer.tokenize(text)
-    return str(facts.tokenizer.decode(ids))
+    return str(info.tokenizer.decode(ids))
 
 
 CONVERSATION: list[dict[str, Any]] = [

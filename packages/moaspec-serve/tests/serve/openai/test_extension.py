@@ -82,9 +82,9 @@ def test_plain_decoding_on_request(served: Served) -> None:
 
 def reports(asked: Extension, updates: Sequence[Update]) -> list[dict[str, Any]]:
     """What a stream would say, update by update."""
-    facts = serving.source().facts
-    reporter, counts = ExtensionWriter(0, asked, facts), TokenCounts()
-    writer = TextWriter(facts.tokenizer)
+    info = serving.source().info
+    reporter, counts = ExtensionWriter(0, asked, info), TokenCounts()
+    writer = TextWriter(info.tokenizer)
     link = LinkState(state="up", bytes_sent=3)
     said = []
     for update in updates:

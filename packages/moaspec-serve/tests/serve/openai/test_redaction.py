@@ -42,7 +42,7 @@ class Parrot:
     """A source that repeats its prompt, one byte at a time; and what it was given."""
 
     def __init__(self) -> None:
-        self.facts = serving.source().facts
+        self.info = serving.source().info
         self.jobs: list[Job] = []
 
     async def start(self) -> None: ...
@@ -71,7 +71,7 @@ class Parrot:
     def seen(self) -> str:
         """All that left for the target, of the last request."""
         job = self.jobs[-1]
-        tokens: Any = self.facts.tokenizer
+        tokens: Any = self.info.tokenizer
         grammar = "" if job.grammar is None else job.grammar.text
         return "\n".join([tokens.decode(job.prompt_ids), *job.stop, grammar])
 
@@ -125,7 +125,7 @@ def test_completions(client: openai.OpenAI, parrot: Parrot, *, stream: bool) -> 
         texts[one.index] += one.text
     assert texts == [PLAIN, f"again {SECRETS[0]}"]
     for job in parrot.jobs[-2:]:
-        check_hidden(parrot.facts.tokenizer.decode(job.prompt_ids))
+        check_hidden(parrot.info.tokenizer.decode(job.prompt_ids))
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_what_cannot_be_hidden_is_refused(
 
 
 def test_token_ids(client: openai.OpenAI, parrot: Parrot) -> None:
-    tokens: Any = parrot.facts.tokenizer
+    tokens: Any = parrot.info.tokenizer
     create: Any = client.completions.create
     assert create(model=MODEL, prompt=tokens("hello")["input_ids"]).choices[0].text == "hello"
     for text in ("to ada@example.org", "ada@exa<|end|>mple.org", "<private>Ada</private>"):

@@ -63,13 +63,13 @@ def stats(
             report=report,
             stopped=lambda: bool(stopped),
         )
-    facts = statistics(examples, target.identity, always=target.stop_token_ids)
+    info = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
-        row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
+        row = {**dataclasses.asdict(info), "cache_bytes": info.cache_bytes}
         row |= {"unused": vars(report), "complete": not stopped}
         console.out.print(json.dumps(row))
     else:
-        _show(facts)
+        _show(info)
         tell_unused(report)
     malformed.tell()
     _leave_if(bool(stopped))
@@ -119,8 +119,8 @@ def overlap(
         stopped = False
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in found]
-        facts = {"size": SHARED_WORDS, "overlaps": rows, "complete": not stopped}
-        console.out.print(json.dumps(facts))
+        info = {"size": SHARED_WORDS, "overlaps": rows, "complete": not stopped}
+        console.out.print(json.dumps(info))
     else:
         for finding in found[:SHOWN_FINDINGS]:
             console.print_wrapped(f"{finding.where} and {finding.against}: {finding.words}")
@@ -163,23 +163,23 @@ def _decoded(target: TargetSpec | None, ids: tuple[int, ...]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _show(facts: Statistics) -> None:
+def _show(info: Statistics) -> None:
     console.print_wrapped(
-        f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
-        f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
+        f"{info.examples} examples with {info.responses} responses: {info.tokens} tokens, "
+        f"{info.response_tokens} of them responses', {info.distinct_tokens} different ones."
     )
-    lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
+    lengths = ", ".join(f"{p}% up to {length}" for p, length in info.lengths.items())
     console.print_wrapped(f"Tokens of an example: {lengths}.")
-    padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
+    padding = ", ".join(f"{share:.1%} with {name}" for name, share in info.padding.items())
     console.print_wrapped(f"Pads: {padding}.")
     console.print_wrapped(
-        f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
-        f"({facts.bytes_per_token} bytes a token)."
+        f"The activation cache takes {info.cache_bytes / 1e9:.2f} GB "
+        f"({info.bytes_per_token} bytes a token)."
     )
     headings = ("sizes.draft_vocab", "share of response tokens in it", "of held-out ones")
-    held_out = facts.held_out_coverage
+    held_out = info.held_out_coverage
     rows = [
         (str(size), f"{one:.2%}", f"{held_out[size]:.2%}" if size in held_out else "too few rows")
-        for size, one in facts.coverage.items()
+        for size, one in info.coverage.items()
     ]
     show_table(Table(headings, rows))

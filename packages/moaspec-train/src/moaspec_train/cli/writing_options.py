@@ -116,10 +116,10 @@ class EndpointOptions:
             if self.endpoint_model is not None:
                 raise InputError("--endpoint-model needs --endpoint.")
             return None
-        for one in fields(writing):
-            if one.name in LOCAL and getattr(writing, one.name) != one.default:
+        for field in fields(writing):
+            if field.name in LOCAL and getattr(writing, field.name) != field.default:
                 raise InputError(
-                    f"--{one.name} is for decoding here, --endpoint decodes elsewhere."
+                    f"--{field.name} is for decoding here, --endpoint decodes elsewhere."
                 )
         from moaspec_train.dataset.endpoint_client import Endpoint
 

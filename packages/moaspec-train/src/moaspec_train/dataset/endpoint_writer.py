@@ -122,7 +122,7 @@ class EndpointWriter(Writer):
         del options["batch_size"]
         return {
             "target": self.target.name,
-            "identity": self.target.identity.as_facts(),
+            "identity": self.target.identity.as_dict(),
             "endpoint_model": self._model,
             "context": self._context,
             **options,

@@ -89,7 +89,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    found = {one.name: map_tensors(getattr(value, one.name), change) for one in fields(value)}
+    found = {field.name: map_tensors(getattr(value, field.name), change) for field in fields(value)}
     return replace(value, **found)
 
 

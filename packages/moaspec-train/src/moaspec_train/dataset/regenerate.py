@@ -161,7 +161,10 @@ def _conversation_task(
 def short_prompt(target: TargetSpec, conversations: Sequence[Conversation]) -> list[int]:
     """The shortest prompt of the first conversations; `check_prompts` has kept them all."""
     template = ChatTemplate(target.tokenizer)
-    return min((_prompt(template, _first_request(one)) for one in conversations[:32]), key=len)
+    return min(
+        (_prompt(template, _first_request(conversation)) for conversation in conversations[:32]),
+        key=len,
+    )
 
 
 def _next_prompt(

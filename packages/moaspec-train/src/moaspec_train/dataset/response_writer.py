@@ -164,10 +164,10 @@ class ResponseWriter(Writer):
         return [row for number in tasks for row in self.finished[number]]
 
     def settings(self, **more: object) -> dict[str, object]:
-        defaults = self.target.generation_defaults.as_facts()
+        defaults = self.target.generation_defaults.as_dict()
         return {
             "target": self.target.name,
-            "identity": self.target.identity.as_facts(),
+            "identity": self.target.identity.as_dict(),
             "dtype": str(self.target.dtype),
             **dataclasses.asdict(self.options),
             "top_p": self._sampling(0).top_p,

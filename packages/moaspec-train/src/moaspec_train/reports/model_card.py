@@ -36,7 +36,7 @@ def write_card(
     directory: Path,
     student: Student,
     config: TrainConfig,
-    facts: Mapping[str, Any],
+    info: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     *,
     tau: float | None = None,
@@ -52,7 +52,7 @@ def write_card(
         identity=target.identity,
         base_model=hub_id(config.target),
         config=config,
-        facts=facts,
+        info=info,
         parameters=f"{sum(p.numel() for p in student.module.parameters()) / 1e6:.1f}M",
         vocabulary=student.vocab_size,
         versions=f"moaspec {moaspec.__version__}, torch {torch.__version__}, "
@@ -61,7 +61,7 @@ def write_card(
         tau=tau,
         decoded=(DECODED_PROMPTS, DECODED_TOKENS, BLOCK_LENGTH),
         curve=rows[:: max(1, len(rows) // CURVE_ROWS)],
-        settings=json.dumps(facts["config"], indent=2),
+        settings=json.dumps(info["config"], indent=2),
     )
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
 

@@ -223,7 +223,7 @@ def _cache_bytes_per_token(target: Target, config: TrainConfig) -> dict[str, int
     widths = {"activation_cache": activation_widths(target.identity, before, finals_only=not moa)}
     if moa:
         widths["frozen_lsa"] = mean_widths(target.identity, before)
-    return {name: bytes_per_token(one) for name, one in widths.items()}
+    return {name: bytes_per_token(width) for name, width in widths.items()}
 
 
 def _moment_bytes(target: Target, config: TrainConfig) -> int:
@@ -234,7 +234,7 @@ def _moment_bytes(target: Target, config: TrainConfig) -> int:
 def _response_share(examples: Sequence[Example]) -> float:
     """Share of tokens that are responses'; 1 where it is not known."""
     tokens = sum(map(len, examples))
-    return sum(len(one.response_ids) for one in examples) / tokens if tokens else 1.0
+    return sum(len(example.response_ids) for example in examples) / tokens if tokens else 1.0
 
 
 def _memory(
@@ -313,6 +313,6 @@ def active_parameters(target: Target) -> int:
 def _chosen_experts(config: Any) -> float:
     """Share of a layer's experts that a token passes."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(config, one) for one in names if getattr(config, one, None)), None)
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     return int(chosen) / int(experts) if experts and chosen else 1.0

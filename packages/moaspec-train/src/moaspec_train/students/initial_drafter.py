@@ -14,7 +14,7 @@ from moaspec_core.checkpoint.drafter_config import DrafterConfig
 from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Example, frequent_tokens
 from moaspec_train.run_config import TrainConfig
-from moaspec_train.students.warm_start import random_weights, skip_further_layers
+from moaspec_train.students.warm_start import make_later_layers_identity, random_weights
 
 
 def load_initial_drafter(
@@ -37,7 +37,7 @@ def load_initial_drafter(
             f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
             f"{wanted}. Set it to the same; only a drafter without exits can get others."
         )
-    shape = _with_further_layers(drafter.config, config)
+    shape = _with_more_layers(drafter.config, config)
     if had != wanted:
         shape = dataclasses.replace(
             shape,
@@ -56,7 +56,7 @@ def load_initial_drafter(
     return drafter, had[0] if had != wanted else None
 
 
-def _with_further_layers(shape: DrafterConfig, config: TrainConfig) -> DrafterConfig:
+def _with_more_layers(shape: DrafterConfig, config: TrainConfig) -> DrafterConfig:
     """The config with as many layers of SA as `config.sizes` asks for."""
     had, wanted = shape.self_attention_layers, config.sizes.sa_layers
     if wanted and wanted < had:
@@ -72,7 +72,7 @@ def _grown(drafter: MoADrafter, shape: DrafterConfig, seed: int) -> MoADrafter:
     torch.manual_seed(seed)
     grown = MoADrafter(shape, drafter.draft_token_ids)
     random_weights(grown)
-    skip_further_layers(grown)
+    make_later_layers_identity(grown)
     grown.load_state_dict(drafter.state_dict(), strict=False)  # new parts are not in it
     if shape.num_target_layers == drafter.config.num_target_layers:
         grown.head_moment = drafter.head_moment

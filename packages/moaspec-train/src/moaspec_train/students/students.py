@@ -40,9 +40,9 @@ from moaspec_train.students.target_activations import LayerMeanCache, TargetActi
 from moaspec_train.students.warm_start import (
     fit_exits,
     layer_inputs,
+    make_later_layers_identity,
     non_massive_states,
     random_weights,
-    skip_further_layers,
     warm_start,
 )
 
@@ -149,9 +149,7 @@ class Student(ABC):
     ) -> None:
         """Store held-out acceptance by exit and rank, and the first exit's moment."""
 
-    def save(
-        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
-    ) -> None:
+    def save(self, weights: Mapping[str, Tensor], directory: Path, info: Mapping[str, Any]) -> None:
         """Write a bf16 checkpoint with gathered weights on the CPU."""
         module = self.module  # may be sharded
         ids = module.draft_token_ids
@@ -161,7 +159,7 @@ class Student(ABC):
             drafter.head_moment = module.head_moment
         save = save_drafter if isinstance(drafter, MoADrafter) else save_baseline
         limit = self._config.shard_bytes
-        save(drafter, directory, dtype=torch.bfloat16, training=facts, shard_bytes=limit)
+        save(drafter, directory, dtype=torch.bfloat16, training=info, shard_bytes=limit)
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
@@ -175,7 +173,7 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
         record_length(drafter, examples)
     random_weights(drafter)
     if isinstance(drafter, MoADrafter):
-        skip_further_layers(drafter)
+        make_later_layers_identity(drafter)
     return drafter.float().to(target.device)
 
 
@@ -302,9 +300,9 @@ class MoAStudent(Student):
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
         """Store the rates that weigh drafts, and the moment that guides the head's quantisation."""
-        first, *further = ((by_rank,) for by_rank in acceptance)
+        first, *others = ((by_rank,) for by_rank in acceptance)
         self.module.config = dataclasses.replace(
-            self.module.config, acceptance=first, further_acceptance=tuple(further)
+            self.module.config, acceptance=first, further_acceptance=tuple(others)
         )
         self.module.head_moment = moment_EE
 

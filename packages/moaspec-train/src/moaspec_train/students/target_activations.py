@@ -183,8 +183,8 @@ def fingerprint(
 
 
 def _require_room(directory: Path, num_bytes: int, without: str) -> None:
-    held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
-    free = shutil.disk_usage(directory).free + held
+    own = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
+    free = shutil.disk_usage(directory).free + own
     if free < num_bytes * 1.02:
         raise TrainingError(
             f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "

@@ -64,7 +64,7 @@ def random_weights(drafter: nn.Module) -> None:
 
 
 @torch.no_grad()
-def skip_further_layers(drafter: MoADrafter) -> None:
+def make_later_layers_identity(drafter: MoADrafter) -> None:
     """Make SA's layers after the first return their input; they can learn from there."""
     for layer in drafter.decoder.text_layers[1:]:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -113,7 +113,7 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     layer = drafter.decoder.self_attention
     random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(source)
-    ratio = largest_dimension([_text_states(target, drafter, one) for one in batches])
+    ratio = largest_dimension([_text_states(target, drafter, batch) for batch in batches])
     if ratio > MASSIVE_DIMENSION:
         layer.load_state_dict(random)
         times = f"{ratio:.0f} times the median one"

@@ -53,6 +53,6 @@ class EncodedTokens:
     def add(self, blocks_M: Integers, first: int, length: int) -> None:
         """Note that a request's tokens are encoded; arguments as for `missing`."""
         place_M = np.arange(first, -(-length // self._size))
-        held_M = np.minimum(length - place_M * self._size, self._size)
+        counts_M = np.minimum(length - place_M * self._size, self._size)
         blocks_M = blocks_M[place_M]
-        self._counts[blocks_M] = np.maximum(self._counts[blocks_M], held_M)
+        self._counts[blocks_M] = np.maximum(self._counts[blocks_M], counts_M)

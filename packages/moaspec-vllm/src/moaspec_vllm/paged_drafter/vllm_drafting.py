@@ -248,7 +248,7 @@ class PagedDrafter:
             metadata = self._self_group.metadata(
                 queries, slots_R, _lengths(position_R + step), longest + step
             )
-            steps.append([PagedAttend(one, metadata, slots_R) for one in parts.text_layers])
+            steps.append([PagedAttend(layer, metadata, slots_R) for layer in parts.text_layers])
         return cross, steps
 
 
@@ -266,7 +266,7 @@ def _chunks(
         positions: of each one's tokens.
     """
     position_N = np.concatenate(positions)
-    row_N = np.repeat(rows, [len(one) for one in positions])
+    row_N = np.repeat(rows, [len(position) for position in positions])
     for start in range(0, len(row_N), most):
         part = slice(start, start + most)
         yield row_N[part], position_N[part]

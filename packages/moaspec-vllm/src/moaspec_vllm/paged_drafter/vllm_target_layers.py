@@ -113,7 +113,9 @@ def _without_adapters(
 
 
 def _base_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: base(*(getattr(one, "base_layer", one) for one in arguments))
+    return lambda *arguments: base(
+        *(getattr(argument, "base_layer", argument) for argument in arguments)
+    )
 
 
 def _best(logits_TV: Tensor) -> Tensor:

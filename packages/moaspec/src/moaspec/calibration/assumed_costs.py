@@ -51,19 +51,21 @@ class MachineCosts:
     layer_s: float  # of a target's layer, beyond that
     draft_bytes: float  # that a weight of the drafter takes
     tokens: tuple[int, ...]  # of passes
-    further_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
+    extra_s: tuple[float, ...]  # that these take beyond a pass over one, per 10^9 weights
     call_s: float
     row_s: float  # that each further row adds to drafting, in levels
     first_s: float = 0.0  # that the first level of a round takes beyond others
-    encode_further_s: tuple[float, ...] | None = None  # `further_s` of the encoder, if it differs
+    encode_extra_s: tuple[float, ...] | None = None  # `extra_s` of the encoder, if it differs
 
     def pass_s(self, num_bytes: float, weights: int) -> tuple[float, ...]:
         """Seconds of products with weights, for `tokens` tokens."""
-        return tuple(self.read_s * num_bytes / 1e9 + one * weights / 1e9 for one in self.further_s)
+        return tuple(
+            self.read_s * num_bytes / 1e9 + extra * weights / 1e9 for extra in self.extra_s
+        )
 
     def of_encoder(self) -> "MachineCosts":
         """Those of products with the encoder's weights."""
-        return replace(self, further_s=self.encode_further_s or self.further_s)
+        return replace(self, extra_s=self.encode_extra_s or self.extra_s)
 
 
 def machine_costs(target: Target) -> MachineCosts:
@@ -71,9 +73,11 @@ def machine_costs(target: Target) -> MachineCosts:
     kernels = instructions() if same_bits(target) else None
     name = "cuda" if target.device.type == "cuda" else kernels or "off"
     shipped = _shipped()
-    facts = shipped.get(f"{name} {_vendor()}", shipped[name])
-    lines: dict[str, Any] = {key: tuple(one) for key, one in facts.items() if isinstance(one, list)}
-    return MachineCosts(**facts | lines)
+    info = shipped.get(f"{name} {_vendor()}", shipped[name])
+    lines: dict[str, Any] = {
+        key: tuple(value) for key, value in info.items() if isinstance(value, list)
+    }
+    return MachineCosts(**info | lines)
 
 
 @cache
@@ -129,8 +133,8 @@ def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -
         row_s=of.row_s * (level_s[0] + of.call_s),
         decide_s=DECIDE_S,
         widths=WIDTHS,
-        step_s=tuple(float(one) + of.call_s for one in steps),
-        encode_s=tuple(one + of.call_s for one in encode_s),
+        step_s=tuple(float(step) + of.call_s for step in steps),
+        encode_s=tuple(seconds + of.call_s for seconds in encode_s),
     )
 
 
@@ -138,7 +142,9 @@ def target_pass_s(target: Target, of: MachineCosts) -> tuple[float, ...]:
     """Seconds of passes of the target over `of.tokens` tokens."""
     weights = num_weights(target)
     num_bytes = weight_bytes(target) or weights * target.dtype.itemsize
-    return tuple(one + of.layer_s * target.num_layers for one in of.pass_s(num_bytes, weights))
+    return tuple(
+        seconds + of.layer_s * target.num_layers for seconds in of.pass_s(num_bytes, weights)
+    )
 
 
 def num_weights(target: Target) -> int:
@@ -156,5 +162,5 @@ def _layer_weights(target: Target) -> int:
 
 
 def _weights(*modules: nn.Module) -> int:
-    parameters: Iterable[nn.Parameter] = (p for one in modules for p in one.parameters())
-    return sum(one.numel() for one in parameters)
+    parameters: Iterable[nn.Parameter] = (p for module in modules for p in module.parameters())
+    return sum(parameter.numel() for parameter in parameters)

@@ -9,7 +9,7 @@ import torch
 
 from moaspec.calibration import measure_costs
 from moaspec.calibration.assumed_costs import machine_costs, num_weights, target_pass_s
-from moaspec.calibration.choose_exit import Exit, known_exits
+from moaspec.calibration.choose_layers import LayersOption, layers_options
 from moaspec.calibration.round_parts import RoundParts
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
@@ -34,20 +34,20 @@ def measure_once(
     *,
     num_target_layers: int | None = None,
     advance: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Exit], str | None]:
+) -> tuple[list[LayersOption], str | None]:
     """Measure and store the costs of a round, unless that was done while the CPU was free.
 
     Returns:
-        See `known_exits`; and why nothing was measured, or None if all is measured.
+        See `layers_options`; and why nothing was measured, or None if all is measured.
     """
     layers = num_target_layers
-    exits = known_exits(target, drafter, num_target_layers=layers)
-    busy = any(one.costs is not None and one.costs.busy for one in exits)
-    if exits[0].costs is not None and not busy:
-        return exits, None
+    options = layers_options(target, drafter, num_target_layers=layers)
+    busy = any(option.costs is not None and option.costs.busy for option in options)
+    if options[0].costs is not None and not busy:
+        return options, None
     why_not = _why_not(target, MAX_EXPECTED_S)
     if why_not is not None:
-        return exits, why_not
+        return options, why_not
     advance("loading its parts")
     due_s = time.monotonic() + TIME_LIMIT_S
 
@@ -61,10 +61,10 @@ def measure_once(
             target, drafter, num_target_layers=layers, quick=True, advance=advance, stopped=stopped
         )
     except _GivenUpError:
-        return exits, BUSY
+        return options, BUSY
     except OSError as error:
-        return exits, f"its costs cannot be stored ({error.strerror or error})"
-    return known_exits(target, drafter, num_target_layers=layers), None
+        return options, f"its costs cannot be stored ({error.strerror or error})"
+    return layers_options(target, drafter, num_target_layers=layers), None
 
 
 def measure_again(
@@ -80,7 +80,7 @@ def measure_again(
 
     Args:
         used: N of the drafts now.
-        num_target_layers: N to measure; None: each that the drafter has an exit for.
+        num_target_layers: N to measure; None: each that the drafter was trained for.
         fits: whether the costs in use agree with what was observed.
         stopped: as in `calibrate`; the measurement is then dropped.
 

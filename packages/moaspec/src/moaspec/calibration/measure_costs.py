@@ -80,14 +80,14 @@ def calibrate(
     Args:
         target: in the dtype and on the device that it will be used with.
         drafter: None measures the target alone.
-        num_target_layers: N; None measures each that the drafter has an exit for.
+        num_target_layers: N; None measures each that the drafter was trained for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: called with a description of the progress.
         stopped: called before each part is timed; True ends the measurement early.
 
     Returns:
-        The costs with N, or with the drafter's default; `stored_costs` has those of its other
-        exits.
+        The costs with N, or with the drafter's default; `stored_costs` has those for its
+        other N.
 
     Raises:
         InputError: N outside the target's layers.
@@ -107,10 +107,10 @@ def calibrate(
     return tables[0]
 
 
-def _store(costs: CostTable, facts: dict[str, Any]) -> None:
-    path = _path(facts)
+def _store(costs: CostTable, info: dict[str, Any]) -> None:
+    path = _path(info)
     make_private(path.parent)
-    content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
+    content = {"format_version": FORMAT_VERSION, "of": info, "costs": asdict(costs)}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         made.touch(0o600)  # as `trusted` asks, under any umask
@@ -137,13 +137,13 @@ def stored_costs(
 def fingerprint(
     target: Target, drafter: MoADrafter | None = None, num_target_layers: int | None = None
 ) -> dict[str, Any]:
-    """The facts that costs depend on."""
-    facts: dict[str, Any] = {
+    """What costs depend on."""
+    info: dict[str, Any] = {
         "machine": machine(target.device),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "target": target.identity.as_facts(),
+        "target": target.identity.as_dict(),
         "inner": inner_size(target.config),
         "dtype": target.precision,
         "packed": target.packed,
@@ -155,13 +155,13 @@ def fingerprint(
         default = sizes["num_target_layers"][0]
         ids = drafter.draft_token_ids
         names = ("layer_self_attention", "self_attention", "cross_attention")
-        facts["drafter"] = {name: sizes[name] for name in (*names, "self_attention_layers")} | {
+        info["drafter"] = {name: sizes[name] for name in (*names, "self_attention_layers")} | {
             "num_target_layers": default if num_target_layers is None else num_target_layers,
             "draft_vocabulary": None if ids is None else len(ids),
             "exits": len(drafter.exits),
             "without": list(sizes["without"]),
         }
-    return facts
+    return info
 
 
 def machine(device: torch.device) -> str:
@@ -185,8 +185,8 @@ def _cpu() -> str:
     return name
 
 
-def _path(facts: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _path(info: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
     return trusted("calibration", f"{digest[:24]}.json")
 
 
@@ -199,14 +199,14 @@ def _measured(
     advance: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> list[CostTable]:
-    """One table for each exit, or one of the target alone.
+    """One table for each N, or one of the target alone.
 
     All are timed in the same turns, so that they can be compared.
     """
-    benches = [RoundParts(target, one) for one in proposers] or [RoundParts(target, None)]
+    benches = [RoundParts(target, proposer) for proposer in proposers] or [RoundParts(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.proposer is not None]
-    parts = [*common.parts, *chain(*(one.parts for one in drafts))]
+    parts = [*common.parts, *chain(*(draft.parts for draft in drafts))]
     crowded: list[bool] = []
     for (turn, left), part in ((turn, part) for turn in _numbered(turns) for part in parts):
         if stopped():
@@ -221,11 +221,11 @@ def _measured(
             crowded.append(target.crowded)
     # What counts stands as long as fewer than half of the turns were disturbed.
     costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
-    return [one.added_to(costs) for one in drafts] or [costs]
+    return [draft.added_to(costs) for draft in drafts] or [costs]
 
 
 class _TargetParts:
-    """Parts of a round that all exits have in common."""
+    """Parts of a round that drafts with any N have in common."""
 
     def __init__(self, bench: RoundParts) -> None:
         room = bench.target.max_positions - max(TOKENS)
@@ -258,7 +258,7 @@ class _TargetParts:
 
 
 class _DraftParts:
-    """Parts of a round that belong to drafts through one exit."""
+    """Parts of a round that belong to drafts with one N."""
 
     def __init__(self, bench: RoundParts) -> None:
         assert bench.proposer is not None
@@ -278,13 +278,15 @@ class _DraftParts:
     def added_to(self, costs: CostTable) -> CostTable:
         levels = LEVELS - 1
         # Timed twice in each turn, so that a short disturbance counts less.
-        root_s = min(part.usual_s for part in (self._root, *(one for one, _ in self._grown[:1])))
+        root_s = min(part.usual_s for part in (self._root, *(step for step, _ in self._grown[:1])))
         costs = replace(
             costs,
             root_s=root_s,
             row_s=max(0.0, self._roots.usual_s - root_s) / (ROWS - 1),
             widths=self._widths,
-            step_s=_rising([(many.usual_s - one.usual_s) / levels for one, many in self._grown]),
+            step_s=_rising(
+                [(many.usual_s - single.usual_s) / levels for single, many in self._grown]
+            ),
             encode_s=_rising([part.usual_s for part in self._encoded]),
             decide_s=DECIDE_S,
         )
@@ -319,8 +321,8 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
     too long does not make the ones after it look free.
     """
     levels: list[tuple[float, int]] = []  # times, and how many each stands for
-    for one in seconds:
-        value, count = max(0.0, one), 1
+    for second in seconds:
+        value, count = max(0.0, second), 1
         while levels and levels[-1][0] > value:
             before, number = levels.pop()
             value = (value * count + before * number) / (count + number)

@@ -30,7 +30,7 @@ from moaspec_core.cli.terminal.table import Table, show_table
 from moaspec_core.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec.calibration.choose_exit import Exit
+    from moaspec.calibration.choose_layers import LayersOption
     from moaspec_core.policy.cost_model import CostTable
 
 BUSY = (
@@ -67,7 +67,7 @@ def calibrate(
     """
     asked = LoadOptions(model, drafter, dtype, quantize, threads=threads)
     target, module = load(asked, device=device)
-    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.choose_layers import layers_options
     from moaspec.calibration.measure_costs import calibrate as measure
     from moaspec.calibration.measure_costs import stored_costs
     from moaspec.model.moa import MoADrafter
@@ -83,11 +83,11 @@ def calibrate(
     with measuring() as advance, deferred_interrupts() as stopped:
         measured = measure(target, module, advance=advance, stopped=lambda: bool(stopped))
     costs = stored_costs(target, module) or measured
-    exits = [] if module is None else known_exits(target, module)
+    options = [] if module is None else layers_options(target, module)
     if as_json:
-        console.out.print(json.dumps(_facts(costs, exits)))
+        console.out.print(json.dumps(_facts(costs, options)))
     else:
-        _show(costs, exits)
+        _show(costs, options)
     if measured.busy:
         console.warn(BUSY if costs.busy else KEPT)
     if stopped:
@@ -96,66 +96,66 @@ def calibrate(
         raise typer.Exit(130)
 
 
-def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
-    """The costs that --tree auto uses, and the expected speed-up of each exit."""
-    from moaspec.calibration.choose_exit import chosen_exit
+def _facts(costs: CostTable, options: Sequence[LayersOption]) -> dict[str, Any]:
+    """The costs that --tree auto uses, and the expected speed-up with each N."""
+    from moaspec.calibration.choose_layers import best_option
 
-    if not exits:
+    if not options:
         return asdict(costs)
-    chosen = chosen_exit(exits)
+    chosen = best_option(options)
     return {
         **asdict(chosen.costs or costs),
         "num_target_layers": chosen.num_target_layers,
-        "speedups": {one.num_target_layers: one.speedup for one in exits},
+        "speedups": {option.num_target_layers: option.speedup for option in options},
     }
 
 
-def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
-    show_table(_passes_table(costs, exits))
-    drafted = [one for one in exits if one.costs is not None]
+def _show(costs: CostTable, options: Sequence[LayersOption]) -> None:
+    show_table(_passes_table(costs, options))
+    drafted = [option for option in options if option.costs is not None]
     if drafted:
         console.out.print()
         show_table(_drafting_table(drafted))
-    if exits:
-        _show_promises(exits)
+    if options:
+        _show_promises(options)
 
 
-def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
+def _passes_table(costs: CostTable, options: Sequence[LayersOption]) -> Table:
     """Times of the target and the drafter's encoder, by the tokens of a pass."""
     lines = [
         *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
         ("head and choice", costs.head_s),
         *(
-            (f"{_exit_prefix(one, exits)}encoding them", one.costs.encode_s)
-            for one in exits
-            if one.costs is not None
+            (f"{_prefix(option, options)}encoding them", option.costs.encode_s)
+            for option in options
+            if option.costs is not None
         ),
     ]
     rows = [(name, *map(in_ms, line)) for name, line in lines]
     return Table(("tokens in a pass", *map(str, costs.tokens)), rows, "milliseconds")
 
 
-def _drafting_table(exits: Sequence[Exit]) -> Table:
+def _drafting_table(options: Sequence[LayersOption]) -> Table:
     """Times of the levels of a draft, by their nodes."""
-    widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
+    widths = sorted({width for option in options if option.costs for width in option.costs.widths})
     rows = [
         (
-            f"{_exit_prefix(one, exits)}drafting",
-            *map(in_ms, (one.costs.root_s, *map(one.costs.step_s_of, widths))),
+            f"{_prefix(option, options)}drafting",
+            *map(in_ms, (option.costs.root_s, *map(option.costs.step_s_of, widths))),
         )
-        for one in exits
-        if one.costs
+        for option in options
+        if option.costs
     ]
     return Table(("nodes in a level", "first level", *map(str, widths)), rows, "milliseconds")
 
 
-def _show_promises(exits: Sequence[Exit]) -> None:
-    from moaspec.calibration.choose_exit import chosen_exit
+def _show_promises(options: Sequence[LayersOption]) -> None:
+    from moaspec.calibration.choose_layers import best_option
 
-    for one in exits:
-        console.print_wrapped(f"{_exit_prefix(one, exits)}{_promise(one)}", "dim")
-    chosen = chosen_exit(exits)
-    with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
+    for option in options:
+        console.print_wrapped(f"{_prefix(option, options)}{_promise(option)}", "dim")
+    chosen = best_option(options)
+    with_n = f" with N = {chosen.num_target_layers}" if len(options) > 1 else ""
     _, speedup = chosen.best_chain or (0, 0.0)
     decision = (
         f"auto will decode plainly: drafts{with_n} do not pay here ({speedup:.2f}x), unless a text "
@@ -166,12 +166,12 @@ def _show_promises(exits: Sequence[Exit]) -> None:
     console.print_wrapped(decision, "dim")
 
 
-def _exit_prefix(one: Exit, exits: Sequence[Exit]) -> str:
-    """The beginning of a line on one exit of several."""
-    return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
+def _prefix(one: LayersOption, options: Sequence[LayersOption]) -> str:
+    """The beginning of a line on one N of several."""
+    return f"N = {one.num_target_layers}: " if len(options) > 1 else ""
 
 
-def _promise(one: Exit) -> str:
+def _promise(one: LayersOption) -> str:
     from moaspec_core.drafting.tree_shapes import Chain
 
     if one.best_chain is None:

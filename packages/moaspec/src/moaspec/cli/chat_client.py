@@ -162,7 +162,7 @@ class ServedChat:
             async with aclosing(events):
                 async for data in events:
                     chunk, number = self._chunk(data), number + 1
-                    length += sum(len(one.delta.content or "") for one in chunk.choices)
+                    length += sum(len(choice.delta.content or "") for choice in chunk.choices)
                     if length > MAX_TEXT or number > MAX_EVENTS:
                         raise BadAnswerError(f"{self._server} does not end its answer.")
                     yield chunk.model_dump(exclude_none=True)

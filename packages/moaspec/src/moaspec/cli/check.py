@@ -91,9 +91,9 @@ def check(
     whole = True
     text: list[int] = []
     both = thorough and asked.dtype == "auto"
-    for one in dict.fromkeys((chosen, "float32") if both else (chosen,)):
-        with status(f"Loading {model} in {one}"):
-            plan = _plan(partial(load, dtype=one), asked, prompts, settings)
+    for dtype in dict.fromkeys((chosen, "float32") if both else (chosen,)):
+        with status(f"Loading {model} in {dtype}"):
+            plan = _plan(partial(load, dtype=dtype), asked, prompts, settings)
         print_defaults(plan.target, plan.target.generation_defaults)
         precision, number = plan.target.precision, plan.num_texts
         text = [token for prompt in plan.prompts for token in prompt]
@@ -103,14 +103,14 @@ def check(
             _show(f"{model}, {precision}", findings)
         whole = len(findings) == number
         if not whole:
-            console.warn(f"Stopped: {len(findings)} of {number} texts were checked in {one}.")
+            console.warn(f"Stopped: {len(findings)} of {number} texts were checked in {dtype}.")
             break
     reader = check_reader(asked, text, quiet=as_json) if whole else None
     right = _right(checked) and (reader is None or reader.verdict != "different")
     if as_json:
-        facts = {**_as_json(model, checked), "right": right, "complete": whole}
-        facts["reader"] = None if reader is None else vars(reader)
-        console.out.print(json.dumps(facts))
+        info = {**_as_json(model, checked), "right": right, "complete": whole}
+        info["reader"] = None if reader is None else vars(reader)
+        console.out.print(json.dumps(info))
     if not whole:
         raise typer.Exit(130)
     if not right:

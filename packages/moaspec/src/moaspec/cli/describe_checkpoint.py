@@ -7,7 +7,7 @@ from moaspec_core.cli.info import Format
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Facts of a checkpoint, its weights read and checked."""
+    """The contents of a checkpoint, its weights read and checked."""
     from moaspec.model.checkpoint.baseline_checkpoint import read_whole
     from moaspec.model.checkpoint.moa_config import SECTION
     from moaspec.model.checkpoint.tensor_names import DRAFT_TOKENS, HEAD_MOMENT

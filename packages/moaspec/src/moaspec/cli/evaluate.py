@@ -149,9 +149,9 @@ def evaluate(
         )
         sources = replace(sources, dtype=dtype)
         around = {**asdict(sources), **surroundings()}
-        facts = {**settings.as_facts(), **around, "rule": RULE}
+        info = {**settings.as_dict(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
-        store = None if study else ResultsStore(out, facts)
+        store = None if study else ResultsStore(out, info)
         loaded = load_methods([*timed, *untimed], sources)
         trusted = None if study else load_reference_target(loaded, sources)
     print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
@@ -167,7 +167,9 @@ def evaluate(
             as_json=as_json,
         )
         return
-    with ProgressBar("measuring", len(loaded) * sum(len(one.turns) for one in prompts)) as bar:
+    with ProgressBar(
+        "measuring", len(loaded) * sum(len(prompt.turns) for prompt in prompts)
+    ) as bar:
         report = measure(
             loaded[: len(timed)],
             prompts,
@@ -182,8 +184,8 @@ def evaluate(
         _write_results(report.as_json(), lambda: show(report), None, as_json=as_json)
         kept = f"They are kept in {out}; the same command continues." if out else None
         _leave("shown are the prompts measured before", kept)
-    facts = {"settings": {**facts, **read}, **report.as_json()}
-    _write_results(facts, lambda: show(report), out and out / REPORT, as_json=as_json)
+    info = {"settings": {**info, **read}, **report.as_json()}
+    _write_results(info, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
 
@@ -242,16 +244,16 @@ add_tool_command(app, "eval_report.command:page", "moaspec eval page")
 
 
 def _write_results(
-    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+    info: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
 ) -> None:
     """Write the file and the page around it, where wanted; print the table or the JSON."""
     if path is not None:
         from moaspec.evaluate.results_store import write_whole
 
-        write_whole(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        write_whole(path, json.dumps(info, indent=1, allow_nan=False) + "\n")
     written = None if path is None else _write_page(path.parent) or path
     if as_json:
-        console.out.print(json.dumps(facts))
+        console.out.print(json.dumps(info))
     else:
         show_it()
     if written is not None:
@@ -259,14 +261,14 @@ def _write_results(
 
 
 def _write_study(
-    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+    info: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
 ) -> None:
     """`_write_results` of costs or a cut; results that Ctrl-C cut short replace no file."""
-    interrupted = facts["interrupted"]
-    held = interrupted and path is not None and path.exists()
-    _write_results(facts, show_it, None if held else path, as_json=as_json)
+    interrupted = info["interrupted"]
+    is_kept = interrupted and path is not None and path.exists()
+    _write_results(info, show_it, None if is_kept else path, as_json=as_json)
     if interrupted:
-        _leave("shown is the part measured before", f"{path} stays as it was." if held else None)
+        _leave("shown is the part measured before", f"{path} stays as it was." if is_kept else None)
 
 
 def _leave(what: str, kept: str | None) -> NoReturn:

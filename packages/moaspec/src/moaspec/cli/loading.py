@@ -98,9 +98,9 @@ def measure_once(target: Target, module: MoADrafter | Proposer | None) -> None:
     if not isinstance(module, MoADrafter) or same_bits(target):
         return
     with measuring() as advance:
-        exits, why_not = first_use.measure_once(target, module, advance=advance)
+        options, why_not = first_use.measure_once(target, module, advance=advance)
     if why_not is not None:
-        warn_unmeasured(why_not, busy=exits[0].costs is not None)
+        warn_unmeasured(why_not, busy=options[0].costs is not None)
 
 
 @cache

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moaspec.evaluate.report.comparison import Comparison, Interval
     from moaspec.evaluate.report.report import Report
 
-Facts = Mapping[str, Any]  # a report as JSON, a method in it, or a prompt
+JsonObject = Mapping[str, Any]  # a report as JSON, a method in it, or a prompt
 
 SHOWN_FAULTS = 3
 SPEEDS = (
@@ -24,31 +24,31 @@ ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 def show(report: Report) -> None:
     """Print the tables of a report, and the meaning of speed-ups and equality."""
-    facts = report.as_json()
-    show_table(methods_table(facts))
-    console.print_wrapped(f"{SPEEDS} {facts['rule']}", "dim")
-    for name, method in facts["methods"].items():
+    info = report.as_json()
+    show_table(methods_table(info))
+    console.print_wrapped(f"{SPEEDS} {info['rule']}", "dim")
+    for name, method in info["methods"].items():
         wrong = [one for one in method["prompts"] if one["equality"]["kind"] == "different"]
         for prompt in wrong[:SHOWN_FAULTS]:
             console.print_wrapped(_fault(name, prompt), "red")
-    if facts["skipped"]:
+    if info["skipped"]:
         console.print_wrapped(
-            f"{len(facts['skipped'])} turns were left out: with their answer they do not fit into "
+            f"{len(info['skipped'])} turns were left out: with their answer they do not fit into "
             "the target's context.",
             "yellow",
         )
-    for part in (methods_costs_table(facts), parts_table(facts)):
+    for part in (methods_costs_table(info), parts_table(info)):
         if part.rows:
             console.out.print()
             show_table(part)
 
 
-def methods_table(facts: Facts) -> Table:
+def methods_table(info: JsonObject) -> Table:
     """A row per method: its speed, and whether its texts are right."""
-    batch, base, methods = facts["batch"], facts["baseline"], facts["methods"]
+    batch, base, methods = info["batch"], info["baseline"], info["methods"]
     how = f"{batch} prompts at once" if batch > 1 else "one prompt at a time"
     title = (
-        f"{facts['target']}, {facts['dtype']}, {num_threads(facts['threads'])}, {facts['choice']}, "
+        f"{info['target']}, {info['dtype']}, {num_threads(info['threads'])}, {info['choice']}, "
         f"{len(methods[base]['prompts'])} prompts, {how}"
     )
     speed = "throughput, tokens/s" if batch > 1 else "tokens/s"
@@ -58,7 +58,7 @@ def methods_table(facts: Facts) -> Table:
         (
             name,
             _speed(method),
-            *_speedups(facts, method),
+            *_speedups(info, method),
             number(method["tau"]),
             " ".join(f"{share:.0%}" for share in method["acceptance_by_depth"]),
             _equal(method),
@@ -68,7 +68,7 @@ def methods_table(facts: Facts) -> Table:
     return Table(headings, rows, title)
 
 
-def methods_costs_table(facts: Facts) -> Table:
+def methods_costs_table(info: JsonObject) -> Table:
     """The times of a round's parts, of timed methods."""
     parts = (f"{part}, ms/round" for part in ROUND_PARTS)
     more = ("passes/token", "CPU s/token", "peak MB")
@@ -81,15 +81,15 @@ def methods_costs_table(facts: Facts) -> Table:
             f"{method['cpu_s_per_token']:.3f}",
             "" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e6:.0f}",
         )
-        for name, method in facts["methods"].items()
+        for name, method in info["methods"].items()
         if method["timed"]
     ]
     return Table(("method", "first token, s (median)", *parts, *more), rows)
 
 
-def parts_table(facts: Facts) -> Table:
+def parts_table(info: JsonObject) -> Table:
     """Tau by suite, or by category for a single suite."""
-    methods = {name: one for name, one in facts["methods"].items() if one["tau"] is not None}
+    methods = {name: one for name, one in info["methods"].items() if one["tau"] is not None}
     for title, key in (("suite", "suites"), ("category", "categories")):
         parts = {name: method[key] for name, method in methods.items()}
         names = list(next(iter(parts.values()), ()))
@@ -101,7 +101,7 @@ def parts_table(facts: Facts) -> Table:
     return Table((), ())
 
 
-def _fault(method: str, prompt: Facts) -> str:
+def _fault(method: str, prompt: JsonObject) -> str:
     """Where a text is not the target's."""
     found = prompt["equality"]
     gap = "" if found["gap"] is None else f", {found['gap']:.3g} logits off"
@@ -111,7 +111,7 @@ def _fault(method: str, prompt: Facts) -> str:
     )
 
 
-def _speed(method: Facts) -> str:
+def _speed(method: JsonObject) -> str:
     """The middle and, with repeats, the range."""
     if method["tokens_per_s"] is None:
         return "not timed"
@@ -120,20 +120,20 @@ def _speed(method: Facts) -> str:
     return f"{method['tokens_per_s']:.1f}{span}"
 
 
-def _speedups(facts: Facts, method: Facts) -> tuple[str, str]:
+def _speedups(info: JsonObject, method: JsonObject) -> tuple[str, str]:
     """Of all prompts together, and the median of the prompts' own."""
-    base = facts["methods"][facts["baseline"]]
+    base = info["methods"][info["baseline"]]
     if not method["lossless"]:
         return ("lossy", "lossy")
     if not base["lossless"]:
-        return (f"{facts['baseline']} is lossy",) * 2
+        return (f"{info['baseline']} is lossy",) * 2
     if method["median_speedup"] is None:
         return ("", "")
     total = method["tokens_per_s"] / base["tokens_per_s"]
     return (f"{total:.2f}x", f"{method['median_speedup']:.2f}x")
 
 
-def _equal(method: Facts) -> str:
+def _equal(method: JsonObject) -> str:
     kinds = [prompt["equality"]["kind"] for prompt in method["prompts"]]
     text = f"{kinds.count('identical')} of {len(kinds)}"
     if ties := kinds.count("near_tie"):
@@ -156,13 +156,13 @@ def comparison_table(found: Comparison) -> Table:
     """A row per method."""
     rows = [
         (
-            one.method,
-            str(one.prompts),
-            f"{number(one.tau_before)} to {number(one.tau_after)}",
-            _interval(one.tau, "+.2f"),
-            _interval(one.speed, ".2f"),
+            change.method,
+            str(change.prompts),
+            f"{number(change.tau_before)} to {number(change.tau_after)}",
+            _interval(change.tau, "+.2f"),
+            _interval(change.speed, ".2f"),
         )
-        for one in found.changes
+        for change in found.changes
     ]
     headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
     return Table(headings, rows)

@@ -56,7 +56,7 @@ def masked_tokens(
     Raises:
         DataError: there is an assistant turn with loss, and none can be located.
     """
-    answers = [one for one in conversation.messages if one["role"] == "assistant"]
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
     if not answers:
         raise DataError(
             f"{conversation.where}: no assistant turn to learn from. Let the target write one: "
@@ -73,7 +73,7 @@ def masked_tokens(
             found = _derived(template, prepared, stop_token_ids, limit)
     except InputError as error:
         raise DataError(f"{conversation.where}: {error}") from error
-    if all(one.get("weight") == 0 for one in answers):
+    if all(answer.get("weight") == 0 for answer in answers):
         return found
     if not any(found.written) or found.written[0]:
         raise DataError(

@@ -73,18 +73,18 @@ class Ranking:
         device, width = log_q_SWV.device, log_q_SWV.shape[1]
         temperature_S11 = temperatures(self._settings).to(device)[..., None]
         scaled_SWV = log_q_SWV.double() * SHARPNESS / temperature_S11
-        settings = [one for one in self._settings for _ in range(width)]
+        settings = [setting for setting in self._settings for _ in range(width)]
         alive_SWV = survivors(scaled_SWV.flatten(0, 1), settings).view_as(scaled_SWV)
         noise_SV = self._noise(depth)
         return (scaled_SWV + noise_SV[:, None]).masked_fill(~alive_SWV, -torch.inf)
 
     def _noise(self, depth: int) -> Tensor:
         """Noise of the draft vocabulary at the position of this depth, the same for all beams."""
-        facts = [
+        info = [
             (seed_bits(sampling.seed or 0), sampling.choice, position + depth)
             for sampling, position in zip(self._settings, self._next, strict=True)
         ]
-        facts_S3 = torch.tensor(facts, device=self._token_ids_V.device)
+        facts_S3 = torch.tensor(info, device=self._token_ids_V.device)
         seed_S1, choice_S1, position_S1 = facts_S3[..., None].unbind(1)
         return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V)
 

@@ -23,7 +23,8 @@ def check_num_target_layers(layers: int, drafter: MoADrafter, target: Target) ->
     known = drafter.config.num_target_layers
     if drafter.exits and layers not in known:
         raise InputError(
-            f"num_target_layers={layers}: this drafter has exits for {', '.join(map(str, known))}."
+            f"num_target_layers={layers}: this drafter was trained for N = "
+            f"{', '.join(map(str, known))}."
         )
 
 

@@ -55,17 +55,17 @@ def accept(
         InputError: a custom processor misbehaved.
     """
     walks = _at_roots(requests, texts)
-    greedy = [one for one in walks if one.request.sampling.takes_argmax]
+    greedy = [walk for walk in walks if walk.request.sampling.takes_argmax]
     if greedy:
         chosen_N = logits_NV.argmax(-1).tolist()
-        for one in greedy:
-            one.follow(chosen_N)
-    running = [one for one in walks if not one.request.sampling.takes_argmax]
+        for walk in greedy:
+            walk.follow(chosen_N)
+    running = [walk for walk in walks if not walk.request.sampling.takes_argmax]
     while running:
-        prefixes = [one.prefix for one in running]
-        tokens = next_tokens(logits_NV[[one.logits_index for one in running]], prefixes)
-        running = [one for one, token in zip(running, tokens, strict=True) if one.step(token)]
-    return [one.acceptance(logits_NV) for one in walks]
+        prefixes = [walk.prefix for walk in running]
+        tokens = next_tokens(logits_NV[[walk.logits_index for walk in running]], prefixes)
+        running = [walk for walk, token in zip(running, tokens, strict=True) if walk.step(token)]
+    return [walk.acceptance(logits_NV) for walk in walks]
 
 
 class _Walk:

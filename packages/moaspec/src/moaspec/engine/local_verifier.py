@@ -79,21 +79,21 @@ class HiddenStates:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Tensor]] = {}
+        self._states: dict[int, tuple[int, Tensor]] = {}
 
     def add(self, row: int, position: int, states_TE: Tensor) -> None:
         """Keep the states of the tokens from a position on; they replace older ones there."""
-        start, held = self._held.get(row, (position, None))
-        if held is None or position <= start:
-            self._held[row] = (position, states_TE)
+        start, states = self._states.get(row, (position, None))
+        if states is None or position <= start:
+            self._states[row] = (position, states_TE)
         else:
-            self._held[row] = (start, torch.cat((held[: position - start], states_TE)))
+            self._states[row] = (start, torch.cat((states[: position - start], states_TE)))
 
     def pop(self, row: int) -> Tensor:
-        return self._held.pop(row)[1]
+        return self._states.pop(row)[1]
 
     def clear(self) -> None:
-        self._held.clear()
+        self._states.clear()
 
 
 class LocalVerifier(Verifier):
@@ -254,8 +254,8 @@ class LocalVerifier(Verifier):
                 for row, x_TE in zip(group, own, strict=True)
             ]
             requests = [row.request for row in group]
-            states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
-            if any(one.sampling.needs_logits for one in requests):
+            states_NE, texts = _joined(needed, 0), [self._text(request) for request in requests]
+            if any(request.sampling.needs_logits for request in requests):
                 with self._timed():
                     logits_NV = self.target.head(states_NE)
                 decisions += accept(requests, texts, logits_NV)
@@ -292,10 +292,12 @@ class LocalVerifier(Verifier):
             if self._encode_and_append(self.cache, requests[i].cache_row, tokens):
                 return features
         if self._encode is not None and ranges:
-            inputs = [self._activations(requests[i].cache_row, one) for i, one in ranges.items()]
-            positions = [position for one in ranges.values() for position in one]
+            inputs = [
+                self._activations(requests[i].cache_row, tokens) for i, tokens in ranges.items()
+            ]
+            positions = [position for tokens in ranges.values() for position in tokens]
             position_ids_1N = torch.tensor([positions], device=self._device)
-            counts = [len(one) for one in ranges.values()]
+            counts = [len(tokens) for tokens in ranges.values()]
             encoded = self._encode(_joined(inputs, 1), position_ids_1N, counts)
             for i, feature in zip(ranges, encoded, strict=True):
                 features[i] = feature
@@ -344,8 +346,10 @@ def ragged_states(
             change from pass to pass, are not split.
     """
     whole = [row.drafted and (recorded or not row.request.tree.is_chain) for row in rows]
-    width = _width(rows, [row for row, one in zip(rows, whole, strict=True) if one])
-    split = [[row] if one else _split(row, width) for row, one in zip(rows, whole, strict=True)]
+    width = _width(rows, [row for row, is_whole in zip(rows, whole, strict=True) if is_whole])
+    split = [
+        [row] if is_whole else _split(row, width) for row, is_whole in zip(rows, whole, strict=True)
+    ]
     hidden_BTE = run([part for parts in split for part in parts])
     states: list[Tensor] = []
     first = 0

@@ -141,9 +141,12 @@ class RecurrentVerifier(LocalVerifier):
         if self._layers.reads_whole:
             return [
                 PassRow(
-                    one, one.num_verified, one.new_tokens + one.tree.tokens, len(one.new_tokens)
+                    request,
+                    request.num_verified,
+                    request.new_tokens + request.tree.tokens,
+                    len(request.new_tokens),
                 )
-                for one in requests
+                for request in requests
             ]
         for request in requests:
             self._restore(request)

@@ -8,9 +8,8 @@ the machine affects both equally. (`runner` measures whole decodings of any numb
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 from moaspec.evaluate.correctness.equality import Equality, judge
 from moaspec.generation.api import start
@@ -20,6 +19,8 @@ from moaspec_core.drafting.protocols import Proposer
 from moaspec_core.engine.request_state import Source
 from moaspec_core.policy.policies import FreeBranches
 from moaspec_core.sampling.incremental_text import TextStream
+
+KINDS = ("identical", "near_tie", "different")  # of equality, from the best to the worst
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +38,9 @@ class DecodingStats:
         """0 before the first pass."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """0 before the first pass."""
-        return self.tokens / self.passes if self.passes else 0.0
-
-    @classmethod
-    def total(cls, parts: Iterable[DecodingStats]) -> DecodingStats:
-        each = list(parts)
-        return cls(**{f.name: sum(getattr(one, f.name) for one in each) for f in fields(cls)})
-
-    def as_json(self) -> dict[str, Any]:
-        speeds = {"tokens_per_s": self.tokens_per_s, "tokens_per_pass": self.tokens_per_pass}
-        return asdict(self) | speeds
+    def __add__(self, other: DecodingStats) -> DecodingStats:
+        names = (field.name for field in fields(self))
+        return DecodingStats(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 class TimedDecoding:
@@ -145,67 +136,27 @@ def run_race(
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """Results of one prompt."""
+    """Both decodings of one prompt, or of several prompts together."""
 
-    name: str
-    prompt: str
     plain: DecodingStats
     speculative: DecodingStats
     equality: Equality
 
-    @property
-    def speedup(self) -> float | None:
-        """Speed-up of the speculative decoding; None if a text is wrong."""
-        return speedup(self.plain, self.speculative) if self.equality.lossless else None
-
-
-@dataclass(frozen=True)
-class Races:
-    """Results of all prompts; `each` has one race per prompt."""
-
-    each: Sequence[Race]
-
-    @property
-    def plain(self) -> DecodingStats:
-        return DecodingStats.total(race.plain for race in self.each)
-
-    @property
-    def speculative(self) -> DecodingStats:
-        return DecodingStats.total(race.speculative for race in self.each)
-
-    @property
-    def lossless(self) -> bool:
-        return all(race.equality.lossless for race in self.each)
+    @classmethod
+    def total(cls, races: Sequence[Race]) -> Race:
+        """The sums, and the equality of the worst text."""
+        return cls(
+            plain=sum((race.plain for race in races), DecodingStats()),
+            speculative=sum((race.speculative for race in races), DecodingStats()),
+            equality=max((race.equality for race in races), key=lambda e: KINDS.index(e.kind)),
+        )
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up over all prompts; None without prompts, or if a text is wrong."""
-        return speedup(self.plain, self.speculative) if self.each and self.lossless else None
-
-    def as_json(self) -> dict[str, Any]:
-        prompts = [
-            {
-                "name": race.name,
-                "prompt": race.prompt,
-                **_stats_json(race),
-                "equality": asdict(race.equality),
-            }
-            for race in self.each
-        ]
-        return {**_stats_json(self), "lossless": self.lossless, "prompts": prompts}
-
-
-def _stats_json(found: Race | Races) -> dict[str, Any]:
-    return {
-        "speedup": found.speedup,
-        "plain": found.plain.as_json(),
-        "speculative": found.speculative.as_json(),
-    }
-
-
-def speedup(plain: DecodingStats, speculative: DecodingStats) -> float | None:
-    """Ratio of tokens per second; None if nothing was decoded."""
-    return speculative.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None
+        """Ratio of tokens per second; None if a text is wrong."""
+        if not self.equality.lossless:
+            return None
+        return self.speculative.tokens_per_s / self.plain.tokens_per_s
 
 
 def compare_texts(

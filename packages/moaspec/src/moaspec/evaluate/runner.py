@@ -50,10 +50,10 @@ class EvalSettings:
     def sampling(self, defaults: GenerationDefaults = NO_DEFAULTS) -> SamplingParams:
         return sampling_params({"temperature": self.temperature, "seed": self.seed}, defaults)
 
-    def as_facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """As JSON; greedy settings omit temperature and seed."""
-        facts = asdict(self)
-        return facts if self.temperature else {k: facts[k] for k in facts if k not in SAMPLED}
+        info = asdict(self)
+        return info if self.temperature else {k: info[k] for k in info if k not in SAMPLED}
 
     @property
     def choice(self) -> str:

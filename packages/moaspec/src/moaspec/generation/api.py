@@ -44,7 +44,7 @@ def generate(target: Target, prompt_ids: Any, **options: Unpack[Options]) -> Any
     batched = _is_batch(prompt_ids)
     results = choices(target, prompt_ids if batched else [prompt_ids], **options)
     if options.get("num_choices", 1) == 1:
-        flat = [one for (one,) in results]
+        flat = [result for (result,) in results]
         return flat if batched else flat[0]
     return results if batched else results[0]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from moaspec.backends.fast_target import same_bits
 from moaspec.calibration.assumed_costs import assumed_costs, sure_costs
-from moaspec.calibration.choose_exit import chosen_exit, known_exits
+from moaspec.calibration.choose_layers import best_option, layers_options
 from moaspec.calibration.first_use import measure_again, measure_once
 from moaspec.drafting.proposer_checks import drafts_behind
 from moaspec.model.moa import MoADrafter
@@ -45,10 +45,10 @@ def shaping_for(
         return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
     by_clock = same_bits(target)
     if by_clock:
-        exits = known_exits(target, drafter, num_target_layers=num_target_layers)
+        options = layers_options(target, drafter, num_target_layers=num_target_layers)
     else:
-        exits, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
-    chosen = chosen_exit(exits)
+        options, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
+    chosen = best_option(options)
     layers = chosen.num_target_layers
     costs = chosen.costs
     if costs is None and by_clock:
@@ -80,7 +80,7 @@ def renewed_shaping(
 
     Args:
         shaping: the settings in use.
-        num_target_layers: N that stays; None measures all exits and chooses among them anew.
+        num_target_layers: N that stays; None measures every N and chooses anew.
         stopped: called before each part is timed; True ends the measurement without a result.
 
     Returns:

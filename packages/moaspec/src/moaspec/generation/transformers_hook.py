@@ -241,7 +241,9 @@ def _settings(
 
 def _end_tokens(criteria: StoppingCriteriaList) -> list[int]:
     """The EOS ids of the criteria; users write -1 for none."""
-    watched = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+    watched = [
+        criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria
+    ]
     return [int(token) for ids in watched for token in ids.flatten() if token >= 0]
 
 
@@ -271,14 +273,18 @@ class _Prompts:
         of pads. So they get this row with its pads, repeated for every row of the batch. A function
         of batch index and prefix is called for this row alone.
         """
-        stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
+        stateful = [
+            type(processor).__name__
+            for processor in processors
+            if type(processor).__name__ in _STATEFUL
+        ]
         if stateful:
             raise InputError(
                 f"{', '.join(stateful)} keeps a state from call to call; with speculation "
                 "processors must depend on their arguments only."
             )
         pads, rows = self._pads[row], len(self._ids)
-        processors = LogitsProcessorList(_for_row(one, row) for one in processors)
+        processors = LogitsProcessorList(_for_row(processor, row) for processor in processors)
 
         def process(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
             ids_T = torch.tensor([*pads, *prefix], device=logits_V.device)
@@ -314,7 +320,7 @@ class _Rows:
         self._results = [engine.result(handle) for handle in handles]
         self._pad_token = getattr(config, "_pad_token_tensor", None)
         # Without EOS ids transformers lets finished rows go on until the last one has finished.
-        self._pads_finished = any(hasattr(one, "eos_token_id") for one in criteria)
+        self._pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     @plain_torch()
     def decode(self, input_ids_BT: Tensor, streamer: Any) -> Tensor:
@@ -340,7 +346,9 @@ class _Rows:
         """Every row's token of a step."""
         if self._pads_finished:
             self._abort_finished(unfinished)
-        while any(one.stop_reason is None and len(one.token_ids) <= step for one in self._results):
+        while any(
+            result.stop_reason is None and len(result.token_ids) <= step for result in self._results
+        ):
             self._engine.step()
         own = [goes_on or not self._pads_finished for goes_on in unfinished]
         return [

@@ -145,5 +145,5 @@ def _over_texts(attention_mask_BT: Tensor) -> SelfAttend:
     return lambda query, key, value: masked_attention(query, key, value, mask)
 
 
-KINDS: dict[str, type[Baseline]] = {one.kind: one for one in (EagleDrafter, IndependentDrafter)}
+KINDS: dict[str, type[Baseline]] = {cls.kind: cls for cls in (EagleDrafter, IndependentDrafter)}
 """All kinds, by the names that checkpoints record."""

@@ -218,15 +218,15 @@ def normed_products(norm: nn.RMSNorm, x: Tensor, linears: Sequence[nn.Module]) -
     With gradients enabled this is one product: the norm's weight is multiplied into the linear
     weights, so that backward needs no gradient of the norm's output.
     """
-    plain = [one for one in linears if isinstance(one, nn.Linear)]
-    biases: list[Tensor] = [one.bias for one in plain if one.bias is not None]
+    plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
     if not torch.is_grad_enabled() or len(plain) < len(linears) or 0 < len(biases) < len(plain):
         normed = norm(x)
-        return [one(normed) for one in linears]
-    weight = torch.cat([one.weight for one in plain]) * norm.weight
+        return [linear(normed) for linear in linears]
+    weight = torch.cat([linear.weight for linear in plain]) * norm.weight
     bias = torch.cat(biases) if biases else None
     products = F.linear(F.rms_norm(x, norm.normalized_shape, eps=norm.eps), weight, bias)
-    return list(products.split([one.out_features for one in plain], dim=-1))
+    return list(products.split([linear.out_features for linear in plain], dim=-1))
 
 
 class MLP(nn.Module):

@@ -126,10 +126,10 @@ class DraftDecoder(nn.Module):
         super().__init__()
         eps, act = config.rms_norm_eps, config.hidden_act
         sa, ca = config.self_attention, config.cross_attention
-        first, *further = (
+        first, *others = (
             DecoderLayer(sa, eps=eps, hidden_act=act) for _ in range(config.self_attention_layers)
         )
-        self.self_attention, self.further_self_attention = first, nn.ModuleList(further)
+        self.self_attention, self.further_self_attention = first, nn.ModuleList(others)
         rope = {"rope_theta": config.rope_theta, **config.rope_parameters}
         self.self_rope = scaled_rope(sa.head_dim, rope, config.max_position_embeddings)
         self.without_text = "sa" in config.without

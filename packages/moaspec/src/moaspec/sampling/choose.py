@@ -53,10 +53,10 @@ def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
 
 def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     kernels = registered()
-    known = all(supported(one.sampling) for one in prefixes)
+    known = all(supported(prefix.sampling) for prefix in prefixes)
     if kernels is not None and known and kernels.can_choose(scores_NV):
         # The same, without two logarithms for each token.
-        return kernels.choose(scores_NV, [_params_of(one) for one in prefixes])
+        return kernels.choose(scores_NV, [_params_of(prefix) for prefix in prefixes])
     return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())
 
 
@@ -84,9 +84,9 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
     """
     settings = [prefix.sampling for prefix in prefixes]
     scaled_NV = scores_NV.double() / temperatures(settings).to(scores_NV.device)
-    places = [(one.seed, one.choice, one.position) for one in map(_params_of, prefixes)]
+    places = [(place.seed, place.choice, place.position) for place in map(_params_of, prefixes)]
     facts_N3 = torch.tensor(places, device=scores_NV.device)
-    if not any(one.filters for one in settings):
+    if not any(setting.filters for setting in settings):
         token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
         seed_N1, choice_N1, position_N1 = facts_N3[..., None].unbind(1)
         return scaled_NV + gumbel(seed_N1, choice_N1, position_N1, token_V)
@@ -100,7 +100,7 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
 
 def temperatures(settings: Sequence[SamplingParams]) -> Tensor:
     """(N, 1) float64, none below `COLDEST`."""
-    values = [[max(one.temperature, COLDEST)] for one in settings]
+    values = [[max(setting.temperature, COLDEST)] for setting in settings]
     return torch.tensor(values, dtype=torch.float64)
 
 

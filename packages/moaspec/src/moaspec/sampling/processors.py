@@ -101,13 +101,15 @@ def survivors(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
     """
     best_N = scaled_NV.amax(-1)
     threshold_N = torch.full_like(best_N, -torch.finfo(scaled_NV.dtype).max)
-    if any(one.top_k for one in settings):
+    if any(setting.top_k for setting in settings):
         threshold_N = _top_k_threshold(scaled_NV, settings)
-    if any(one.top_p < 1.0 for one in settings):
+    if any(setting.top_p < 1.0 for setting in settings):
         remaining_NV = scaled_NV.masked_fill(scaled_NV < threshold_N[:, None], -math.inf)
         threshold_N = threshold_N.maximum(_top_p_threshold(remaining_NV, settings))
-    if any(one.min_p for one in settings):
-        shares_N = torch.tensor([one.min_p for one in settings], dtype=best_N.dtype).to(best_N)
+    if any(setting.min_p for setting in settings):
+        shares_N = torch.tensor([setting.min_p for setting in settings], dtype=best_N.dtype).to(
+            best_N
+        )
         threshold_N = threshold_N.maximum(best_N + shares_N.log())
     return scaled_NV >= threshold_N[:, None]
 
@@ -115,7 +117,7 @@ def survivors(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
 def _top_k_threshold(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
     """The k-th best logit of each node."""
     vocabulary = scaled_NV.shape[1]
-    ranks = [min(one.top_k or vocabulary, vocabulary) for one in settings]
+    ranks = [min(setting.top_k or vocabulary, vocabulary) for setting in settings]
     limited = [rank for rank in ranks if rank < vocabulary]
     best_NK = scaled_NV.topk(max(limited, default=1), dim=-1).values
     index_N1 = torch.tensor(ranks, device=scaled_NV.device)[:, None] - 1
@@ -127,7 +129,7 @@ def _top_k_threshold(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> T
 def _top_p_threshold(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
     """The smallest logit before which less than top_p of the mass lies."""
     vocabulary = scaled_NV.shape[1]
-    masses = [one.top_p for one in settings]
+    masses = [setting.top_p for setting in settings]
     mass_N1 = torch.tensor(masses, dtype=scaled_NV.dtype).to(scaled_NV)[:, None]
     total_N1 = scaled_NV.logsumexp(-1, keepdim=True)
     for num in (min(CANDIDATES, vocabulary), vocabulary):

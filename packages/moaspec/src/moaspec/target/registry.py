@@ -120,7 +120,7 @@ def skeleton_of(config: Any, dtype: str) -> Any:
         )
 
 
-def target_facts(
+def read_target_spec(
     name: str | Path,
     *,
     dtype: str,

@@ -1,4 +1,4 @@
-"""Facts of a target from its config and tokenizer, without its weights."""
+"""What a target's config and tokenizer say of it, without its weights."""
 
 import hashlib
 from functools import cached_property

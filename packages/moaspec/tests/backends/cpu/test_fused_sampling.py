@@ -143,7 +143,9 @@ def test_what_goes_to_pytorch() -> None:
     assert not can_choose(torch.zeros(2, 0))
 
 
-def test_the_law_is_computed_by_kernels_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_computed_by_kernels_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prefix = Prefix(SamplingParams(temperature=1.0, top_k=50, seed=3), [1, 2], 1)
     logits_NV = some_logits(1, 1039, scale=3.0)
     expected = next_tokens(logits_NV.double(), [prefix])

@@ -152,8 +152,8 @@ class EveryThirdRound(DraftPolicy):
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def shape(self, length: int, num_rows: int, copied: float) -> moaspec.Tree | None:
-        del length, num_rows, copied
+    def shape(self, length: int, num_requests: int, copied: float) -> moaspec.Tree | None:
+        del length, num_requests, copied
         self.number += 1
         return None if self.number % 3 else moaspec.Chain(2)
 

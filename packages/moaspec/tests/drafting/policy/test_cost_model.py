@@ -31,7 +31,7 @@ def test_costs_are_interpolated_and_extended() -> None:
     assert costs.verify_s(1, 544) == pytest.approx(0.015)
     assert costs.verify_s(1, 1984) == pytest.approx(0.030)
     assert costs.verify_s(1, 1) == pytest.approx(0.010)
-    assert costs.plain_s(64, num_rows=8) == pytest.approx(0.010 / 8)
+    assert costs.plain_s(64, num_requests=8) == pytest.approx(0.010 / 8)
     assert costs.draft_s(3, 2, 1) == pytest.approx(0.003)
     assert table(contexts=(64,), pass_s=((0.01, 0.01, 0.01, 0.01),)).plain_s(9) == 0.01
 

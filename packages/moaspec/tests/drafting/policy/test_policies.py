@@ -156,7 +156,7 @@ DEAR = (0.001, 0.008, 0.1, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("prior", "room", "num_rows", "drafts"),
+    ("prior", "room", "num_requests", "drafts"),
     [
         (0.9, 1000, 1, True),  # promises to gain it back
         (0.9, 50, 1, False),  # the answer is too short for that
@@ -165,12 +165,12 @@ DEAR = (0.001, 0.008, 0.1, 1.0)
     ],
 )
 def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
-    prior: float, room: int, num_rows: int, drafts: bool
+    prior: float, room: int, num_requests: int, drafts: bool
 ) -> None:
     policy = by_cost(table(encode_s=DEAR), prior)
-    policy.begin(64, room, num_rows, length=64, window=0)
+    policy.begin(64, room, num_requests, length=64, window=0)
     assert policy.wants_features is drafts
-    assert (policy.shape(64, num_rows) is not None) is drafts
+    assert (policy.shape(64, num_requests) is not None) is drafts
 
 
 def test_a_long_text_may_lose_what_its_own_rounds_allow() -> None:

@@ -133,7 +133,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 def noise_by_step(patch: pytest.MonkeyPatch) -> None:
     """Right for plain decoding, where a step is a token."""
-    verify, law_of = LocalVerifier.verify, moaspec.sampling.choose._params_of
+    verify, distribution_of = LocalVerifier.verify, moaspec.sampling.choose._params_of
     step = 0
 
     async def counted(self: LocalVerifier, requests: Sequence[VerifyRequest]) -> Any:
@@ -142,7 +142,7 @@ def noise_by_step(patch: pytest.MonkeyPatch) -> None:
         return await verify(self, requests)
 
     def by_step(prefix: Prefix) -> SamplerParams:
-        return law_of(prefix)._replace(position=prefix.prompt_length + step)
+        return distribution_of(prefix)._replace(position=prefix.prompt_length + step)
 
     patch.setattr(LocalVerifier, "verify", counted)
     patch.setattr(moaspec.sampling.choose, "_params_of", by_step)

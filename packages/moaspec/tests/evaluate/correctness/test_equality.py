@@ -120,7 +120,7 @@ SETTINGS = (
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_what_the_law_chooses_has_no_gap(family: str, sampling: SamplingParams) -> None:
+def test_what_the_distribution_chooses_has_no_gap(family: str, sampling: SamplingParams) -> None:
     """Texts that cross windows and LongRoPE's switch, decoded with caches one by one."""
     target, prompt = tiny.target(family), tiny.PROMPTS[2]
     engine = local_engine(target)

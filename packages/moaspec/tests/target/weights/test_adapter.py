@@ -93,7 +93,7 @@ def test_identity_is_not_the_base_models(
     plain, first, second = identities
     assert identity.difference(plain, first) is None
     assert "adapter" in (identity.difference(first, second) or "")
-    assert "adapter" not in plain.as_facts()
+    assert "adapter" not in plain.as_dict()
 
     save_drafter(tiny.random_drafter(targets[0]), tmp_path / "drafter")
     caplog.clear()

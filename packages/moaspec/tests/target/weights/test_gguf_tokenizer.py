@@ -203,10 +203,10 @@ SENTENCE_SPECIAL = {
 }
 
 
-def sentence_fields(**further: Any) -> dict[str, Any]:
+def sentence_fields(**extra: Any) -> dict[str, Any]:
     ranks = sorted(dict.fromkeys(PIECES), key=lambda one: (len(one) == 1, -len(one), one[::-1]))
     scores = {piece: -float(rank) for rank, piece in enumerate(ranks)}
-    return gguf_files.sentencepiece(scores, **{"special": SENTENCE_SPECIAL, **further})
+    return gguf_files.sentencepiece(scores, **{"special": SENTENCE_SPECIAL, **extra})
 
 
 SENTENCE_FILES: dict[str, dict[str, Any]] = {
@@ -220,13 +220,13 @@ SENTENCE_FILES: dict[str, dict[str, Any]] = {
 @needs_llama_cpp
 def test_sentencepiece_gives_llama_cpps_ids(tmp_path: Path) -> None:
     files = {
-        name: gguf_files.write(tmp_path / f"{name}.gguf", sentence_fields(**further))
-        for name, further in SENTENCE_FILES.items()
+        name: gguf_files.write(tmp_path / f"{name}.gguf", sentence_fields(**extra))
+        for name, extra in SENTENCE_FILES.items()
     }
     texts = [*SENTENCES, *TEXTS]
     right = llama_cpp.token_ids(files, texts)
-    for name, further in SENTENCE_FILES.items():
-        tokenizer = read_tokenizer(sentence_fields(**further), name="x")
+    for name, extra in SENTENCE_FILES.items():
+        tokenizer = read_tokenizer(sentence_fields(**extra), name="x")
         for text, ids in zip(texts, right[name], strict=True):
             assert (name, text, tokenizer(text)["input_ids"]) == (name, text, ids)
 
@@ -274,9 +274,9 @@ EQUAL_SCORES: dict[str, tuple[dict[str, float], dict[str, str]]] = {
 }
 
 
-def equal_scores(words: dict[str, float], **further: Any) -> dict[str, Any]:
+def equal_scores(words: dict[str, float], **extra: Any) -> dict[str, Any]:
     letters = dict.fromkeys("abcd", -9.0)
-    return gguf_files.sentencepiece(words | letters, add_space_prefix=False, **further)
+    return gguf_files.sentencepiece(words | letters, add_space_prefix=False, **extra)
 
 
 @pytest.mark.parametrize("case", EQUAL_SCORES)
@@ -469,19 +469,19 @@ ENDS: dict[str, tuple[dict[str, int], dict[str, Any], set[int]]] = {
 
 @pytest.mark.parametrize("case", ENDS)
 def test_tokens_that_end_an_answer(case: str) -> None:
-    special, further, right = ENDS[case]
-    fields = gguf_files.byte_level("qwen2", special=special, **further)
+    special, extra, right = ENDS[case]
+    fields = gguf_files.byte_level("qwen2", special=special, **extra)
     found = end_ids(fields)
     assert set(found) == right
-    assert found[0] == further["eos_token_id"]
+    assert found[0] == extra["eos_token_id"]
 
 
 @needs_llama_cpp
 @pytest.mark.slow
 def test_llama_cpp_ends_answers_at_the_same_tokens(tmp_path: Path) -> None:
     files = {}
-    for i, (name, (special, further, _)) in enumerate(ENDS.items()):
-        fields = gguf_files.byte_level("qwen2", special=special, **further)
+    for i, (name, (special, extra, _)) in enumerate(ENDS.items()):
+        fields = gguf_files.byte_level("qwen2", special=special, **extra)
         files[name] = gguf_files.write(tmp_path / f"{i}.gguf", fields)
     found = llama_cpp.end_ids(files, range(FIRST - 2, FIRST + 4))
     assert found == {name: right for name, (_, _, right) in ENDS.items()}

@@ -55,8 +55,8 @@ def rendered(table: Table, width: int) -> RenderableType:
 
 def _widths(table: Table, width: int) -> list[int] | None:
     """Widths of the columns, None if one word does not fit. rich's own widths break words."""
-    least = [max(map(cell_len, " ".join(one).split()), default=1) for one in table.columns]
-    widths = [max(1, *map(cell_len, one)) for one in table.columns]
+    least = [max(map(cell_len, " ".join(column).split()), default=1) for column in table.columns]
+    widths = [max(1, *map(cell_len, column)) for column in table.columns]
     room = width - GAP * (len(widths) - 1)
     if sum(least) > room:
         return None

@@ -173,7 +173,9 @@ class TargetServer:
         server.close(close_connections=False)
         if self._calls and grace_s > 0:
             await asyncio.wait(self._calls, timeout=grace_s)
-        farewells = [asyncio.create_task(one.close(1001)) for one in server.connections]
+        farewells = [
+            asyncio.create_task(connection.close(1001)) for connection in server.connections
+        ]
         if farewells:
             await asyncio.wait(farewells, timeout=CLOSE_S)
         await end_tasks(*farewells, *self._calls)

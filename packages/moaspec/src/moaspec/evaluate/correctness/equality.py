@@ -46,7 +46,7 @@ one is measured, and number of its standard deviations that explain a gap. (Of 1
 SmolLM2 in bf16 one in 12,000 was beyond five, none beyond six.)"""
 
 RULE = (
-    "Every token is held against one pass of the target in float32: it must be the best there "
+    "Every token is compared with one pass of the target in float32: it must be the best there "
     "(where it is sampled: the best with its noise), or as near to it as the target's own rounding "
     "explains, measured on the same text. Texts that "
     "part from the baseline's at such a tie are the target's own too, as two plain decodings are "
@@ -291,8 +291,8 @@ def _gap(scores_V: Tensor, prefix: Prefix, token: int) -> float:
     threshold = scaled_V[survivors(scaled_V[None], [sampling])[0]].min()
     ids_V = torch.arange(len(scaled_V), device=scaled_V.device)
     seed, choice, position = (
-        torch.tensor(fact, device=scaled_V.device)
-        for fact in (seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids))
+        torch.tensor(entry, device=scaled_V.device)
+        for entry in (seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids))
     )
     perturbed_V = scaled_V + gumbel(seed, choice, position, ids_V)
     # A rival loses if its score is lower, or if it does not survive top-k, top-p, min-p.

@@ -22,11 +22,11 @@ CONFIDENCE = 0.95
 MIN_CONVERSATIONS = 10
 """Smallest number of conversations for an interval; a bootstrap over fewer is too narrow."""
 
-SAME_FACTS = ("target", "dtype", "device", "threads", "machine", "batch")
+SAME_KEYS = ("target", "dtype", "device", "threads", "machine", "batch")
 SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
 """Facts and settings that must be equal to compare speeds."""
 
-REPORT_KEYS = {*SAME_FACTS, "baseline", "settings", "versions", "python", "skipped"}
+REPORT_KEYS = {*SAME_KEYS, "baseline", "settings", "versions", "python", "skipped"}
 METHOD_KEYS = {
     *("timed", "lossless", "median_speedup", "tokens_per_s", "tokens_per_s_by_repeat", "tau"),
     *("passes_per_token", "acceptance_by_depth", "suites", "categories", "prompts"),
@@ -34,7 +34,7 @@ METHOD_KEYS = {
 """Required keys of a report."""
 
 Array = npt.NDArray[np.float64]
-Facts = Mapping[str, Any]  # a report, the entry of a method in it, or of a prompt
+JsonObject = Mapping[str, Any]  # a report, the entry of a method in it, or of a prompt
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,19 @@ def read_report(path: Path) -> dict[str, Any]:
     path = path / REPORT if path.is_dir() else path
     try:
         with open_file(path) as file:
-            facts = json.load(file)
+            info = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"Cannot read the report {path}: {system_reason(error)}. "
             "`moaspec eval --out` writes it at its end."
         ) from error
-    methods = facts.get("methods") if isinstance(facts, dict) else None
+    methods = info.get("methods") if isinstance(info, dict) else None
     whole = isinstance(methods, dict) and all(
         isinstance(method, dict) and method.keys() >= METHOD_KEYS for method in methods.values()
     )
-    if not methods or not whole or not facts.keys() >= REPORT_KEYS:
+    if not methods or not whole or not info.keys() >= REPORT_KEYS:
         raise DataError(f"{path} is no whole report of `moaspec eval`; expected its report.json.")
-    return facts
+    return info
 
 
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
@@ -117,12 +117,12 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
     return Comparison(changes, differs, lossy)
 
 
-def _settings(report: Facts) -> dict[str, Any]:
+def _settings(report: JsonObject) -> dict[str, Any]:
     settings = {key: report["settings"].get(key) for key in SAME_SETTINGS}
-    return {key: report[key] for key in SAME_FACTS} | settings
+    return {key: report[key] for key in SAME_KEYS} | settings
 
 
-def _change(name: str, before: Facts, after: Facts, *, timed: bool) -> MethodChange:
+def _change(name: str, before: JsonObject, after: JsonObject, *, timed: bool) -> MethodChange:
     old, new = (
         {(*conversation(prompt), prompt["turn"]): prompt for prompt in method["prompts"]}
         for method in (before, after)
@@ -148,17 +148,17 @@ def _change(name: str, before: Facts, after: Facts, *, timed: bool) -> MethodCha
     )
 
 
-def conversation(prompt: Facts) -> tuple[str, str]:
+def conversation(prompt: JsonObject) -> tuple[str, str]:
     """The key of a prompt's conversation, whose turns depend on one another."""
     return prompt["suite"], prompt["question_id"]
 
 
-def counts(prompt: Facts) -> tuple[float, float]:
+def counts(prompt: JsonObject) -> tuple[float, float]:
     """Emitted tokens and rounds, whose ratio is tau."""
     return prompt["emitted"], prompt["rounds"]
 
 
-def speed_ratio(prompt: Facts, other: Facts) -> float | None:
+def speed_ratio(prompt: JsonObject, other: JsonObject) -> float | None:
     """Speed of one decoding of a prompt over that of another; None if either is not timed."""
     if not (prompt["seconds"] and other["seconds"] and other["tokens"]):
         return None

@@ -72,7 +72,7 @@ def save_drafter(
         directory: created when missing; an existing checkpoint in it is replaced.
         dtype: dtype of the stored weights; None keeps them as they are.
         int8: matrices are stored in eight bits, half of bf16. Other programs cannot read them.
-        training: facts about the training run, stored as they are.
+        training: data of the training run, stored as it is.
         shard_bytes: largest file of weights; 0 for one file. Several get the index that
             transformers' sharded checkpoints have.
     """
@@ -80,7 +80,10 @@ def save_drafter(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(drafter, dtype)
     if int8:
-        tensors = {name: one if one.ndim == 2 else one.bfloat16() for name, one in tensors.items()}
+        tensors = {
+            name: tensor if tensor.ndim == 2 else tensor.bfloat16()
+            for name, tensor in tensors.items()
+        }
         tensors = quantised_tensors(tensors)
     if drafter.draft_token_ids is not None:
         tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
@@ -119,7 +122,7 @@ def device_part_bytes(config: DrafterConfig) -> int:
     with torch.device("meta"):
         decoder = MoADrafter(config)
     parts = (one for name, one in decoder.named_parameters() if name.startswith(ON_DEVICE))
-    return sum(one.numel() * torch.bfloat16.itemsize for one in parts)
+    return sum(part.numel() * torch.bfloat16.itemsize for part in parts)
 
 
 def published_parameters(drafter: MoADrafter) -> dict[str, Tensor]:

@@ -136,27 +136,27 @@ def check_target(
 ) -> None:
     """Refuse a checkpoint whose sizes, recorded identity or draft vocabulary do not fit."""
     recorded = config.target
-    facts: dict[str, tuple[Any, Any]] = {
+    info: dict[str, tuple[Any, Any]] = {
         "hidden size": (config.hidden_size, target.hidden_size),
         "key and value size K": (config.kv_size, target.kv_size),
     }
     if recorded is not None:
-        facts |= {
+        info |= {
             field.name: (getattr(recorded, field.name), getattr(target, field.name))
             for field in dataclasses.fields(TargetIdentity)
             if field.name != "adapter"  # which changes no size
         }
     if draft_token_ids is not None:
         _check_draft_tokens(draft_token_ids)
-        facts["largest draft token id fits"] = (
+        info["largest draft token id fits"] = (
             int(draft_token_ids.max()) < target.vocab_size,
             True,
         )
     if max(config.num_target_layers) > target.num_layers:
-        facts["num_target_layers"] = (max(config.num_target_layers), f"<= {target.num_layers}")
+        info["num_target_layers"] = (max(config.num_target_layers), f"<= {target.num_layers}")
     wrong = [
         f"{name} is {got} in the drafter and {expected} in the target"
-        for name, (got, expected) in facts.items()
+        for name, (got, expected) in info.items()
         if got != expected and None not in (got, expected)
     ]
     if wrong:

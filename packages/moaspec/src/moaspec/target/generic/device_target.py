@@ -14,7 +14,7 @@ from moaspec.model.checkpoint.eight_bits import SCALE
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.generic import rules
 from moaspec.target.generic.generic_layers import GenericLayers
-from moaspec.target.generic.generic_target import GenericTarget, set_position_facts
+from moaspec.target.generic.generic_target import GenericTarget, set_position_rules
 from moaspec.target.partial import (
     EMBEDDING,
     HEAD,
@@ -116,7 +116,7 @@ class GenericPartialTarget(PartialTarget):
         self.lm_head = PartialLMHead(LMHead(head, *rules.head_rule(config)), head_token_ids, name)
         self.identity, self.num_layers = identity, identity.num_layers
         self.num_kv_heads, self.head_dim = identity.num_kv_heads, identity.head_dim
-        set_position_facts(self)
+        set_position_rules(self)
 
     @property
     def embeddings(self) -> Tensor | None:

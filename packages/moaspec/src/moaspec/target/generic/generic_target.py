@@ -34,8 +34,8 @@ def target_of(
     return kind(model, tokenizer, **options)
 
 
-def set_position_facts(target: Target) -> None:
-    """Set the facts about a target that runs by `forward` of its model.
+def set_position_rules(target: Target) -> None:
+    """Set the position rules of a target that runs by `forward` of its model.
 
     No layer can be run without the others. Keys depend on positions alone: `rules.context_length`
     ends texts before they would depend on more.
@@ -105,7 +105,7 @@ class GenericTarget(Target):
         if not shape.is_even:
             width = self.config.hidden_size // self.config.num_attention_heads
             self.draft_head_dim = max(8, width // 8 * 8)
-        set_position_facts(self)
+        set_position_rules(self)
 
     def _set_tested_layers(self) -> KVShape:
         """Set the layers that passed the self-test, which runs once for each state of a model."""

@@ -133,11 +133,13 @@ class HybridLayers(GenericLayers):
 
     def __init__(self, base: Any) -> None:
         super().__init__(_stepped(base))
-        self.mixers = [one for one in self._base.modules() if isinstance(one, SteppedMixer)]
+        self.mixers = [
+            module for module in self._base.modules() if isinstance(module, SteppedMixer)
+        ]
         self.cache_class = HybridCache
         self.continues = False
-        limits = [getattr(one, "time_step_limit", None) for one in mixers(base)]
-        self.steps_differ = any(one is not None and tuple(one) != UNLIMITED for one in limits)
+        limits = [getattr(mixer, "time_step_limit", None) for mixer in mixers(base)]
+        self.steps_differ = any(limit is not None and tuple(limit) != UNLIMITED for limit in limits)
 
     def measure(self, token_ids_1T: Tensor) -> KVShape:
         """See `GenericLayers`; also refuses layers whose states are not in transformers' cache."""

@@ -51,7 +51,7 @@ class KVShape:
     @property
     def is_even(self) -> bool:
         """Whether keys and values have one size in all layers."""
-        dims = {shape[1] for one in self.layers.values() for shape in (one.key, one.value)}
+        dims = {shape[1] for layer in self.layers.values() for shape in (layer.key, layer.value)}
         return len(dims) == 1
 
     def pad(self, part_BHTD: Tensor) -> Tensor:

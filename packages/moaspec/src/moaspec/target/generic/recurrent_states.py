@@ -75,12 +75,12 @@ class MixerCache:
     ) -> Tensor:
         """Keep the last inputs of a convolution; returns all inputs that the new tokens need."""
         del layer_idx
-        held = self.states.get(("conv", state_idx))
-        size = conv_kernel_size or (conv_states if held is None else held).shape[-1]
-        if held is None:
+        state = self.states.get(("conv", state_idx))
+        size = conv_kernel_size or (conv_states if state is None else state).shape[-1]
+        if state is None:
             inputs = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
-            inputs = torch.cat((held, conv_states), dim=-1)
+            inputs = torch.cat((state, conv_states), dim=-1)
         self.states["conv", state_idx] = inputs[..., -size:].clone()
         return inputs
 
@@ -170,7 +170,7 @@ class StepPass:
             states[level[0]] = cache.states
             return outputs
         for n, place in enumerate(level):
-            states[place] = {kind: one[n : n + 1] for kind, one in cache.states.items()}
+            states[place] = {kind: state[n : n + 1] for kind, state in cache.states.items()}
         return outputs
 
     def after(self, row: int, token: int) -> TextState:
@@ -209,7 +209,7 @@ class StepPass:
 
 def _joined(states: Sequence[LayerState]) -> LayerState:
     """States of several texts in a batch; always a copy."""
-    return {kind: torch.cat([one[kind] for one in states]) for kind in states[0]}
+    return {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}
 
 
 def _own_copy(state: Tensor) -> Tensor:
@@ -220,4 +220,4 @@ def _own_copy(state: Tensor) -> Tensor:
 def num_bytes(state: TextState) -> int:
     """Bytes of a text's states."""
     tensors = (one for layer in state.values() for one in layer.values())
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -138,9 +138,9 @@ class _Text:
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer in self._pairs:
-            held_key, held_value = self._pairs[layer]
-            key = torch.cat((held_key, key), dim=2)
-            value = torch.cat((held_value, value), dim=2)
+            past_key, past_value = self._pairs[layer]
+            key = torch.cat((past_key, key), dim=2)
+            value = torch.cat((past_value, value), dim=2)
         self._pairs[layer] = key, value
         return key, value
 

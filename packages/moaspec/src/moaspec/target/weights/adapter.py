@@ -64,9 +64,9 @@ def _why_unusable(config: Mapping[str, Any]) -> str | None:
         if type(rank) is not int or not 0 < rank <= MAX_RANK:
             return f"its rank {name[:100]} is {str(rank)[:20]}, not 1 to {MAX_RANK}"
     modules = [config.get(name) for name in ("target_modules", "exclude_modules")]
-    patterns = [one for one in modules if isinstance(one, str)]
+    patterns = [module for module in modules if isinstance(module, str)]
     patterns += [*_mapping(config, "rank_pattern"), *_mapping(config, "alpha_pattern")]
-    slow = next((one for one in patterns if not _is_quick(one)), None)
+    slow = next((pattern for pattern in patterns if not _is_quick(pattern)), None)
     if slow is not None:
         return (
             f"the pattern {slow[:100]!r} is wrong, or takes long to search with; name the modules "
@@ -101,7 +101,7 @@ def _repeats_of(operator: Any, argument: Any) -> float:
     if "REPEAT" in str(operator) and argument[1] > 1:
         return 1 if _is_single(argument[2]) else math.inf
     parts = argument if isinstance(argument, tuple) else (argument,)
-    return math.fsum(_repeats(one) for one in parts if isinstance(one, re._parser.SubPattern))  # type: ignore[attr-defined]
+    return math.fsum(_repeats(part) for part in parts if isinstance(part, re._parser.SubPattern))  # type: ignore[attr-defined]
 
 
 def _is_single(body: Any) -> bool:
@@ -174,7 +174,11 @@ def merged(model: Any, directory: str | Path, name: str) -> Any:
 
 def _tell_other_base(model: Any, made_for: str | None, directory: str | Path, name: str) -> None:
     """Warn of an adapter made for a model of another name: only the sizes are checked."""
-    names = [name, model.name_or_path, *(ALIASES[one].hub_id for one in ALIASES if one == name)]
+    names = [
+        name,
+        model.name_or_path,
+        *(ALIASES[alias].hub_id for alias in ALIASES if alias == name),
+    ]
     if made_for and _last_part(made_for) not in map(_last_part, names):
         log.warning(
             "The adapter %s was made for %s, and is merged into %s. Make sure that these are the "

@@ -52,7 +52,7 @@ def find_gguf(path: Path) -> Path | None:
     found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
     firsts = sorted({parts_of(one)[0] for one in found})
     if len(firsts) > 1:
-        names = ", ".join(one.name for one in firsts[:4])
+        names = ", ".join(first.name for first in firsts[:4])
         raise UnknownModelError(
             f"The directory {path} holds several GGUF files ({names}); name one of them."
         )
@@ -88,8 +88,8 @@ def _inside(path: Path) -> list[Path]:
 
 def key_of(gguf: Path) -> str:
     """The name of a converted file in the cache, with a hash of its path, size and time."""
-    facts = [one.stat() for one in parts_of(gguf)]
-    text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
+    stats = [one.stat() for one in parts_of(gguf)]
+    text = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
     text = f"{CONVERSION} {gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -219,13 +219,13 @@ def _sampling(file: GGUFFile) -> Iterator[tuple[str, float]]:
 def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write shards of a limited size, and their index."""
     shards: list[dict[str, int]] = []
-    held: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if held and _size(held) + tensor.nbytes > SHARD_BYTES:
-            shards.append(_write_shard(directory, len(shards), held))
-            held = {}
-        held[name] = tensor
-    shards.append(_write_shard(directory, len(shards), held))
+        if shard and _size(shard) + tensor.nbytes > SHARD_BYTES:
+            shards.append(_write_shard(directory, len(shards), shard))
+            shard = {}
+        shard[name] = tensor
+    shards.append(_write_shard(directory, len(shards), shard))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -241,14 +241,14 @@ def _write_weights(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> No
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _write_shard(directory: Path, number: int, held: dict[str, Tensor]) -> dict[str, int]:
-    save_file(held, _shard(directory, number), metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in held.items()}
+def _write_shard(directory: Path, number: int, shard: dict[str, Tensor]) -> dict[str, int]:
+    save_file(shard, _shard(directory, number), metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in shard.items()}
 
 
 def _shard(directory: Path, number: int) -> Path:
     return directory / f"{number}.safetensors"
 
 
-def _size(held: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in held.values())
+def _size(shard: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())

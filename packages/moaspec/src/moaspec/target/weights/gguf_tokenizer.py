@@ -107,7 +107,7 @@ def _splits(tokens: Tokens, kind: str) -> Splits:
 def _byte_level_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
     merges = list(_merges(tokens))
     backend = Tokenizer(models.BPE(tokens.ids, merges, ignore_merges=splits.ignore_merges))
-    words = [Split(Regex(one), "isolated") for one in splits.patterns]
+    words = [Split(Regex(pattern), "isolated") for pattern in splits.patterns]
     backend.pre_tokenizer = Sequence([*words, ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -116,11 +116,13 @@ def _byte_level_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
 def _raw_bpe(tokens: Tokens, splits: Splits) -> Tokenizer:
     backend = Tokenizer(models.BPE(tokens.ids, list(_merges(tokens)), byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", SPACE)
-    backend.pre_tokenizer = Sequence([Split(Regex(one), "isolated") for one in splits.patterns])
+    backend.pre_tokenizer = Sequence(
+        [Split(Regex(pattern), "isolated") for pattern in splits.patterns]
+    )
     backend.decoder = _sentencepiece_decoder()
     if splits.whole_lines:
         runs = [text for text in tokens.texts if len(text) > 1 and not text.strip("\n")]
-        backend.add_tokens([AddedToken(one, normalized=False) for one in runs])
+        backend.add_tokens([AddedToken(run, normalized=False) for run in runs])
     return backend
 
 

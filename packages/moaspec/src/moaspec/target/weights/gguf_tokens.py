@@ -165,7 +165,11 @@ class Tokens:
         """The tokens that end an answer, the file's EOS token first."""
         found = [self.named("eos"), *sorted(self._all_ends)]
         excluded = {self.ids[text] for text in self._no_ends}
-        return [one for one in dict.fromkeys(found) if one is not None and one not in excluded]
+        return [
+            token_id
+            for token_id in dict.fromkeys(found)
+            if token_id is not None and token_id not in excluded
+        ]
 
     def named(self, kind: str) -> int | None:
         """The id that the file or its kind gives to `bos`, `eos`, `unknown`, ..., or None."""
@@ -203,7 +207,7 @@ class Tokens:
     @cached_property
     def _no_ends(self) -> dict[str, int]:
         """Texts that end no answer beside other tokens, with the types that they then have."""
-        texts = {self.texts[one] for one in self._all_ends}
+        texts = {self.texts[end] for end in self._all_ends}
         found = {}
         calls = texts & {"<|call|>", "<|calls|>"}
         if "<|end|>" in texts and calls and texts & {"<|return|>", "<|flush|>"}:

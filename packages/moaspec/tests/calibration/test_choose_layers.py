@@ -1,4 +1,4 @@
-"""Which exit of a drafter decodes, and that it never changes the text."""
+"""Which N a drafter drafts with, and that it never changes the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import moaspec
 import tiny
 from costs import know, rated, table, watch_reused
-from moaspec.calibration.choose_exit import chosen_exit, known_exits
+from moaspec.calibration.choose_layers import best_option, layers_options
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec_core.policy.cost_model import PRIOR, CostTable
@@ -23,7 +23,7 @@ CHEAP = table()
 DEAR = table(root_s=0.003, step_s=(0.003, 0.003))
 """Drafts through two of the target's layers, three times as dear."""
 BETTER, HARDLY = 0.8, 0.42
-"""Rates of the dearer exit that pay, and that do not, beside `RATE` of the cheaper one."""
+"""Rates of the dearer N that pay, and that do not, beside `RATE` of the cheaper one."""
 RATE = 0.4
 
 
@@ -125,11 +125,11 @@ def test_who_names_a_shape_gets_the_default(store: Store) -> None:
 def test_a_single_exit_is_always_taken(rates: tuple[float, ...], store: Store) -> None:
     store({2: DEAR})
     module = drafter(*rates, exits=(2,))
-    (only,) = known_exits(tiny.target(), module)
-    assert chosen_exit([only]) is only
+    (only,) = layers_options(tiny.target(), module)
+    assert best_option([only]) is only
     assert only.costs == DEAR
     # One that was trained for another N is taken at the rates that are known of it.
-    (other,) = known_exits(tiny.target(), module, num_target_layers=1)
+    (other,) = layers_options(tiny.target(), module, num_target_layers=1)
     assert other.prior == only.prior == (((RATE,),) if rates else PRIOR)
     assert not other.recorded
 

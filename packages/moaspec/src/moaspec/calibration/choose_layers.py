@@ -1,8 +1,8 @@
-"""The choice of a drafter's exit for callers that name none.
+"""The choice of N, the number of reused target layers, for callers that name none.
 
 With a larger N drafts are accepted more often and cost more; the best N depends on the machine.
 `calibrate` stores the costs, and the checkpoint stores the acceptance rates, so the same drafter
-takes the same exit every time.
+takes the same N every time.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from moaspec_core.policy.cost_model import PRIOR, CostTable, best_chain
 
 
 @dataclass(frozen=True)
-class Exit:
-    """Costs and acceptance rates of drafts through one exit."""
+class LayersOption:
+    """Costs and acceptance rates of drafts with one N."""
 
     num_target_layers: int
-    costs: CostTable | None  # of this machine; None where it was not measured with this exit
+    costs: CostTable | None  # of this machine; None where it was not measured with this N
     prior: Sequence[Sequence[float]]  # acceptance rates to start from
-    recorded: bool  # whether these are the exit's own, out of the checkpoint
+    recorded: bool  # whether these are those of this N, out of the checkpoint
 
     @property
     def best_chain(self) -> tuple[int, float] | None:
@@ -29,19 +29,19 @@ class Exit:
 
     @property
     def speedup(self) -> float | None:
-        """Expected speed-up of the best chain; None without costs or rates of this exit."""
+        """Expected speed-up of the best chain; None without costs or rates of this N."""
         found = self.best_chain
         return found[1] if found is not None and self.recorded else None
 
 
-def known_exits(
+def layers_options(
     target: Target, drafter: MoADrafter, *, num_target_layers: int | None = None
-) -> list[Exit]:
-    """The exits to choose from, the default first, or that of `num_target_layers` alone."""
+) -> list[LayersOption]:
+    """Those to choose from, the default first, or that of `num_target_layers` alone."""
     config = drafter.config
     numbers = config.num_target_layers if num_target_layers is None else (num_target_layers,)
     return [
-        Exit(
+        LayersOption(
             n,
             stored_costs(target, drafter, num_target_layers=n),
             config.acceptance_of(n) or config.acceptance or PRIOR,
@@ -51,12 +51,12 @@ def known_exits(
     ]
 
 
-def chosen_exit(exits: Sequence[Exit]) -> Exit:
-    """The exit with the largest expected speed-up; the first if its speed-up is unknown.
+def best_option(options: Sequence[LayersOption]) -> LayersOption:
+    """The one with the largest expected speed-up; the first if its speed-up is unknown.
 
-    An exit without costs or rates of its own is not taken.
+    An N without costs or rates of its own is not taken.
     """
-    speedups = [one.speedup for one in exits]
+    speedups = [option.speedup for option in options]
     if speedups[0] is None:
-        return exits[0]
-    return exits[max(range(len(exits)), key=lambda i: speedups[i] or 0.0)]
+        return options[0]
+    return options[max(range(len(options)), key=lambda i: speedups[i] or 0.0)]
