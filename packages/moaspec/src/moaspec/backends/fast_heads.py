@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import PackedLinear
+from moaspec.backends.pack import Linear, PackedLinear
 from moaspec.target.decoder_layers import LMHead
 from moaspec.target.target import Target
 from moaspec_core.support.paths import cache_dir, make_private
@@ -38,11 +38,13 @@ class FastLMHead(LMHead):
 
     def __init__(self, head: LMHead) -> None:
         super().__init__(head.linear, head.cap, head.scale)
-        assert isinstance(head.linear, nn.Linear)
+        assert isinstance(head.linear, Linear)
         self._plain, self._whole = head, _in_large_pages(PackedHead(head.linear))
         if self._whole.matrix is not None:
             self._whole.matrix.add_bounds()
-        self._forget_rows = map_into_memory(head.linear.weight, cache_dir())
+        self._forget_rows: Callable[[], None] = lambda: None
+        if isinstance(head.linear, nn.Linear):
+            self._forget_rows = map_into_memory(head.linear.weight, cache_dir())
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
         head = self._plain.select(token_ids)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, fast_attention
+from moaspec.backends.cpu.embeddings import kernels_embed
 from moaspec.backends.cpu.fused_drafting import Coupling, FusedDrafter
 from moaspec.backends.cpu.fused_layers import FusedStack, TextStack
 from moaspec.backends.fast_drafter import (
@@ -150,7 +151,8 @@ class FastMoAProposer(MoAProposer):
         if len(fast) < len(layers) or not isinstance(ca, FastAttentionBlock):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
-        if head is None or target.embeddings is None:
+        embeddings = target.embeddings
+        if head is None or embeddings is None or not kernels_embed(embeddings):
             return None
         # Kernels compute probabilities from logits without a soft cap or scale.
         lm_head = target.lm_head
@@ -173,7 +175,7 @@ class FastMoAProposer(MoAProposer):
             exit_,
             head=head,
             names_O=self.vocabulary_ids.contiguous(),
-            embeddings_VE=target.embeddings,
+            table=embeddings,
         )
 
 

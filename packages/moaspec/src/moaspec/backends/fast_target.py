@@ -17,13 +17,20 @@ from moaspec.backends import fast_sampling  # noqa: F401 - its kernels join with
 from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.build import call, library
 from moaspec.backends.cpu.cpu_attention import MAX_ATTENDED, MAX_QUERIES
+from moaspec.backends.cpu.embeddings import (
+    EmbeddingTable,
+    embed_by_kernels,
+    embeddings_struct,
+    kernels_embed,
+)
 from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, TextStack
-from moaspec.backends.cpu.structures import TextPassFacts
+from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.structures import TextPassStruct
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
 from moaspec.backends.fast_heads import FastLMHead
 from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
 from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import FusedPart, PackedLinear, pack_linears
+from moaspec.backends.pack import FusedPart, Linear, PackedLinear, pack_linears
 from moaspec.drafting.kv_cache import KVWriter
 from moaspec.model.layers import CosSin
 from moaspec.target.decoder_layers import (
@@ -53,9 +60,12 @@ def accelerate(target: Target) -> bool:
     target.packed = can_pack(target.dtype, target.device)
     if target.packed:
         pack_linears(target.model, keep=(target.lm_head.linear,))
-        if isinstance(target.lm_head.linear, nn.Linear):  # a device's may have eight bits
+        if isinstance(target.lm_head.linear, Linear):  # a device's may have eight bits
             target.lm_head = FastLMHead(target.lm_head)
+        embed_by_kernels(target.model)
     target.layers = FastDecoderLayers(target.layers, target.device)
+    for matrix in _matrices(target):
+        matrix.read()
     return_freed_memory()
     end_idle_threads()  # another thread may decode
     return target.packed
@@ -74,11 +84,16 @@ def same_bits(target: Target) -> bool:
 
 def weight_bytes(target: Target) -> int:
     """Bytes of the weights that CPU kernels read in a pass; 0 without kernels."""
+    return sum(matrix.num_bytes for matrix in _matrices(target))
+
+
+def _matrices(target: Target) -> list[Matrix]:
+    """The weights that CPU kernels read, each once."""
     layers = [one.joined if isinstance(one, FusedPart) else one for one in target.model.modules()]
     matrices = [one.matrix for one in layers if isinstance(one, PackedLinear)]
     if isinstance(target.lm_head, FastLMHead):
         matrices.append(target.lm_head.matrix)
-    return sum({id(one): one.num_bytes for one in matrices if one is not None}.values())
+    return list(dict.fromkeys(one for one in matrices if one is not None))
 
 
 class TabulatedRotary(RotaryEmbeddings):
@@ -185,10 +200,10 @@ class FastDecoderLayers(DecoderLayers):
             return None
         return LastLayers(self.fused, norm, angles)
 
-    def text_pass(self, embeddings_VE: Tensor | None, head: LMHead) -> "FusedTextPass | None":
+    def text_pass(self, table: nn.Module | None, head: LMHead) -> "FusedTextPass | None":
         """None where kernels lack a part of the target."""
         last = self.last(len(self.types))
-        if last is None or embeddings_VE is None or embeddings_VE.dtype != torch.bfloat16:
+        if last is None or not kernels_embed(table):
             return None
         return FusedTextPass(last, len(self.types), self._base, head)
 
@@ -273,13 +288,13 @@ class FusedTextPass:
 
     def __init__(self, layers: LastLayers, num: int, base: Any, head: LMHead) -> None:
         matrix = head.matrix if isinstance(head, FastLMHead) else None
-        self._table: nn.Embedding = base.embed_tokens
+        self._table: EmbeddingTable = base.embed_tokens
         self._text = TextStack(layers.stack, layers.angles.rows, num=num, norm=layers.norm)
-        self._facts = TextPassFacts(self._text.layers, num, self._text.facts)
-        self._text.facts = self._facts.text  # from now on it writes into this structure
+        self._struct = TextPassStruct(self._text.layers, num, self._text.struct)
+        self._text.struct = self._struct.text  # from now on it writes into this structure
         self._head, self._hooks = matrix, _hooks([*base.layers, base.norm, self._table])
         if matrix is not None:
-            self._facts.head = ctypes.addressof(matrix.described)
+            self._struct.head = ctypes.addressof(matrix.described)
 
     def run(
         self,
@@ -290,7 +305,7 @@ class FusedTextPass:
         finished: int,
         choices: int,
     ) -> tuple[Tensor, list[int] | None] | None:
-        count, (vocabulary, width) = len(token_ids), self._table.weight.shape
+        count, vocabulary = len(token_ids), self._table.num_embeddings
         assert choices <= finished, "a choice needs the state before it"
         assert 1 <= finished <= count
         if count > MAX_ATTENDED or any(self._hooks):
@@ -298,13 +313,13 @@ class FusedTextPass:
         if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             return None
         choices = 0 if self._head is None else choices
-        states_TE = torch.empty((count, width), dtype=torch.bfloat16)
+        states_TE = torch.empty((count, self._table.embedding_dim), dtype=torch.bfloat16)
         ids, before = (c_int64 * count)(*token_ids), (c_int64 * count)(*parents)
         chosen = (c_int64 * choices)()
         ((row,), (start,)), stop = (slots.rows_B, slots.starts_B), slots.visible
         self._text.begin(slots.cache, row, start, stop, stop)
-        self._facts.embeddings = self._table.weight.data_ptr()
-        facts = ctypes.byref(self._facts)
+        self._struct.embeddings = embeddings_struct(self._table)
+        struct = ctypes.byref(self._struct)
         numbers = states_TE, finished, choices, chosen
-        call(library().moaspec_text, facts, ids, before, count, *numbers)
+        call(library().moaspec_text, struct, ids, before, count, *numbers)
         return states_TE[count - finished :], None if self._head is None else chosen[:]

@@ -68,10 +68,13 @@ def load_target(
             adapter=adapter,
             tokenizer=tokenizer,
             generation_config=generation_config,
+            # Packed, they keep these bits; other uses want ordinary weights.
+            in_file_bits=packed and quantize is None and chosen == "bfloat16" and on_cpu,
         )
 
     require_device(device)
-    if dtype == AUTO_DTYPE and packed and torch.device(device).type == "cpu" and must_compile():
+    on_cpu = torch.device(device).type == "cpu"
+    if dtype == AUTO_DTYPE and packed and on_cpu and must_compile():
         # Kernels take half a minute to compile: what is wrong with the target is told before.
         target = read("bfloat16")
         if (chosen := chosen_dtype(dtype, device=device)) != "bfloat16":

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.linear_backends import CpuKernelLinear, fastest_backend
+from moaspec.backends.linear_backends import CpuKernelLinear, LinearBackend, fastest_backend
 from moaspec.target.decoder_layers import frozen_linear
+from moaspec.target.weights.stored import StoredLinear, StoredWeight
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
+Linear = nn.Linear | StoredLinear
+GATED = ("gate_proj", "up_proj")
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), GATED)
 """Names of layers that read one and the same input, in the order in which they are called."""
 
 
@@ -32,14 +35,19 @@ class PackedLinear(nn.Module):
 
     is_head = False
 
+    _backend: LinearBackend
+
     def __init__(
-        self, linear: nn.Linear, *, drafts: bool = False, moment_II: Tensor | None = None
+        self, linear: Linear, *, drafts: bool = False, moment_II: Tensor | None = None
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._dtype = linear.weight.dtype
+        self._dtype = linear.dtype if isinstance(linear, StoredLinear) else linear.weight.dtype
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
+        if isinstance(linear, StoredLinear) and Matrix.can_hold_stored(linear.stored):
+            self._backend = CpuKernelLinear(Matrix.of_stored(linear.stored, bias), bias)
+            return
         weight = linear.weight.detach()
         self._backend = fastest_backend(
             weight, bias, drafts=drafts, moment_II=moment_II, head=self.is_head
@@ -118,12 +126,8 @@ class FusedPart(nn.Module):
 class _FusedLinears:
     """The matrix behind several `FusedPart`s, and its product with the latest input."""
 
-    def __init__(self, linears: Sequence[nn.Linear], *, drafts: bool) -> None:
-        has_bias = linears[0].bias is not None
-        joined = frozen_linear(
-            torch.cat([one.weight for one in linears]),
-            torch.cat([one.bias for one in linears]) if has_bias else None,
-        )
+    def __init__(self, linears: Sequence[Linear], *, drafts: bool) -> None:
+        joined = _side_by_side(linears)
         self.linear = PackedLinear(joined, drafts=drafts)
         self.in_features, self.out_features = joined.in_features, joined.out_features
         self._latest: tuple[Tensor, Tensor] | None = None
@@ -136,6 +140,27 @@ class _FusedLinears:
             latest = (x, self.linear(x))
         self._latest = None if last else latest
         return latest[1]
+
+
+def _side_by_side(linears: Sequence[Linear]) -> Linear:
+    """One layer with the outputs of all."""
+    has_bias = linears[0].bias is not None
+    bias = torch.cat([one.bias for one in linears if one.bias is not None]) if has_bias else None
+    stored = [one for one in linears if isinstance(one, StoredLinear)]
+    if len(stored) == len(linears):
+        weight = StoredWeight.joined([one.stored for one in stored])
+        return StoredLinear(weight, bias, stored[0].dtype)
+    return frozen_linear(torch.cat([one.weight for one in linears]), bias)
+
+
+def _in_one_format(linears: Sequence[Linear]) -> list[Linear]:
+    """Dequantise layers whose GGUF types differ: kernels read gate and up from one matrix."""
+    kinds = {
+        part.kind for one in linears if isinstance(one, StoredLinear) for part in one.stored.parts
+    }
+    if len(kinds) < 2:
+        return list(linears)
+    return [frozen_linear(one.weight, one.bias) for one in linears]
 
 
 def _joint(parts: Sequence[nn.Module]) -> PackedLinear | None:
@@ -193,9 +218,11 @@ def pack_linears(
             pack_linears(child, keep=keep, drafts=drafts)
 
 
-def _is_plain(module: object) -> TypeGuard[nn.Linear]:
+def _is_plain(module: object) -> TypeGuard[Linear]:
     """Whether it is a linear layer of numbers; torchao's tensors multiply by themselves."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+    if type(module) is nn.Linear:
+        return type(module.weight) is nn.Parameter
+    return isinstance(module, StoredLinear)
 
 
 def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> None:
@@ -206,11 +233,13 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> No
         biased = {one.bias is None for one in found}
         if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
             continue
+        if names == GATED:
+            found = _in_one_format(found)
         for name, part in zip(names, join_linears(found, drafts=drafts), strict=True):
             setattr(module, name, part)
 
 
-def join_linears(linears: Sequence[nn.Linear], *, drafts: bool) -> list[FusedPart]:
+def join_linears(linears: Sequence[Linear], *, drafts: bool) -> list[FusedPart]:
     """Layers that read one input, as parts of one matrix."""
     fused, start = _FusedLinears(linears, drafts=drafts), 0
     parts: list[FusedPart] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moaspec.model.layers import CosSin
 from moaspec.target import families
+from moaspec.target.weights.stored import StoredLinear
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BJTD, new value_BJTD) -> (key_BJSD, value_BJSD) to attend to."""
@@ -105,14 +106,14 @@ class DecoderLayers:
         self._groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
         self.types = families.layer_types(config)
 
-    def text_pass(self, embeddings_VE: Tensor | None, head: "LMHead") -> TextPass | None:
+    def text_pass(self, table: nn.Module | None, head: "LMHead") -> TextPass | None:
         """Passes over one text in one call, if there is a faster way for this target than `run`.
 
         Args:
-            embeddings_VE: see `Target.embeddings`.
+            table: see `Target.embeddings`.
             head: the target's.
         """
-        del embeddings_VE, head  # there is none with PyTorch alone
+        del table, head  # there is none with PyTorch alone
         return None
 
     def run(
@@ -195,7 +196,9 @@ class LMHead:
         """The head for these ids alone, a copy."""
         linear: Any = self.linear
         bias = None if linear.bias is None else linear.bias[token_ids]
-        return frozen_linear(linear.weight[token_ids], bias)
+        stored = isinstance(linear, StoredLinear)  # where `weight` would dequantise all rows
+        rows = linear.rows(token_ids) if stored else linear.weight[token_ids]
+        return frozen_linear(rows, bias)
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
         """The head for these ids, a copy; for None the whole one, without a copy."""

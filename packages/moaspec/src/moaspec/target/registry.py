@@ -1,7 +1,7 @@
 """Names of targets, and how to find their weights."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -31,15 +31,22 @@ from moaspec.target.target import PROCESS_SETTINGS, Target
 from moaspec.target.weights.adapter import adapter_hash, merged
 from moaspec.target.weights.gguf import (
     CONVERSION,
+    INDEX,
     dequantised,
+    described,
     find_gguf,
     is_dequantised,
     is_file,
     is_gguf_name,
     key_of,
+    named_errors,
     require_readable_tokenizer,
 )
+from moaspec.target.weights.gguf_config import architecture_of
+from moaspec.target.weights.gguf_file import read_by_index
+from moaspec.target.weights.gguf_tensors import sources
 from moaspec.target.weights.quantised import prepare_config, widen
+from moaspec.target.weights.stored import fill_from_file
 from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.dtypes import TARGET_DTYPES
 from moaspec_core.checkpoint.user_files import why_not_files
@@ -61,6 +68,7 @@ def read_target(
     adapter: str | Path | None = None,
     tokenizer: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
+    in_file_bits: bool = False,
 ) -> Target:
     """Load a target as transformers loads it.
 
@@ -68,14 +76,20 @@ def read_target(
         dtype: one of `TARGET_DTYPES`.
         quantize: format to which the caller will round the weights.
         tokenizer: directory of a tokenizer in place of the target's own.
+        in_file_bits: leave quantised weights of a GGUF file in the file, see `weights.stored`, for
+            `accelerate`; on the CPU, without an adapter.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     name = str(name)
     hashed = None if adapter is None else adapter_hash(adapter)
-    with _named_errors(name, tokenizer) as source:
-        model = _load_model(source, name, dtype).to(device)
+    stays = in_file_bits and adapter is None and _is_family_gguf(name, tokenizer)
+    with _named_errors(name, tokenizer, weights=not stays) as source:
+        if stays:
+            model = _stored_model(source, name, dtype)
+        else:
+            model = _load_model(source, name, dtype).to(device)
         if adapter is not None:
             model = merged(model, adapter, name)
         model.generation_config = _generation_config(source, model.config, generation_config)
@@ -102,7 +116,7 @@ def read_skeleton(
     """
     require_dtype(dtype)
     name = str(name)
-    with _named_errors(name, tokenizer) as source:
+    with _named_errors(name, tokenizer, weights=False) as source:
         config = _read_config(source, name)
         model = skeleton_of(config, dtype)
         model.generation_config = _generation_config(source, config, generation_config)
@@ -139,7 +153,7 @@ def read_target_spec(
     """
     require_dtype(dtype)
     name = str(name)
-    with _named_errors(name, tokenizer) as source:
+    with _named_errors(name, tokenizer, weights=False) as source:
         config = _read_config(source, name)
         require_supported(config, name)  # other models need a self-test with their weights
         return TargetSpec(
@@ -152,12 +166,39 @@ def read_target_spec(
         )
 
 
+def _is_family_gguf(name: str, tokenizer: str | Path | None) -> bool:
+    """Whether a target is a GGUF file whose layers are of a family that we know."""
+    if find_target_gguf(name) is None:
+        return False
+    with _named_errors(name, tokenizer, weights=False) as source:
+        return is_family(_read_config(source, name))
+
+
+def _stored_model(source: str, name: str, dtype: str) -> Any:
+    """The model of a GGUF file, whose quantised weights stay there.
+
+    Args:
+        source: see `described`.
+    """
+    gguf = find_target_gguf(name)
+    assert gguf is not None, name
+    config = _read_config(source, name)
+    with named_errors(name, gguf, ""):
+        file = read_by_index(gguf, Path(source) / INDEX)
+        model = skeleton_of(config, dtype)
+        fill_from_file(model, sources(config, architecture_of(file), file), file)
+    return model
+
+
 @contextmanager
-def _named_errors(name: str, tokenizer: str | Path | None = None) -> Iterator[str]:
+def _named_errors(
+    name: str, tokenizer: str | Path | None = None, *, weights: bool = True
+) -> Iterator[str]:
     """Find a target's weights, and turn the libraries' errors into ours, which name the target.
 
     Args:
         tokenizer: a directory that makes the target's own tokenizer superfluous.
+        weights: False if its config and tokenizer are enough: a GGUF file is not dequantised.
 
     Yields:
         A directory, or a hub id.
@@ -167,7 +208,7 @@ def _named_errors(name: str, tokenizer: str | Path | None = None) -> Iterator[st
     """
     if tokenizer is not None:
         _require_tokenizer(Path(tokenizer))
-    source = find_weights(name)
+    source = _find(name, dequantised if weights else described)
     if tokenizer is None:
         require_readable_tokenizer(Path(source))
     try:
@@ -343,13 +384,18 @@ def find_weights(name: str) -> str:
         UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
             or a GGUF that cannot be read.
     """
+    return _find(name, dequantised)
+
+
+def _find(name: str, convert: Callable[..., Path]) -> str:
+    """Directory or hub id of a target; a GGUF file is converted."""
     alias = ALIASES.get(name)
     if alias is None:
-        return _resolved(name)
+        return _resolved(name, convert)
     gguf = local_gguf(alias)
     if gguf is not None:
         remedy = f"`moaspec models get {name}` fetches it anew"
-        return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
+        return str(convert(name, gguf, _alias_key(name, gguf), remedy=remedy))
     if alias.gguf_repository:
         raise UnknownModelError(f"{_not_here(name)}.")
     return alias.hub_id
@@ -373,12 +419,12 @@ def _alias_key(name: str, gguf: Path) -> str:
     return f"{name}-{gguf.stat().st_size}-{CONVERSION}"
 
 
-def _resolved(name: str) -> str:
+def _resolved(name: str, convert: Callable[..., Path]) -> str:
     """The directory, GGUF file or hub id of a name that is no alias."""
     path = Path(name)
     gguf = find_gguf(path)
     if gguf is not None:
-        return str(dequantised(name, gguf, key_of(gguf)))
+        return str(convert(name, gguf, key_of(gguf)))
     if is_file(path):
         raise UnknownModelError(
             f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "

@@ -23,6 +23,7 @@ from moaspec.target import families
 from moaspec.target.decoder_layers import DecoderLayers, LMHead, TextPass, WatchLayer, WriteKV
 from moaspec.target.spec import TargetSpec
 from moaspec.target.thread_limiter import ThreadLimiter
+from moaspec.target.weights.stored import StoredEmbedding
 from moaspec_core.errors import UnsupportedTargetError
 from moaspec_core.support.torch_settings import PROCESS_SETTINGS as PROCESS_SETTINGS
 from moaspec_core.support.torch_settings import plain_torch as plain_torch
@@ -110,11 +111,11 @@ class Target(TargetSpec):
         return self._base.embed_tokens(input_ids)
 
     @property
-    def embeddings(self) -> Tensor | None:
+    def embeddings(self) -> nn.Embedding | StoredEmbedding | None:
         """The table of `embed`, (V, E); None if `embed` does more than look up."""
         table = self.model.base_model.embed_tokens
-        plain = type(table) is nn.Embedding and not table._forward_hooks
-        return table.weight if plain and not table._forward_pre_hooks else None
+        plain = type(table) is nn.Embedding or isinstance(table, StoredEmbedding)
+        return table if plain and not (table._forward_hooks or table._forward_pre_hooks) else None
 
     def draft_head(self, token_ids: Tensor | None) -> nn.Module:
         """The LM head for a draft vocabulary, a copy; for None the whole one, without a copy."""

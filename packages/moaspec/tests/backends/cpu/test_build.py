@@ -469,8 +469,8 @@ def test_packed_layers_have_kernels() -> None:
 def test_structures_are_those_of_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that is missing here, or of another size, is noticed before a call reads it."""
     structures.check_layouts(build.library())
-    short = type("Short", (ctypes.Structure,), {"_fields_": structures.SamplerFacts._fields_[:-1]})
-    shared = [short if one is structures.SamplerFacts else one for one in structures.SHARED]
+    short = type("Short", (ctypes.Structure,), {"_fields_": structures.SamplerStruct._fields_[:-1]})
+    shared = [short if one is structures.SamplerStruct else one for one in structures.SHARED]
     monkeypatch.setattr(structures, "SHARED", shared)
     with pytest.raises(OSError, match="differ"):
         structures.check_layouts(build.library())

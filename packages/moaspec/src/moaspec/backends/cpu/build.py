@@ -221,8 +221,8 @@ def _is_whole(library: Path) -> bool:
 def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
     """The library's path, named by a hash of sources, flags and compiler."""
     sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
-    facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
-    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
+    inputs = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
+    digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:24]
     return trusted("kernels", f"cpu-{digest}.so")
 
 

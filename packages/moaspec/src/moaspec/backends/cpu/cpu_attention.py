@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import call, library, why_not
-from moaspec.backends.cpu.structures import AttentionFacts
+from moaspec.backends.cpu.structures import AttentionStruct
 from moaspec.model.layers import masked_attention
 
 MAX_QUERIES = 64  # tokens of a row, at most, in a call of a stack of layers
@@ -75,7 +75,7 @@ def attend(
     query_row, query_head, query_token, _ = query_BHTD.stride()
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
-    facts = AttentionFacts(
+    struct = AttentionStruct(
         query_BHTD.data_ptr(),
         key_BJSD.data_ptr(),
         value_BJSD.data_ptr(),
@@ -89,7 +89,7 @@ def attend(
         *mask_strides(mask),
         scale,
     )
-    call(library().moaspec_attend, ctypes.byref(facts))
+    call(library().moaspec_attend, ctypes.byref(struct))
     return out_BTHD.transpose(1, 2)
 
 

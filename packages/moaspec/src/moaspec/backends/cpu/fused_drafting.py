@@ -13,15 +13,16 @@ from torch import Tensor
 
 from moaspec.backends.angle_table import AngleRows, FindAngles
 from moaspec.backends.cpu.build import call, library
+from moaspec.backends.cpu.embeddings import EmbeddingTable, embeddings_struct
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, TextStack, angle_addresses
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.cpu.structures import (
-    CouplingFacts,
-    DrafterFacts,
-    EncoderFacts,
-    ExitFacts,
-    GrowthFacts,
-    SamplerFacts,
+    CouplingStruct,
+    DrafterStruct,
+    EncoderStruct,
+    ExitStruct,
+    GrowthStruct,
+    SamplerStruct,
 )
 from moaspec.sampling.kernels import SamplerParams
 
@@ -48,7 +49,7 @@ class FusedEncoder:
         # Kept alive, because the C structure holds only their addresses.
         self._held, self._layer_angles = (layer, projection, memory), layer_angles
         self._layer, self._memory = layer.described, memory.described
-        self._facts = EncoderFacts(
+        self._struct = EncoderStruct(
             layer=ctypes.addressof(self._layer),
             scale=scale,
             projection=ctypes.addressof(projection.described),
@@ -69,12 +70,12 @@ class FusedEncoder:
         layer, half, cache_row, head, slot, last = cache.stride()
         layers, _, _, heads, _, dim = cache.shape
         assert (2 * heads * dim, last) == (self._layer.read.inputs, 1)
-        facts = EncoderFacts.from_buffer_copy(self._facts)  # another thread may encode, too
-        facts.layers, facts.heads = layers, heads
+        struct = EncoderStruct.from_buffer_copy(self._struct)  # another thread may encode, too
+        struct.layers, struct.heads = layers, heads
         layer_angles = self._layer_angles(0, layers)  # kept alive until the call returns
-        facts.cos, facts.sin, facts.turned = angle_addresses(layer_angles)
-        facts.token_stride, facts.layer_stride = slot, layer
-        facts.head_stride, facts.half_stride = head, half
+        struct.cos, struct.sin, struct.turned = angle_addresses(layer_angles)
+        struct.token_stride, struct.layer_stride = slot, layer
+        struct.head_stride, struct.half_stride = head, half
         address = cache.data_ptr() + cache.itemsize * (row * cache_row + slots.start * slot)
         cos, sin, turned = angle_addresses(token_angles)
         tokens = c_void_p(address), len(slots), c_void_p(cos), c_void_p(sin), turned
@@ -82,7 +83,7 @@ class FusedEncoder:
         keys = memory.data_ptr() + memory.itemsize * (row * cache_row + slots.start * slot)
         values = keys + memory.itemsize * half
         to = c_void_p(keys), c_void_p(values), head
-        call(library().moaspec_encode, ctypes.byref(facts), *tokens, *to)
+        call(library().moaspec_encode, ctypes.byref(struct), *tokens, *to)
 
     def new_memory(self, num_tokens: int) -> Tensor:
         """A `memory` for `run`, of one row."""
@@ -96,7 +97,7 @@ class FusedExit:
     def __init__(self, norm: FusedNorm, linear: Matrix, scale: float) -> None:
         assert linear.inputs == linear.outputs == len(norm.weight_E)
         self._parts = norm, linear  # kept alive: the C structure holds only their addresses
-        self.described = ExitFacts(
+        self.described = ExitStruct(
             norm.weight_E.data_ptr(), ctypes.addressof(linear.described), norm.eps, scale
         )
 
@@ -121,9 +122,9 @@ class Coupling:
 
     def __init__(self, sampler: SamplerParams, agreement: Sequence[tuple[float, float]]) -> None:
         numbers = [number for line in agreement for number in line]
-        self._numbers = (c_float * len(numbers))(*numbers)  # kept alive: facts hold its address
-        self.facts = CouplingFacts(
-            SamplerFacts(*sampler), ctypes.addressof(self._numbers), len(agreement)
+        self._numbers = (c_float * len(numbers))(*numbers)  # kept alive: struct hold its address
+        self.struct = CouplingStruct(
+            SamplerStruct(*sampler), ctypes.addressof(self._numbers), len(agreement)
         )
 
 
@@ -142,7 +143,7 @@ class FusedDrafter:
             cache, and what a token sees, are as in SA.
         exit_: norm and linear layer after CA, if any.
         names_O: int64, contiguous, token ids of the head's outputs.
-        embeddings_VE: of all ids, bf16.
+        table: embeddings of all ids.
     """
 
     def __init__(
@@ -154,25 +155,24 @@ class FusedDrafter:
         *,
         head: Matrix,
         names_O: Tensor,
-        embeddings_VE: Tensor,
+        table: EmbeddingTable,
     ) -> None:
         assert names_O.dtype == torch.int64
-        assert embeddings_VE.dtype == torch.bfloat16
         assert len(names_O) == head.outputs
         self.text, self.memory, self.last = text, memory, last
-        self._head, self._embeddings_VE, self._held = head, embeddings_VE, (exit_, names_O)
-        self._facts = facts = DrafterFacts(text.layers, text.num, memory.layers)
-        facts.head, facts.names = ctypes.addressof(head.described), names_O.data_ptr()
-        facts.width = embeddings_VE.shape[1]
+        self._head, self._table, self._held = head, table, (exit_, names_O)
+        self._struct = struct = DrafterStruct(text.layers, text.num, memory.layers)
+        struct.head, struct.names = ctypes.addressof(head.described), names_O.data_ptr()
+        struct.width = table.embedding_dim
         # From now on the parts write into this structure.
-        facts.text_pass, facts.memory_pass = text.facts, memory.facts
-        text.facts, memory.facts = facts.text_pass, facts.memory_pass
+        struct.text_pass, struct.memory_pass = text.struct, memory.struct
+        text.struct, memory.struct = struct.text_pass, struct.memory_pass
         if last is not None:
-            facts.last, facts.reused, facts.last_pass = last.layers, last.num, last.facts
-            last.facts = facts.last_pass
+            struct.last, struct.reused, struct.last_pass = last.layers, last.num, last.struct
+            last.struct = struct.last_pass
         if exit_ is not None:
-            facts.exit = ctypes.addressof(exit_.described)
-        self._growth = GrowthFacts()
+            struct.exit = ctypes.addressof(exit_.described)
+        self._growth = GrowthStruct()
         self._nodes = (c_int64 * 0)(), (c_int64 * 0)(), (c_float * 0)()
 
     def draft_tree(
@@ -198,11 +198,11 @@ class FusedDrafter:
             chooses them). Then the number of levels, and of nodes that got children.
         """
         assert 1 <= finished <= len(unread)
-        facts, growth, (depth, breadth, least) = self._facts, self._growth, shape
+        struct, growth, (depth, breadth, least) = self._struct, self._growth, shape
         assert 0 < breadth <= self._head.outputs
-        facts.finished, facts.embeddings = finished, self._embeddings_VE.data_ptr()
+        struct.finished, struct.embeddings = finished, embeddings_struct(self._table)
         growth.depth, growth.breadth, growth.least = depth, breadth, least
-        growth.coupling = None if coupling is None else ctypes.addressof(coupling.facts)
+        growth.coupling = None if coupling is None else ctypes.addressof(coupling.struct)
         most = breadth + (depth - 1) * breadth**2
         if most > len(self._nodes[0]):
             self._nodes = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
@@ -211,7 +211,7 @@ class FusedDrafter:
             )
         tokens, parents, scores = self._nodes
         text_ids = (c_int64 * len(unread))(*unread)
-        addresses = ctypes.byref(facts), text_ids, len(unread), ctypes.byref(growth)
+        addresses = ctypes.byref(struct), text_ids, len(unread), ctypes.byref(growth)
         call(library().moaspec_tree, *addresses)
         count = growth.nodes
         return tokens[:count], parents[:count], scores[:count], growth.levels, growth.leaves

@@ -25,7 +25,7 @@ from moaspec.backends.cpu.cpu_attention import (
 )
 from moaspec.backends.cpu.matrix import Matrix, large_pages
 from moaspec.backends.cpu.quantized_weight import LANES
-from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
+from moaspec.backends.cpu.structures import AttentionStruct, LayerStruct, MatrixStruct, PassStruct
 from moaspec.target.decoder_layers import Slots
 
 NUM_MATRICES = 4
@@ -62,8 +62,8 @@ class FusedLayer:
 
     def describe(self) -> None:
         """Fill in the C structure with addresses of weights; repeat it when one has moved."""
-        absent = (MatrixFacts(),) * (NUM_MATRICES - len(self.matrices))
-        self.described = LayerFacts(
+        absent = (MatrixStruct(),) * (NUM_MATRICES - len(self.matrices))
+        self.described = LayerStruct(
             *(matrix.described for matrix in self.matrices),
             *absent,
             *(None if weight is None else weight.data_ptr() for weight in self._weights),
@@ -80,6 +80,8 @@ class FusedLayer:
         sizes = [size for one in found for size in (one.inputs, one.outputs)]
         if len(found) < len(matrices) or any(size % LANES for size in sizes):
             return None
+        if len(found) == NUM_MATRICES and not found[2].in_one_format:
+            return None  # gate and up are read panel by panel
         # As in `can_attend`: a stack's kernel also computes attention.
         if head_dim % PAIR_LANES or head_dim > MAX_HEAD_DIM:
             return None
@@ -153,7 +155,7 @@ class FusedStack:
         self.layers, self.scale = tuple(layers), scale
         if moved:
             self._move_weights()
-        self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
+        self._described = (LayerStruct * len(layers))(*(layer.described for layer in layers))
         self._call = library().moaspec_stack
 
     def _move_weights(self) -> None:
@@ -190,7 +192,7 @@ class FusedStack:
         B, turned = len(slots.rows_B), cos_BTR.shape[-1]
         rows, starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
         mask_row, mask_token = mask_strides(mask_B1TS)
-        attention = AttentionFacts(
+        attention = AttentionStruct(
             cache_rows=ctypes.addressof(rows),
             mask=mask_B1TS.data_ptr(),
             rows=B,
@@ -209,7 +211,7 @@ class FusedStack:
             mask_token=mask_token,
             scale=self.scale,
         )
-        facts = PassFacts(
+        struct = PassStruct(
             cos_BTR.data_ptr(),
             sin_BTR.data_ptr(),
             turned,
@@ -221,7 +223,7 @@ class FusedStack:
             None if norm is None else norm.weight_E.data_ptr(),
             0.0 if norm is None else norm.eps,
         )
-        call(self._call, c_void_p(self.address(num)), num, ctypes.byref(facts), x_BTE)
+        call(self._call, c_void_p(self.address(num)), num, ctypes.byref(struct), x_BTE)
         return x_BTE
 
     def address(self, num: int) -> int:
@@ -246,16 +248,16 @@ class TextStack:
         self.num, self.layers, self._find_angles = num, stack.address(num), angles
         # Kept alive, because the C structure holds only their addresses.
         self._place, self._held = (c_int64 * 2)(), (stack, norm)
-        self.facts = PassFacts()
-        layer, facts, attention = stack.layers[-1].described, self.facts, self.facts.attention
-        facts.period = MAX_ATTENDED  # each token of a pass has a row of its own
-        facts.starts = ctypes.addressof(self._place)
-        attention.cache_rows = facts.starts + ctypes.sizeof(c_int64)
+        self.struct = PassStruct()
+        layer, struct, attention = stack.layers[-1].described, self.struct, self.struct.attention
+        struct.period = MAX_ATTENDED  # each token of a pass has a row of its own
+        struct.starts = ctypes.addressof(self._place)
+        attention.cache_rows = struct.starts + ctypes.sizeof(c_int64)
         attention.heads, attention.head_dim = layer.heads, layer.head_dim
         attention.rows, attention.scale = 1, stack.scale
         if norm is not None:
             assert len(norm.weight_E) == layer.read.inputs
-            facts.norm, facts.eps = norm.weight_E.data_ptr(), norm.eps
+            struct.norm, struct.eps = norm.weight_E.data_ptr(), norm.eps
 
     def begin(self, cache: Tensor, row: int, start: int, stop: int, visible: int) -> None:
         """Set the text's keys and values, and the positions, for the next pass.
@@ -266,12 +268,12 @@ class TextStack:
             stop: end of the positions of the tokens.
             visible: number of slots that the first token sees.
         """
-        facts, attention = self.facts, self.facts.attention
+        struct, attention = self.struct, self.struct.attention
         self._angles = self._find_angles(start, stop)  # kept alive: another thread may grow them
-        facts.cos, facts.sin, facts.turned = angle_addresses(self._angles)
+        struct.cos, struct.sin, struct.turned = angle_addresses(self._angles)
         layer, half, cache_row, head, slot, _ = cache.stride()
-        facts.cache = cache.data_ptr() + cache.itemsize * layer * (len(cache) - self.num)
-        facts.layer, facts.half, facts.cache_row, facts.head = layer, half, cache_row, head
+        struct.cache = cache.data_ptr() + cache.itemsize * layer * (len(cache) - self.num)
+        struct.layer, struct.half, struct.cache_row, struct.head = layer, half, cache_row, head
         attention.key_row = attention.value_row = cache_row
         attention.key_head = attention.value_head = head
         attention.key_slot = attention.value_slot = slot

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import call, library, why_not
-from moaspec.backends.cpu.structures import SamplerFacts
+from moaspec.backends.cpu.structures import SamplerStruct
 from moaspec.sampling.kernels import SamplerParams
 
 
@@ -29,8 +29,8 @@ def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
     assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
     tokens = (c_int64 * len(samplers))()
-    facts = (SamplerFacts * len(samplers))(*(SamplerFacts(*one) for one in samplers))
-    call(library().moaspec_choose, logits_NV, *logits_NV.shape, facts, tokens)
+    struct = (SamplerStruct * len(samplers))(*(SamplerStruct(*one) for one in samplers))
+    call(library().moaspec_choose, logits_NV, *logits_NV.shape, struct, tokens)
     return list(tokens)
 
 
@@ -43,10 +43,10 @@ def can_draw(*arguments: Tensor) -> bool:
 
 def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
     """The random bits of `moaspec.sampling.noise`; arguments int64, broadcast."""
-    facts = (seed, choice, position)
+    struct = (seed, choice, position)
     if not seed.shape == choice.shape == position.shape:  # broadcast_tensors alone takes longer
-        facts = torch.broadcast_tensors(*facts)
-    places = torch.stack(facts, dim=-1)
+        struct = torch.broadcast_tensors(*struct)
+    places = torch.stack(struct, dim=-1)
     shape = torch.broadcast_shapes(places.shape[:-1], token_id.shape)
     shared = token_id.ndim == 1 and (places.ndim == 1 or places.shape[-2] == 1)
     if not shared:  # a place for each token

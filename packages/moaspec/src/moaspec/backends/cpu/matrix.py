@@ -3,10 +3,13 @@
 Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
 """
 
+from __future__ import annotations
+
 import ctypes
 import mmap
 from contextlib import suppress
-from ctypes import c_int32
+from ctypes import c_int32, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +23,8 @@ from moaspec.backends.cpu.quantized_weight import (
     found_codes,
     rounded,
 )
-from moaspec.backends.cpu.structures import MatrixFacts, OutputBoundsFacts
+from moaspec.backends.cpu.structures import MatrixStruct, OutputBoundsStruct
+from moaspec.target.weights.stored import StoredWeight
 
 
 class Matrix:
@@ -40,6 +44,8 @@ class Matrix:
             weights of an output are rounded to 16 levels, each 32 inputs to 255.
         moment_II: second moment of the inputs, for rounding; see `quantized_weight.rounded`.
     """
+
+    _stored: StoredWeight | None = None
 
     def __init__(
         self,
@@ -63,32 +69,69 @@ class Matrix:
             self._panels = _panels(padded_OI)
         else:
             self._panels = coded.panels(by_output=self._by_output)
-        self._bias = None if bias is None else pad(bias.float(), (0, wide))
-        self._bounds: _OutputBounds | None = None
-        self.described = MatrixFacts(
+        self.described = MatrixStruct(
             None, None, self.inputs, self.outputs, self.bits, self._rounded
         )
+        self._segments = [_Segment(self.described, 0, 0)]
+        self._begin(bias)
+
+    @classmethod
+    def of_stored(cls, stored: StoredWeight, bias: Tensor | None) -> Matrix:
+        """A weight in the bits of a GGUF file, see `gguf_weights.h` and `can_hold_stored`.
+
+        It is read from the file when it is moved, or used for the first time.
+        """
+        made = cls.__new__(cls)
+        made._stored, (made.outputs, made.inputs) = stored, stored.shape
+        made.bits, made._rounded = 0, False
+        made._panels, made._segments = torch.empty(0, dtype=torch.uint8), _segments_of(stored)
+        made.described = made._segments[0].struct
+        made._begin(bias)
+        return made
+
+    def _begin(self, bias: Tensor | None) -> None:
+        self._bias = None if bias is None else pad(bias.float(), (0, -self.outputs % LANES))
+        self._bounds: _OutputBounds | None = None
         self._reference = ctypes.byref(self.described)
         self._describe()
         self._call, self._call_best = library().moaspec_product, library().moaspec_best
 
     def _describe(self) -> None:
-        self.described.panels = self._panels.data_ptr()
-        if self._bias is not None:
-            self.described.bias = self._bias.data_ptr()
+        for struct, first_byte, first_output in self._segments:
+            struct.panels = self._panels.data_ptr() + first_byte
+            if self._bias is not None:
+                struct.bias = self._bias.data_ptr() + self._bias.itemsize * first_output
         if self._bounds is not None:
             self.described.bounds = ctypes.addressof(self._bounds.described)
 
     @property
     def num_bytes(self) -> int:
-        return self._panels.nbytes
+        return self._panels.nbytes if self._stored is None else sum(_sizes(self._stored))
+
+    @property
+    def in_one_format(self) -> bool:
+        """Whether all outputs have one layout."""
+        return len(self._segments) == 1
 
     def move(self, room: Tensor) -> None:
         """Move the panels to these `num_bytes` bytes."""
-        place = room.view(self._panels.dtype).view(self._panels.shape)
-        place.copy_(self._panels)
-        self._panels = place
+        if self._is_unread():
+            assert self._stored is not None
+            _read_panels(self._stored, room)
+            self._panels = room
+        else:
+            place = room.view(self._panels.dtype).view(self._panels.shape)
+            place.copy_(self._panels)
+            self._panels = place
         self._describe()
+
+    def read(self) -> None:
+        """Read a weight that is still in its file."""
+        if self._is_unread():
+            self.use_large_pages()
+
+    def _is_unread(self) -> bool:
+        return self._stored is not None and not len(self._panels)
 
     def use_large_pages(self) -> None:
         """Move the panels to large pages: faster for weights that every call reads whole."""
@@ -116,8 +159,17 @@ class Matrix:
             and why_not() is None
         )
 
+    @staticmethod
+    def can_hold_stored(stored: StoredWeight) -> bool:
+        """Whether kernels support a weight in a file's bits on this machine."""
+        *rest, _ = stored.parts
+        whole = all(len(part.order) % LANES == 0 for part in rest)
+        return whole and why_not() is None
+
     def weight(self) -> Tensor:
-        """The weight, (O, I) bf16, computed from the panels in each call."""
+        """The weight, (O, I) bf16, computed in each call."""
+        if self._stored is not None:
+            return self._stored.dequantised().bfloat16()
         return self._padded_weight()[: self.outputs]
 
     def _padded_weight(self) -> Tensor:
@@ -133,6 +185,7 @@ class Matrix:
         """
         assert x.dtype == torch.bfloat16, x.dtype
         assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
+        self.read()
         x = x.contiguous()
         rows = x.numel() // self.inputs
         out = x.new_empty(
@@ -151,6 +204,7 @@ class Matrix:
         """
         assert x_TI.dtype == torch.bfloat16, x_TI.dtype
         assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
+        self.read()
         x_TI = x_TI.contiguous()
         out_T = torch.empty(len(x_TI), dtype=torch.int64)
         call(self._call_best, self._reference, x_TI, len(x_TI), self.inputs, out_T)
@@ -179,8 +233,52 @@ class _OutputBounds:
         # The rounding of the float32 sums of both products is at most this share of |weights| |x|.
         float_error = (inputs + 2 * BLOCK) * 2.0**-23
         self._norm_O, self._error_O = norm_O, error_O + float_error * (norm_O + error_O)
-        copy = MatrixFacts(self._panels.data_ptr(), None, inputs, outputs, 8, 1, None)
-        self.described = OutputBoundsFacts(copy, self._error_O.data_ptr(), self._norm_O.data_ptr())
+        copy = MatrixStruct(self._panels.data_ptr(), None, inputs, outputs, 8, 1, None)
+        self.described = OutputBoundsStruct(copy, self._error_O.data_ptr(), self._norm_O.data_ptr())
+
+
+class _Segment(NamedTuple):
+    """Some outputs of a matrix, in one format."""
+
+    struct: MatrixStruct
+    first_byte: int  # of the panels
+    first_output: int
+
+
+def _sizes(stored: StoredWeight) -> list[int]:
+    """Bytes of the panels of each part."""
+    panel_bytes = library().moaspec_gguf_panel_bytes
+    panel_bytes.restype = c_int64
+    inputs = c_int64(stored.shape[1])
+    return [
+        panel_bytes(c_int64(part.kind), inputs) * -(-len(part.order) // LANES)
+        for part in stored.parts
+    ]
+
+
+def _segments_of(stored: StoredWeight) -> list[_Segment]:
+    """A segment for each run of parts of one kind."""
+    segments: list[_Segment] = []
+    byte, output = 0, 0
+    for part, size in zip(stored.parts, _sizes(stored), strict=True):
+        if not segments or segments[-1].struct.kind != part.kind:
+            outputs, inputs = stored.shape[0] - output, stored.shape[1]
+            struct = MatrixStruct(None, None, inputs, outputs, 0, 0, None, part.kind, None)
+            if segments:
+                segments[-1].struct.next = ctypes.addressof(struct)
+            segments.append(_Segment(struct, byte, output))
+        byte, output = byte + size, output + len(part.order)
+    return segments
+
+
+def _read_panels(stored: StoredWeight, room: Tensor) -> None:
+    """Write the panels of all parts into bytes that are 0."""
+    pack, sizes = library().moaspec_gguf_pack, _sizes(stored)
+    for part, place in zip(stored.parts, room.split(sizes), strict=True):
+        rows, order = part.tensor.blocks, torch.from_numpy(part.order)
+        stored_rows = (part.kind, c_void_p(rows.ctypes.data), rows.strides[0])
+        call(pack, *stored_rows, order, len(order), stored.shape[1], place)
+        part.tensor.forget_pages()
 
 
 def large_pages(num_bytes: int) -> Tensor:

@@ -39,10 +39,10 @@ class QuantizedWeight:
 
     def panels(self, *, by_output: bool = False) -> Tensor:
         """(P, N, bytes of a block) uint8; `by_output`: 4-bit codes as in `amx_gemm.h`."""
-        facts = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
-        facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)
+        halves = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
+        halves_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in halves], dim=2)
         if by_output:
-            return torch.cat((_bytes(facts_PNX), _bytes(self._words_by_output())), dim=2)
+            return torch.cat((_bytes(halves_PNX), _bytes(self._words_by_output())), dim=2)
         # Order: pairs, halves of the 16 outputs, then outputs and numbers of a pair as lanes.
         codes_PhoNke = self.codes_ONI.unflatten(0, (-1, 2, LANES // 2)).unflatten(-1, (-1, 2))
         codes_PNkhoe = codes_PhoNke.permute(0, 3, 4, 1, 2, 5)
@@ -52,7 +52,7 @@ class QuantizedWeight:
         else:
             codes_PNkhoe = codes_PNkhoe ^ SIGN  # plus 128
         words_PNX = codes_PNkhoe.flatten(2).contiguous()
-        return torch.cat((_bytes(facts_PNX), _bytes(words_PNX)), dim=2)
+        return torch.cat((_bytes(halves_PNX), _bytes(words_PNX)), dim=2)
 
     def _words_by_output(self) -> Tensor:
         """(P, N, 4 * 32) int16: four outputs of each input share a word."""
@@ -64,10 +64,10 @@ class QuantizedWeight:
     @classmethod
     def of(cls, panels_PNX: Tensor, bits: int, *, by_output: bool = False) -> QuantizedWeight:
         """The inverse of `panels`."""
-        facts = 2 if bits == 4 else 1
-        facts_PNX = panels_PNX[..., : 2 * facts * LANES].contiguous().view(torch.float16)
-        scale_ON, *zero = (x.mT.flatten(0, 1) for x in facts_PNX.split(LANES, dim=2))
-        words_PNX = panels_PNX[..., 2 * facts * LANES :].contiguous()
+        num_halves = 2 if bits == 4 else 1
+        halves_PNX = panels_PNX[..., : 2 * num_halves * LANES].contiguous().view(torch.float16)
+        scale_ON, *zero = (x.mT.flatten(0, 1) for x in halves_PNX.split(LANES, dim=2))
+        words_PNX = panels_PNX[..., 2 * num_halves * LANES :].contiguous()
         if by_output:
             words_PNjI = words_PNX.view(torch.int16).unflatten(2, (-1, BLOCK)).int()
             codes_PNjoI = torch.stack([words_PNjI >> 4 * o & 15 for o in range(4)], dim=3)

@@ -8,34 +8,42 @@ def _fields(kind: type, names: str) -> tuple[tuple[str, type], ...]:
     return tuple((name, kind) for name in names.split())
 
 
-class MatrixFacts(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """A weight in panels."""
 
     _fields_ = (
         *_fields(c_void_p, "panels bias"),
         *_fields(c_int64, "inputs outputs bits rounded"),
         ("bounds", c_void_p),
+        ("kind", c_int64),
+        ("next", c_void_p),
     )
 
 
-class OutputBoundsFacts(ctypes.Structure):
+class EmbeddingsStruct(ctypes.Structure):
+    """Token embeddings, in bf16 or in a GGUF file's blocks."""
+
+    _fields_ = (("rows", c_void_p), ("kind", c_int64))
+
+
+class OutputBoundsStruct(ctypes.Structure):
     """Bounds on the outputs of a matrix, by a copy in fewer bits."""
 
-    _fields_ = (("copy", MatrixFacts), *_fields(c_void_p, "error norm"))
+    _fields_ = (("copy", MatrixStruct), *_fields(c_void_p, "error norm"))
 
 
-class LayerFacts(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """A decoder layer without its attention."""
 
     _fields_ = (
-        *_fields(MatrixFacts, "read output inner down"),
+        *_fields(MatrixStruct, "read output inner down"),
         *_fields(c_void_p, "norm inner_norm query_norm key_norm"),
         ("eps", c_float),
         *_fields(c_int64, "heads kv_heads head_dim"),
     )
 
 
-class AttentionFacts(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """A call of attention: addresses, shapes and strides of its tensors."""
 
     _fields_ = (
@@ -48,7 +56,7 @@ class AttentionFacts(ctypes.Structure):
     )
 
 
-class PassFacts(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """A pass of a stack of layers over a cache."""
 
     _fields_ = (
@@ -57,24 +65,25 @@ class PassFacts(ctypes.Structure):
         ("cache", c_void_p),
         *_fields(c_int64, "layer half cache_row head"),
         ("starts", c_void_p),
-        ("attention", AttentionFacts),
+        ("attention", AttentionStruct),
         ("norm", c_void_p),
         ("eps", c_float),
     )
 
 
-class TextPassFacts(ctypes.Structure):
+class TextPassStruct(ctypes.Structure):
     """A pass over the newest tokens of one text, with the target's choices."""
 
     _fields_ = (
         ("layers", c_void_p),
         ("count", c_int64),
-        ("text", PassFacts),
-        *_fields(c_void_p, "embeddings head"),
+        ("text", PassStruct),
+        ("embeddings", EmbeddingsStruct),
+        ("head", c_void_p),
     )
 
 
-class EncoderFacts(ctypes.Structure):
+class EncoderStruct(ctypes.Structure):
     """The encoder: from a token's keys and values in all layers to those of CA."""
 
     _fields_ = (
@@ -86,13 +95,13 @@ class EncoderFacts(ctypes.Structure):
     )
 
 
-class ExitFacts(ctypes.Structure):
+class ExitStruct(ctypes.Structure):
     """The adapter of an exit, between CA and the target's layers or head."""
 
     _fields_ = (*_fields(c_void_p, "norm linear"), *_fields(c_float, "eps scale"))
 
 
-class DrafterFacts(ctypes.Structure):
+class DrafterStruct(ctypes.Structure):
     """A drafter, which processes unread tokens, then its drafts level by level."""
 
     _fields_ = (
@@ -101,14 +110,15 @@ class DrafterFacts(ctypes.Structure):
         *_fields(c_void_p, "memory last"),
         ("reused", c_int64),
         ("exit", c_void_p),
-        *_fields(PassFacts, "text_pass memory_pass last_pass"),
+        *_fields(PassStruct, "text_pass memory_pass last_pass"),
         ("finished", c_int64),
-        *_fields(c_void_p, "head names embeddings"),
+        *_fields(c_void_p, "head names"),
+        ("embeddings", EmbeddingsStruct),
         ("width", c_int64),
     )
 
 
-class GrowthFacts(ctypes.Structure):
+class GrowthStruct(ctypes.Structure):
     """The shape of a draft tree, and its nodes, which the kernel fills in."""
 
     _fields_ = (
@@ -119,7 +129,7 @@ class GrowthFacts(ctypes.Structure):
     )
 
 
-class SamplerFacts(ctypes.Structure):
+class SamplerStruct(ctypes.Structure):
     """Sampling settings and position of a token."""
 
     _fields_ = (
@@ -130,15 +140,23 @@ class SamplerFacts(ctypes.Structure):
     )
 
 
-class CouplingFacts(ctypes.Structure):
+class CouplingStruct(ctypes.Structure):
     """How drafts are ranked for a request that samples."""
 
-    _fields_ = (("sampler", SamplerFacts), ("agreement", c_void_p), ("ranks", c_int64))
+    _fields_ = (("sampler", SamplerStruct), ("agreement", c_void_p), ("ranks", c_int64))
 
 
 SHARED = (
-    *(MatrixFacts, OutputBoundsFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts),
-    *(GrowthFacts, PassFacts, TextPassFacts, EncoderFacts, ExitFacts, DrafterFacts),
+    *(
+        MatrixStruct,
+        EmbeddingsStruct,
+        OutputBoundsStruct,
+        LayerStruct,
+        AttentionStruct,
+        SamplerStruct,
+        CouplingStruct,
+    ),
+    *(GrowthStruct, PassStruct, TextPassStruct, EncoderStruct, ExitStruct, DrafterStruct),
 )
 """All of them, in the order of `moaspec_layouts`."""
 

@@ -119,7 +119,7 @@ class GenericPartialTarget(PartialTarget):
         set_position_rules(self)
 
     @property
-    def embeddings(self) -> Tensor | None:
+    def embeddings(self) -> None:
         """None: kernels would leave out the factor."""
         return None
 

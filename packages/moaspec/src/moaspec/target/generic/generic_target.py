@@ -137,7 +137,7 @@ class GenericTarget(Target):
         return self.layers.run_tokens(input_ids_BT, position_ids_BT, **options)
 
     @property
-    def embeddings(self) -> Tensor | None:
+    def embeddings(self) -> None:
         """None: some models change what the embedding looks up."""
         return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from moaspec.target.weights.gguf_config import architecture_of, read_config
-from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf
+from moaspec.target.weights.gguf_file import GGUFFile, parts_of, read_gguf, save_index
 from moaspec.target.weights.gguf_tensors import parameters, sources
 from moaspec.target.weights.gguf_tokenizer import end_ids, read_tokenizer
 from moaspec.target.weights.gguf_tokens import UnreadableError
@@ -34,6 +34,7 @@ from moaspec_core.support.seals import cached_directory, is_whole
 log = logging.getLogger(__name__)
 CONVERSION = 3
 """Part of the names of converted files; another number where they must be made anew."""
+INDEX = "tensors.json"
 _REFUSED = "tokenizer_refused.txt"  # why the file's tokenizer cannot be read, in its place
 FLOAT_BYTES = 4
 SHARD_BYTES = 1 << 30  # what is in memory at once, unless one tensor is larger
@@ -99,6 +100,14 @@ def is_dequantised(key: str) -> bool:
     return is_whole(trusted(key))
 
 
+def described(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+    """Convert a GGUF file, once, to a directory with its config, tokenizer and `INDEX` of tensors.
+
+    Args and Raises: see `dequantised`.
+    """
+    return _converted(name, gguf, key, remedy, weights=False)
+
+
 def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """Convert a GGUF file, once, to a directory with weights in float32.
 
@@ -111,24 +120,32 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         UnknownModelError: the file is damaged, lacks tensors, or has surplus ones.
         UnsupportedTargetError: its architecture, a field or a type of tensor is not read.
     """
-    final = trusted(key)
+    return _converted(name, gguf, key, remedy, weights=True)
+
+
+def _converted(name: str, gguf: Path, key: str, remedy: str, *, weights: bool) -> Path:
+    final = trusted(key if weights else f"{key}-config")
     if is_whole(final):
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
-    said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s on other machines."
-    log.info(said, name)
-    with _named_errors(name, gguf, remedy):
+    with named_errors(name, gguf, remedy):
         file = read_gguf(gguf)
         config = read_config(file)
         found = sources(config, architecture_of(file), file)
         generation = _generation_config(config, file)
-    weights = sum(tensor.num_weights for tensor in file.tensors.values())
-    require_room(final.parent, FLOAT_BYTES * weights)
+    if weights:
+        said = "Dequantising the weights of %s, once; those of 135M took 15 to 60 s elsewhere."
+        log.info(said, name)
+        numbers = sum(tensor.num_weights for tensor in file.tensors.values())
+        require_room(final.parent, FLOAT_BYTES * numbers)
 
     def write(directory: Path) -> None:
         directory.mkdir()
-        _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
+        if weights:
+            _write_weights(directory, _named(parameters(found, file), name, gguf, remedy))
+        else:
+            save_index(file, directory / INDEX)
         generation.save_pretrained(directory)
         config.save_pretrained(directory)
         if _has_vocabulary(file):
@@ -141,7 +158,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
 
 @contextmanager
-def _named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
+def named_errors(name: str, gguf: Path, remedy: str) -> Iterator[None]:
     """Name the target and the file in errors, and turn the libraries' into ours."""
     begun = f"Cannot load the target {name!r} from the GGUF file {gguf}: "
     remedy = f" {remedy}." if remedy else ""
@@ -161,7 +178,7 @@ def _named(
 ) -> Iterator[tuple[str, Tensor]]:
     """Pass tensors on; an error in reading one names the file."""
     while True:
-        with _named_errors(name, gguf, remedy):
+        with named_errors(name, gguf, remedy):
             one = next(tensors, None)
         if one is None:
             return

@@ -1,6 +1,8 @@
 """Fields and tensors of GGUF files, over all parts of a split file."""
 
+import json
 import math
+import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader
 
 _PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
+ARCHITECTURE = "general.architecture"
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -28,17 +31,27 @@ class GGUFTensor:
     Args:
         shape: rows first, as in PyTorch.
         blocks: the stored bytes, or floats, mapped from the file; one row for each row of `shape`.
+        part: which part of a split file holds it.
+        offset: bytes before it in that part.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: "GGMLQuantizationType"
     blocks: np.ndarray
+    part: int = 0
+    offset: int = 0
 
     @property
     def num_weights(self) -> int:
         """How many values the tensor has."""
         return math.prod(self.shape)
+
+    def forget_pages(self) -> None:
+        """Drop the file's resident pages from memory; they are read again where they are used."""
+        mapped = getattr(self.blocks, "_mmap", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def dequantised(self) -> Tensor:
         """The values in float32, in memory of their own."""
@@ -68,10 +81,10 @@ class GGUFFile:
         Raises:
             UnknownModelError: there is none, or it is no text.
         """
-        found = self.fields.get("general.architecture")
+        found = self.fields.get(ARCHITECTURE)
         if not isinstance(found, str):
             is_ = "missing" if found is None else f"{str(found)[:60]}, and must be a text"
-            raise UnknownModelError(f"its field general.architecture is {is_}.")
+            raise UnknownModelError(f"its field {ARCHITECTURE} is {is_}.")
         return found
 
 
@@ -118,14 +131,56 @@ def read_gguf(gguf: Path) -> GGUFFile:
     _check_split(parts_of(gguf), readers)
     fields = dict(_fields(readers[0]))
     tensors: dict[str, GGUFTensor] = {}
-    for part, reader in zip(parts_of(gguf), readers, strict=True):
-        for tensor in _tensors(reader):
+    for number, (part, reader) in enumerate(zip(parts_of(gguf), readers, strict=True)):
+        for tensor in _tensors(reader, number):
             if tensor.name in tensors:
                 raise UnknownModelError(f"its tensor {tensor.name} is also in {part.name}.")
             tensors[tensor.name] = tensor
     _check_count(fields, tensors, readers)
     _check_types(tensors)
     return GGUFFile(gguf, {k: v for k, v in fields.items() if k not in _SPLIT}, tensors)
+
+
+def save_index(file: GGUFFile, path: Path) -> None:
+    """Write where a file's tensors are, so that later loads need not parse its vocabulary."""
+    tensors = [
+        [one.name, one.shape, int(one.kind), one.part, one.offset] for one in file.tensors.values()
+    ]
+    path.write_text(json.dumps({ARCHITECTURE: file.architecture, "tensors": tensors}))
+
+
+def read_by_index(gguf: Path, path: Path) -> GGUFFile:
+    """Map a file by an index of `save_index`; its only field is the architecture.
+
+    Raises:
+        OSError, ValueError: the file is not the one that was indexed.
+    """
+    # Imported here: few targets are GGUF files.
+    from gguf import GGMLQuantizationType
+
+    index = json.loads(path.read_text())
+    parts = [np.memmap(part, mode="r") for part in parts_of(gguf)]
+    tensors = {}
+    for name, shape, kind, part, offset in index["tensors"]:
+        blocks = _blocks(parts[part], tuple(shape), GGMLQuantizationType(kind), offset)
+        tensors[name] = GGUFTensor(
+            name, tuple(shape), GGMLQuantizationType(kind), blocks, part, offset
+        )
+    return GGUFFile(gguf, {ARCHITECTURE: index[ARCHITECTURE]}, tensors)
+
+
+def _blocks(
+    part: np.ndarray, shape: tuple[int, ...], kind: "GGMLQuantizationType", offset: int
+) -> np.ndarray:
+    """A tensor's stored bytes, or floats, as the package gguf gives them."""
+    from gguf import GGML_QUANT_SIZES
+
+    weights, size = GGML_QUANT_SIZES[kind]
+    *rows, columns = shape
+    row_bytes = columns // weights * size
+    stored = part[offset : offset + math.prod(rows) * row_bytes].reshape(*rows, row_bytes)
+    floats = {"F32": np.float32, "F16": np.float16}
+    return stored.view(floats[kind.name]) if kind.name in floats else stored
 
 
 def _require_little_endian(part: Path) -> None:
@@ -144,10 +199,11 @@ def _fields(reader: "GGUFReader") -> Iterator[tuple[str, Any]]:
             yield name, field.contents()
 
 
-def _tensors(reader: "GGUFReader") -> Iterator[GGUFTensor]:
+def _tensors(reader: "GGUFReader", part: int) -> Iterator[GGUFTensor]:
     for tensor in reader.tensors:
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        yield GGUFTensor(tensor.name, shape, tensor.tensor_type, tensor.data)
+        place = (part, int(tensor.data_offset))
+        yield GGUFTensor(tensor.name, shape, tensor.tensor_type, tensor.data, *place)
 
 
 def _check_split(parts: Sequence[Path], readers: Sequence["GGUFReader"]) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moaspec.target.target import PROCESS_SETTINGS
 from moaspec.target.weights.gguf_config import HEAD, Architecture
 from moaspec.target.weights.gguf_file import GGUFFile
 from moaspec_core.errors import UnknownModelError
+from moaspec_core.support.torch_settings import PROCESS_SETTINGS
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -158,10 +158,10 @@ class KeyScorer {
         transpose(to);
       }
     const uint8_t* const first = reinterpret_cast<const uint8_t*>(keys_);
-    multiply_panels<Bf16Weights>(queries_, count_, dim_, first, panels, panel_ * sizeof(Words), first, dim_,
-                                 [&](int64_t query, int panel, Floats sums) {
-                                   store(scores + query * stride + panel * kLanes, sums);
-                                 });
+    multiply_panels(Bf16Weights(), queries_, count_, dim_, first, panels, panel_ * sizeof(Words), first, dim_,
+                    [&](int64_t query, int panel, Floats sums) {
+                      store(scores + query * stride + panel * kLanes, sums);
+                    });
   }
 
  private:

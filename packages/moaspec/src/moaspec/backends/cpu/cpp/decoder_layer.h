@@ -82,9 +82,7 @@ inline Layer without_queries(const Layer& layer) {
   const int64_t queries = layer.heads * layer.head_dim;
   Layer rest = layer;
   rest.heads = 0;
-  rest.read.outputs -= queries;
-  rest.read.panels = static_cast<const uint8_t*>(layer.read.panels) + queries / kLanes * panel_bytes(layer.read);
-  if (layer.read.bias) rest.read.bias += queries;
+  rest.read = without_first(layer.read, queries);
   return rest;
 }
 
@@ -165,8 +163,8 @@ inline void team_gate(const Matrix& inner, const bf16* x, int64_t rows, int64_t 
         return buffer + 2 * (row * chunk_panels + panel - start) * kLanes;
       };
       for (const int64_t first : {int64_t{0}, half})
-        multiply_range<decltype(format)>(
-            inner, inputs, rows, stride, {first + start, first + stop},
+        multiply_range(
+            format, inner, inputs, rows, stride, {first + start, first + stop},
             [&](int64_t row, int64_t panel, Floats numbers) {
               store(gate(row, panel - first) + (first ? kLanes : 0), numbers);
             });

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "gguf_weights.h"
 #include "w4a8.h"
 #ifdef __AVX512BF16__
 #include "quantized_blocks.h"
@@ -39,10 +40,12 @@ struct Matrix {
   const void* panels;
   const float* bias;  // or null
   int64_t inputs;
-  int64_t outputs;
+  int64_t outputs;  // with those of `next`
   int64_t bits;     // of a stored weight: 16, 8 or 4
   int64_t rounded;  // 1: inputs are rounded too; W4A8 if `bits` is 4, W7A8 if it is 8
   const OutputBounds* bounds;  // or null
+  int64_t kind;        // of a GGUF file's blocks (`gguf_blocks.h`), which decide instead of `bits`; or 0
+  const Matrix* next;  // further outputs, in another format; or null
 };
 
 // A copy of a matrix without bias, and how far its outputs may be off. Output o differs from the copy's by at
@@ -83,24 +86,24 @@ Number* thread_buffer(size_t count) {
 }
 
 // Calls the micro-kernel for M rows and `count` panels.
-template <class Format, int M, class... Rest>
-inline void dispatch_tile(int count, Rest&... rest) {
+template <int M, class Format, class... Rest>
+inline void dispatch_tile(Format format, int count, Rest&... rest) {
   if constexpr (M <= Format::kMaxRows) {
     constexpr int most = Format::max_panels(M);
     if constexpr (most >= 4)
-      if (count == 4) return Format::template tile<M, 4>(rest...);
+      if (count == 4) return format.template tile<M, 4>(rest...);
     if constexpr (most >= 3)
-      if (count == 3) return Format::template tile<M, 3>(rest...);
+      if (count == 3) return format.template tile<M, 3>(rest...);
     if constexpr (most >= 2)
-      if (count == 2) return Format::template tile<M, 2>(rest...);
-    return Format::template tile<M, 1>(rest...);
+      if (count == 2) return format.template tile<M, 2>(rest...);
+    return format.template tile<M, 1>(rest...);
   }
 }
 
 // Multiplies rows with `count` panels, `panel_stride` bytes apart, and calls emit(row, v, 16 sums) for each
 // row and panel. `next_panels`, with the same stride, are prefetched for the next call.
 template <class Format, class Emit>
-void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride,
+void multiply_panels(Format format, const typename Format::Input* x, int64_t rows, int64_t stride,
                      const uint8_t* panels, int count, int64_t panel_stride, const uint8_t* next_panels,
                      int64_t inputs, const Emit& emit) {
   for (int64_t row = 0; row < rows;) {
@@ -111,14 +114,14 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
     const typename Format::Input* from = x + row * stride;
     Tile tile;
     switch (size) {
-      case 8: dispatch_tile<Format, 8>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 7: dispatch_tile<Format, 7>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 6: dispatch_tile<Format, 6>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 5: dispatch_tile<Format, 5>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 4: dispatch_tile<Format, 4>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 3: dispatch_tile<Format, 3>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      case 2: dispatch_tile<Format, 2>(count, from, stride, panels, panel_stride, next, inputs, tile); break;
-      default: dispatch_tile<Format, 1>(count, from, stride, panels, panel_stride, next, inputs, tile);
+      case 8: dispatch_tile<8>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 7: dispatch_tile<7>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 6: dispatch_tile<6>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 5: dispatch_tile<5>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 4: dispatch_tile<4>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 3: dispatch_tile<3>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      case 2: dispatch_tile<2>(format, count, from, stride, panels, panel_stride, next, inputs, tile); break;
+      default: dispatch_tile<1>(format, count, from, stride, panels, panel_stride, next, inputs, tile);
     }
     for (int64_t m = 0; m < size; m++)
       for (int v = 0; v < count; v++) emit(row + m, v, tile.sums[m][v]);
@@ -137,8 +140,8 @@ constexpr bool uses_amx(int64_t inputs) {
 
 // `multiply_panels`, with AMX where it can be used.
 template <class Format, class Emit>
-void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels,
-                  int count, int64_t panel_stride, const uint8_t* next, int64_t inputs, const Emit& emit) {
+void multiply_any(Format format, const typename Format::Input* x, int64_t rows, int64_t stride,
+                  const uint8_t* panels, int count, int64_t panel_stride, const uint8_t* next, int64_t inputs, const Emit& emit) {
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<Format, WeightsByOutput>)
     return multiply_by_outputs(x, rows, panels, count, panel_stride, next, inputs, emit);
@@ -147,7 +150,7 @@ void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride,
       return multiply_rows<Format>(x, rows, stride, panels, count, panel_stride, next, inputs, emit);
   if constexpr (!std::is_same_v<Format, WeightsByOutput> && !Format::kUnpacks)
 #endif
-    multiply_panels<Format>(x, rows, stride, panels, count, panel_stride, next, inputs, emit);
+    multiply_panels(format, x, rows, stride, panels, count, panel_stride, next, inputs, emit);
 }
 
 // The indices start, ... stop - 1.
@@ -161,10 +164,10 @@ inline Range share_of(int64_t parts) {
 
 // Multiplies rows with a range of panels, adds the bias, and calls emit(row, panel, 16 sums).
 template <class Format, class Emit>
-void multiply_range(const Matrix& matrix, const typename Format::Input* x, int64_t rows,
+void multiply_range(Format format, const Matrix& matrix, const typename Format::Input* x, int64_t rows,
                     int64_t stride, Range range, const Emit& emit) {
-  const int64_t inputs = matrix.inputs, bytes = Format::panel_bytes(inputs);
-  int64_t streams = Format::panels_at_once(rows);
+  const int64_t inputs = matrix.inputs, bytes = format.panel_bytes(inputs);
+  int64_t streams = format.panels_at_once(rows);
 #ifdef __AMX_BF16__
   std::optional<AmxTileConfig> tiles;
   if constexpr (std::is_same_v<Format, WeightsByOutput>) {
@@ -182,17 +185,27 @@ void multiply_range(const Matrix& matrix, const typename Format::Input* x, int64
       if (matrix.bias) sums = sums + load(matrix.bias + panel * kLanes);
       emit(row, panel, sums);
     };
-#ifdef __AVX512BF16__
+#ifndef __AVX512BF16__
+    if constexpr (std::is_same_v<Format, GgufWeights>)
+      if (rows > Format::kMaxRows) {
+        float* const sums = thread_buffer<Format, float>(rows * kLanes);
+        with_kind(format.kind, [&](auto kind) {
+          multiply_unpacked<kind>(x, rows, stride, at(first), inputs, sums);
+        });
+        for (int64_t row = 0; row < rows; row++) emit_sums(row, 0, load(sums + row * kLanes));
+        return;
+      }
+#else
     if constexpr (Format::kUnpacks)
       if (rows > kUnpackedRows) {  // dequantised once for all rows
         const int64_t size = Bf16Weights::panel_bytes(inputs);
         uint8_t* const room = thread_buffer<Format, uint8_t>(count * size);
         for (int v = 0; v < num; v++)
           Format::unpack(at(first + v * step), inputs, reinterpret_cast<bf16*>(room + v * size));
-        return multiply_any<Bf16Weights>(x, rows, stride, room, num, size, room, inputs, emit_sums);
+        return multiply_any(Bf16Weights(), x, rows, stride, room, num, size, room, inputs, emit_sums);
       }
 #endif
-    multiply_any<Format>(x, rows, stride, at(first), num, step * bytes, at(next), inputs, emit_sums);
+    multiply_any(format, x, rows, stride, at(first), num, step * bytes, at(next), inputs, emit_sums);
   };
   // The panels of a group are `length` panels apart, so that each is a stream of its own from memory: a CPU
   // prefetches several long streams faster than one.
@@ -229,6 +242,7 @@ inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows,
 // Calls use(format) with the format of a matrix.
 template <class Use>
 auto with_format(const Matrix& matrix, const Use& use) {
+  if (matrix.kind) return use(GgufWeights{matrix.kind});
 #ifndef __AVX512BF16__
   if (matrix.rounded && matrix.bits == 8) return use(W7A8Weights());
 #endif
@@ -261,24 +275,41 @@ void with_inputs(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stri
   });
 }
 
-// Bytes of each 16 outputs of a matrix.
-inline int64_t panel_bytes(const Matrix& matrix) {
-  return with_format(matrix, [&](auto format) { return decltype(format)::panel_bytes(matrix.inputs); });
+// Outputs of a matrix without those of `next`.
+inline int64_t own_outputs(const Matrix& matrix) {
+  return matrix.outputs - (matrix.next ? matrix.next->outputs : 0);
+}
+
+// The matrix without its first `outputs` outputs, a multiple of 16.
+inline Matrix without_first(Matrix matrix, int64_t outputs) {
+  while (matrix.next && outputs >= own_outputs(matrix)) {
+    outputs -= own_outputs(matrix);
+    matrix = *matrix.next;
+  }
+  const int64_t bytes =
+      with_format(matrix, [&](auto format) { return format.panel_bytes(matrix.inputs); });
+  matrix.outputs -= outputs;
+  matrix.panels = static_cast<const uint8_t*>(matrix.panels) + outputs / kLanes * bytes;
+  if (matrix.bias) matrix.bias += outputs;
+  return matrix;
 }
 
 // Computes the calling thread's share of x times the transposed weight, plus the bias, and calls
 // emit(row, first output, 16 sums). Rows of x are `stride` numbers apart.
 template <class Emit>
 void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Emit& emit) {
-  const Range mine = share_of((matrix.outputs + kLanes - 1) / kLanes);
-  for (int64_t start = 0; start < rows; start += kChunkRows) {
-    const int64_t count = std::min(kChunkRows, rows - start);
-    with_inputs(matrix, x + start * stride, count, stride, [&](auto format, auto* inputs, int64_t width) {
-      const auto emit_outputs = [&](int64_t row, int64_t panel, Floats sums) {
-        emit(start + row, panel * kLanes, sums);
-      };
-      multiply_range<decltype(format)>(matrix, inputs, count, width, mine, emit_outputs);
-    });
+  int64_t first = 0;
+  for (const Matrix* part = &matrix; part; first += own_outputs(*part), part = part->next) {
+    const Range mine = share_of((own_outputs(*part) + kLanes - 1) / kLanes);
+    for (int64_t start = 0; start < rows; start += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, rows - start);
+      with_inputs(*part, x + start * stride, count, stride, [&](auto format, auto* inputs, int64_t width) {
+        const auto emit_outputs = [&](int64_t row, int64_t panel, Floats sums) {
+          emit(start + row, first + panel * kLanes, sums);
+        };
+        multiply_range(format, *part, inputs, count, width, mine, emit_outputs);
+      });
+    }
   }
 }
 

@@ -58,7 +58,7 @@ struct Drafter {
   int64_t finished;        // the root, and those before it that the target's cache lacks
   const Matrix* head;
   const int64_t* names;    // token ids of the head's outputs
-  const bf16* embeddings;  // (vocabulary, E)
+  Embeddings embeddings;
   int64_t width;           // E
 };
 
@@ -67,7 +67,7 @@ struct TextPass {
   const Layer* layers;
   int64_t count;           // of layers
   Pass text;               // its `cos` and `sin` have a row for each position from `starts` on; it has no mask
-  const bf16* embeddings;  // (vocabulary, E)
+  Embeddings embeddings;
   const Matrix* head;      // or null, for a pass without choices
 };
 
@@ -220,8 +220,8 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
   const int64_t chunk = std::min(stored, kChunkRows), text_rows = std::max(rows, chunk);
   std::vector<bf16> x(text_rows * width);
-  const auto embed = [&](int64_t token, int64_t row) {
-    std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
+  const auto embed_at = [&](int64_t token, int64_t row) {
+    embed(drafter.embeddings, token, width, x.data() + row * width);
   };
   // An unread token sees the text up to itself.
   std::vector<uint8_t> mask(rows * slots, 0), stored_mask(drafter.text_layers > 1 ? chunk * slots : 0, 0);
@@ -240,13 +240,13 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
       const int64_t count = std::min(kChunkRows, stored - first);
 #pragma omp for
       for (int64_t i = 0; i < count; i++) {
-        embed(unread[first + i], i);
+        embed_at(unread[first + i], i);
         if (drafter.text_layers > 1) std::fill_n(stored_mask.data() + i * slots, start + first + i + 1, 1);
       }
       passes.store_text(drafter, storing, x.data(), start + first, count, stored_mask.data(), text_scratch);
     }
 #pragma omp for
-    for (int64_t i = 0; i < finished; i++) embed(unread[stored + i], i);
+    for (int64_t i = 0; i < finished; i++) embed_at(unread[stored + i], i);
     passes.set_tokens(start + stored, finished, visible, mask.data());
     for (int64_t level = 0; leaves.count() > 0; level++) {
       if (level > 0) {
@@ -264,7 +264,7 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
       finder.team_find(*drafter.head, state, leaves.count(), width, level);
 #pragma omp barrier
 #pragma omp single
-      leaves.grow(finder, drafter.names, embed);
+      leaves.grow(finder, drafter.names, embed_at);
     }
   }
 }
@@ -351,6 +351,13 @@ void moaspec_exit(const Exit* exit, bf16* x, int64_t rows, int32_t threads) {
     team_exit(*exit, x + row * exit->linear->outputs, std::min(kChunkRows, rows - row));
 }
 
+// Embeddings of tokens, (count, width) bf16.
+void moaspec_embed(const Embeddings* table, const int64_t* ids, int64_t count, int64_t width, bf16* out,
+                   int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (count > kChunkRows)
+  for (int64_t i = 0; i < count; i++) embed(*table, ids[i], width, out + i * width);
+}
+
 // RMSNorm of x, (rows, width); `out` may be `x`.
 void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, int64_t width, bf16* out,
                   int32_t threads) {
@@ -419,7 +426,7 @@ void moaspec_text(const TextPass* target, const int64_t* ids, const int64_t* par
     mask[start + i] = 1;
     std::copy_n(pass.cos + distances[i] * turned, turned, cos.data() + i * turned);
     std::copy_n(pass.sin + distances[i] * turned, turned, sin.data() + i * turned);
-    std::copy_n(target->embeddings + ids[i] * width, width, states + i * width);
+    embed(target->embeddings, ids[i], width, states + i * width);
   }
   pass.cos = cos.data();
   pass.sin = sin.data();

@@ -23,7 +23,12 @@ void add_layout(std::vector<int64_t>& all, std::initializer_list<size_t> offsets
 inline void add_parts(std::vector<int64_t>& all) {
   {
     using S = Matrix;
-    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded), AT(bounds)});
+    add_layout<S>(all, {AT(panels), AT(bias), AT(inputs), AT(outputs), AT(bits), AT(rounded), AT(bounds),
+                        AT(kind), AT(next)});
+  }
+  {
+    using S = Embeddings;
+    add_layout<S>(all, {AT(rows), AT(kind)});
   }
   {
     using S = OutputBounds;

@@ -115,8 +115,8 @@ class ArgMax {
         const int64_t begin = panel;
         while (panel < panels.stop && may_have_largest(panel)) panel++;
         if (panel > begin)
-          multiply_range<decltype(format)>(
-              matrix, inputs, rows, length, {begin, panel},
+          multiply_range(
+              format, matrix, inputs, rows, length, {begin, panel},
               [&](int64_t row, int64_t at, Floats sums) { keep(first + row, at * kLanes, sums); });
       }
     });

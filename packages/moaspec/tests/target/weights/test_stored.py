@@ -1,0 +1,166 @@
+"""Targets whose weights stay in the bits of their GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from torch import Tensor
+from torch.testing import assert_close
+
+import gguf_models
+import moaspec
+import tiny
+from moaspec.backends.fast_target import same_bits, weight_bytes
+from moaspec.target.registry import read_target
+from moaspec.target.target import Target
+from moaspec.target.weights.stored import StoredEmbedding, StoredLinear
+from moaspec_core.errors import UnknownModelError
+
+IDS = [(7 * i * i + 3 * i + 5) % gguf_models.VOCAB for i in range(40)]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+GEMMA3 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 64,
+    "tie_word_embeddings": True,
+}
+Q4_0, Q5_1, Q8_0 = (GGMLQuantizationType[name] for name in ("Q4_0", "Q5_1", "Q8_0"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, architecture: str = "llama", kind: str = "llama", **changes: Any) -> Path:
+    """A file with matrices of three types: values in more bits than keys, as real ones have."""
+    made = gguf_models.model(kind, **(WIDE | changes))
+    stored: dict[str, tuple[np.ndarray, GGMLQuantizationType]] = {}
+
+    def quantise(tensors: dict[str, np.ndarray]) -> None:
+        for name, value in tensors.items():
+            if value.ndim == 2:
+                types = {"attn_v": Q8_0, "ffn_down": Q5_1, "token_embd": Q5_1, "output": Q8_0}
+                part = name.split(".")[-2]
+                of = types.get(part, Q4_0)
+                stored[name] = quantize(np.ascontiguousarray(value, "f4"), of), of
+
+    return gguf_models.write(path, architecture, made, change=quantise, stored=stored)
+
+
+def logits_of(target: Target) -> Tensor:
+    """Of every position, by the packed target."""
+    ids = torch.tensor([IDS])
+    passed = target.capture(ids, torch.ones_like(ids))
+    return target.head(passed.hidden_BTE[0])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "changes"),
+    [
+        ("llama", "llama", {}),
+        ("llama", "llama", {"tie_word_embeddings": True}),
+        ("qwen2", "qwen2", {}),
+        ("qwen3", "qwen3", {}),
+        ("phi3", "phi3", {"hidden_size": 256}),
+        ("olmo2", "olmo2", {}),
+        ("gemma3", "gemma3_text", GEMMA3),
+    ],
+)
+def test_a_target_has_the_files_weights(
+    architecture: str, kind: str, changes: dict[str, Any], tmp_path: Path, cache: Path
+) -> None:
+    path = write(tmp_path / "model.gguf", architecture, kind, **changes)
+    target = moaspec.load_target(path, dtype="bfloat16")
+    assert not list(cache.glob("*/*.safetensors"))
+    plain = moaspec.load_target(path, dtype="float32", packed=False)
+    state = target.model.state_dict()
+    for name, value in plain.model.state_dict().items():
+        if name in state:
+            assert_close(state[name], value.bfloat16(), rtol=0, atol=0, msg=name)
+    states = plain.model(torch.tensor([IDS])).logits[0]
+    found = logits_of(target)
+    assert_close(found, states, atol=0.08 * float(states.abs().max()), rtol=0)
+    assert target.head(torch.zeros(2, 256).bfloat16(), torch.tensor([5, 3])).shape == (2, 2)
+
+
+def test_drafts_change_no_text_and_memory_is_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    target = moaspec.load_target(path, dtype="bfloat16")
+    if not same_bits(target):
+        pytest.skip("needs kernels: without them passes of other widths have other bits")
+    drafter = tiny.random_drafter(target).bfloat16()
+    for temperature in (0.0, 1.0):
+        options: dict[str, Any] = {
+            "max_new_tokens": 40,
+            "temperature": temperature,
+            "seed": 3,
+            "stop_token_ids": (),
+        }
+        texts = [
+            [
+                one.token_ids
+                for one in moaspec.generate(target, [IDS[:9], IDS[3:20], IDS[:5]], **options, **how)
+            ]
+            for how in (
+                {},
+                {"drafter": drafter, "tree": moaspec.Chain(4)},
+                {"drafter": drafter, "tree": moaspec.Tree(depth=3, breadth=4, total_tokens=12)},
+            )
+        ]
+        assert texts[0] == texts[1] == texts[2]
+    assert weight_bytes(target) < 1.05 * path.stat().st_size
+
+
+def test_a_type_that_kernels_do_not_keep_is_widened_alone(tmp_path: Path) -> None:
+    made = gguf_models.model("llama", **WIDE)
+    blocks = np.zeros((256, 512 // 256 * 84), np.uint8)  # Q2_K
+    stored = {"blk.0.ffn_down.weight": (blocks, GGMLQuantizationType.Q2_K)}
+    path = gguf_models.write(tmp_path / "model.gguf", "llama", made, stored=stored, quantised=True)
+    target = read_target(path, dtype="bfloat16", in_file_bits=True)
+    first, second = (layer.mlp.down_proj for layer in target.model.model.layers)
+    assert isinstance(first, torch.nn.Linear)
+    assert not first.weight.any()
+    assert isinstance(second, StoredLinear)
+    assert isinstance(target.model.get_input_embeddings(), StoredEmbedding)
+    moaspec.generate(moaspec.load_target(path, dtype="bfloat16"), IDS, max_new_tokens=4)
+
+
+def test_gates_of_two_types_are_multiplied(tmp_path: Path) -> None:
+    made = gguf_models.model("llama", **WIDE)
+    value = made.state_dict()["model.layers.0.mlp.gate_proj.weight"].numpy()
+    stored = {"blk.0.ffn_gate.weight": (quantize(value, Q4_0), Q4_0)}
+    path = gguf_models.write(tmp_path / "model.gguf", "llama", made, stored=stored, quantised=True)
+    target = moaspec.load_target(path, dtype="bfloat16")
+    plain = moaspec.load_target(path, dtype="float32", packed=False)
+    logits = plain.model(torch.tensor([IDS])).logits[0]
+    assert_close(logits_of(target), logits, atol=0.08 * float(logits.abs().max()), rtol=0)
+
+
+def test_infinite_scales_are_refused(tmp_path: Path) -> None:
+    made = gguf_models.model("llama", **WIDE)
+    blocks = np.zeros((256, 512 // 32 * 18), np.uint8)
+    blocks[3, 1], blocks[3, 0] = 0x7C, 0
+    stored = {"blk.1.ffn_down.weight": (blocks, Q4_0)}
+    path = gguf_models.write(tmp_path / "model.gguf", "llama", made, stored=stored)
+    with pytest.raises(UnknownModelError, match=r"blk\.1\.ffn_down\.weight has NaN or infinite"):
+        moaspec.load_target(path, dtype="bfloat16")
+
+
+def test_other_uses_have_ordinary_weights(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "packed": False}):
+        model = moaspec.load_target(path, **options).model
+        assert type(model.get_input_embeddings()) is torch.nn.Embedding
