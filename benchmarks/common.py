@@ -65,7 +65,9 @@ def load_target(args: argparse.Namespace) -> Target:
     torch.set_num_threads(args.threads)
     if args.full_bits:
         # Not what is called with a weight: a mock remembers its arguments, so that all would stay.
-        mock.patch("moaspec.backends.cpu.matrix.unpacks_exactly", return_value=False).start()
+        matrix = "moaspec.backends.cpu.matrix"
+        for name in ("unpacks_exactly", "Matrix.can_hold_stored"):
+            mock.patch(f"{matrix}.{name}", new=lambda *_: False).start()
     return moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
 
 

@@ -96,6 +96,13 @@ class LlamaCpp:
 
     def tokens_per_s(self, prompt_ids: Sequence[int], num_tokens: int) -> float:
         """Speed after the prompt's pass, by llama.cpp's own clock."""
+        return self._timings(prompt_ids, num_tokens)["predicted_per_second"]
+
+    def prompt_tokens_per_s(self, prompt_ids: Sequence[int]) -> float:
+        """Speed of the prompt's pass, by llama.cpp's own clock."""
+        return self._timings(prompt_ids, 1)["prompt_per_second"]
+
+    def _timings(self, prompt_ids: Sequence[int], num_tokens: int) -> dict[str, float]:
         body = {
             "prompt": list(prompt_ids),
             "n_predict": num_tokens,
@@ -104,7 +111,7 @@ class LlamaCpp:
             "cache_prompt": False,
         }
         answer = httpx.post(f"{self.url}/completion", json=body, timeout=WAIT_S).json()
-        return float(answer["timings"]["predicted_per_second"])
+        return dict(answer["timings"])
 
     def _answer(self) -> Any:
         try:
