@@ -60,14 +60,17 @@ def text_setting(args: argparse.Namespace, target: Target) -> dict[str, Any]:
     return vars(args) | {"suite": Path(args.suite).name} | setting(target)
 
 
+def _cannot(*_: object) -> bool:
+    return False
+
+
 def load_target(args: argparse.Namespace) -> Target:
     """The target, after setting the threads."""
     torch.set_num_threads(args.threads)
     if args.full_bits:
         # Not what is called with a weight: a mock remembers its arguments, so that all would stay.
-        matrix = "moaspec.backends.cpu.matrix"
         for name in ("unpacks_exactly", "Matrix.can_hold_stored"):
-            mock.patch(f"{matrix}.{name}", new=lambda *_: False).start()
+            mock.patch(f"moaspec.backends.cpu.matrix.{name}", new=_cannot).start()
     return moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
 
 

@@ -109,18 +109,12 @@ def test_drafts_change_no_text_and_memory_is_the_files(tmp_path: Path) -> None:
             "seed": 3,
             "stop_token_ids": (),
         }
-        texts = [
-            [
-                one.token_ids
-                for one in moaspec.generate(target, [IDS[:9], IDS[3:20], IDS[:5]], **options, **how)
-            ]
-            for how in (
-                {},
-                {"drafter": drafter, "tree": moaspec.Chain(4)},
-                {"drafter": drafter, "tree": moaspec.Tree(depth=3, breadth=4, total_tokens=12)},
-            )
-        ]
-        assert texts[0] == texts[1] == texts[2]
+        prompts = [IDS[:9], IDS[3:20], IDS[:5]]
+        trees = (moaspec.Chain(4), moaspec.Tree(depth=3, breadth=4, total_tokens=12))
+        plain = moaspec.generate(target, prompts, **options)
+        for tree in trees:
+            drafted = moaspec.generate(target, prompts, drafter=drafter, tree=tree, **options)
+            assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert weight_bytes(target) < 1.05 * path.stat().st_size
 
 
