@@ -62,8 +62,8 @@ def demo(
 ) -> None:
     """Race plain and speculative decoding.
 
-    Both decode the same prompts, side by side. The first run compiles kernels for this CPU and
-    dequantises the model's weights; later runs find all of this ready.
+    Both decode the same prompts, side by side. The first run compiles kernels for this CPU and reads
+    the model's vocabulary; later runs find these ready.
     Models for code have prompts about code. Where no drafter is bundled, drafts are copied from the
     text.
     Ctrl-C ends the demo and keeps what was shown. `moaspec eval` measures more methods, in tables.
@@ -121,16 +121,17 @@ def _loaded(model: str, dtype: str) -> tuple[Target, MoADrafter | None, Callable
     from moaspec.target.registry import find_weights, must_dequantise
 
     if must_compile():
-        with status("Compiling kernels for this CPU (once; timed elsewhere: 10 to 30 s)"):
+        with status("Compiling kernels for this CPU (once; timed elsewhere: 13 to 60 s)"):
             why_not()
-    if must_dequantise(model):
+    chosen = chosen_dtype(dtype)
+    if chosen == "float32" and must_dequantise(model):
         times = ALIASES[model].size / ALIASES[MODEL].size
         known = f"once; by its size: {15 * times:.0f} to {60 * times:.0f} s"
         with status(f"Dequantising the model's weights ({known})"):
             find_weights(model)
     drafted = model in bundled_drafters()
     with status(f"Loading {model} and its drafter" if drafted else f"Loading {model}"):
-        sources = MethodSources(model, dtype=chosen_dtype(dtype))
+        sources = MethodSources(model, dtype=chosen)
         methods = load_methods(("plain", "moa") if drafted else ("plain",), sources)
     target, drafter = methods[-1].target, methods[-1].drafter
     assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"

@@ -189,7 +189,7 @@ def _compiled_for(name: str, *, shipped: bool = True) -> Path:
         return found
     flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
     final = _library_file(flags, compiler)
-    log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
+    log.info("Compiling kernels with %s, once; it took 13 to 60 s on other machines.", compiler)
     make_private(final.parent)
     # Renamed when complete: neither a killed process nor a second one leaves a partial library.
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:

@@ -26,7 +26,7 @@ template <int at, int count, int to>
   return _mm256_and_si256(moved, _mm256_set1_epi32(((1 << count) - 1) << to));
 }
 
-// Reads the numbers of a group.
+// Reads the numbers of a group, those of four pairs at a time.
 template <Kind K>
 class GroupCodes {
  public:
@@ -35,20 +35,34 @@ class GroupCodes {
   GroupCodes() = default;
   explicit GroupCodes(const uint8_t* codes) : codes_(codes) {}
 
-  // The integers of number `e` of pair k, of outputs 8 `half` to 8 `half` + 7.
-  template <int k, int e, int half>
+  // Goes on to pairs 4 `quad` to 4 `quad` + 3.
+  [[gnu::always_inline]] void start(int quad) {
+    quad_ = codes_ + quad * (T::kBits == 8 ? 128 : 64);
+    // Where the high bits of these pairs are: first in their words, after a shift.
+    if constexpr (T::kBits == 5) {
+      high_ = codes_ + 4 * 64;
+      shift_ = _mm_cvtsi32_si128(4 * quad);
+    }
+    if constexpr (T::kBits == 6) {
+      high_ = codes_ + (4 + quad / 2) * 64;
+      shift_ = _mm_cvtsi32_si128(8 * (quad % 2));
+    }
+  }
+
+  // The integers of number `e` of pair i of these, of outputs 8 `half` to 8 `half` + 7.
+  template <int i, int e, int half>
   [[gnu::always_inline]] __m256 integers() const {
     if constexpr (T::kBits == 8) {
-      const __m128i bytes =
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes_ + (2 * k + half) * kLanes));
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quad_ + (2 * i + half) * kLanes));
       const __m256i both = _mm256_cvtepi8_epi16(bytes);  // of each output
       return _mm256_cvtepi32_ps(_mm256_srai_epi32(e ? both : _mm256_slli_epi32(both, 16), 16));
     } else {
-      __m256i code = bits_of<16 * e + k % 4 * 4, 4, 0>(register_at<half>(k / 4));
-      if constexpr (T::kBits == 5)
-        code = _mm256_or_si256(code, bits_of<16 * e + k, 1, 4>(register_at<half>(4)));
-      if constexpr (T::kBits == 6)
-        code = _mm256_or_si256(code, bits_of<16 * e + k % 8 * 2, 2, 4>(register_at<half>(4 + k / 8)));
+      __m256i code = bits_of<16 * e + 4 * i, 4, 0>(read<half>(quad_));
+      if constexpr (T::kBits > 4) {
+        constexpr int kHigh = T::kBits - 4;
+        const __m256i high = _mm256_srl_epi32(read<half>(high_), shift_);
+        code = _mm256_or_si256(code, bits_of<16 * e + kHigh * i, kHigh, 4>(high));
+      }
       if constexpr (T::kIsTable) return look_up(code);
       if constexpr (T::kLowest != 0) code = _mm256_add_epi32(code, _mm256_set1_epi32(T::kLowest));
       return _mm256_cvtepi32_ps(code);
@@ -57,8 +71,8 @@ class GroupCodes {
 
  private:
   template <int half>
-  [[gnu::always_inline]] __m256i register_at(int index) const {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes_ + index * 64 + half * 32));
+  [[gnu::always_inline]] static __m256i read(const uint8_t* words) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + half * 32));
   }
   static __m256 look_up(__m256i code) {
     constexpr const int* t = kIQ4;
@@ -67,16 +81,18 @@ class GroupCodes {
     const __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // bit 3, as the sign
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), is_high);
   }
-  const uint8_t* codes_;
+
+  const uint8_t *codes_, *quad_, *high_;
+  __m128i shift_;
 };
 
-// Accumulates the products of pair k of M rows, `stride` inputs apart, with a panel: first numbers first.
-template <int k, Kind K, int M, int V>
+// Accumulates the products of pair i of the quad of M rows, `stride` inputs apart, with a panel: first numbers first.
+template <int i, Kind K, int M, int V>
 [[gnu::always_inline]] inline void add_pair(GroupCodes<K> (&readers)[V], const Input* x, int64_t stride,
                                             Floats (&products)[M][V]) {
   static_assert(V == 1);
   unrolled<2>([&](auto e) {
-    const __m256 weights[2] = {readers[0].template integers<k, e, 0>(), readers[0].template integers<k, e, 1>()};
+    const __m256 weights[2] = {readers[0].template integers<i, e, 0>(), readers[0].template integers<i, e, 1>()};
     unrolled<M>([&](auto m) {
       const __m256 number = _mm256_broadcast_ss(x + m * stride + e);
       for (int half = 0; half < 2; half++) add_product(number, weights[half], products[m][0].part[half]);

@@ -34,27 +34,32 @@ struct Integers {
 template <Kind K>
 const Integers<K> integers;
 
-// Reads the pairs of a group, in order, as bf16 numbers.
+// Reads the pairs of a group, four at a time, as bf16 numbers.
 template <Kind K>
 class GroupCodes {
  public:
   GroupCodes() = default;
   explicit GroupCodes(const uint8_t* codes) : codes_(codes) {}
 
-  // The integers of pair k.
-  template <int k>
-  [[gnu::always_inline]] Pairs pair() {
-    constexpr int kBits = KindTraits<K>::kBits;
+  // Goes on to pairs 4 `quad` to 4 `quad` + 3; quads come in order.
+  [[gnu::always_inline]] void start(int quad) {
+    quad_ = codes_ + quad * kQuadBytes;
+    if constexpr (kBits < 8) low_ = words(quad_);
+    if constexpr (kBits == 5) high_ = quad ? _mm512_srli_epi16(high_, 4) : words(codes_ + 4 * 64);
+    if constexpr (kBits == 6) high_ = quad % 2 ? _mm512_srli_epi16(high_, 8) : words(codes_ + (4 + quad / 2) * 64);
+  }
+
+  // The integers of pair i of these.
+  template <int i>
+  [[gnu::always_inline]] Pairs pair() const {
     if constexpr (kBits == 8) {
-      const __m128i* from = reinterpret_cast<const __m128i*>(codes_ + k * 2 * kLanes);
+      const __m128i* from = reinterpret_cast<const __m128i*>(quad_ + i * 2 * kLanes);
       const auto floats = [](__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); };
       return _mm512_cvtne2ps_pbh(floats(_mm_loadu_si128(from + 1)), floats(_mm_loadu_si128(from)));
     } else {
-      if constexpr (k % 4 == 0) low_ = words(codes_ + k / 4 * 64);
-      const Words index = _mm512_srli_epi16(low_, k % 4 * 4), table = words(integers<K>.of);
+      const Words index = _mm512_srli_epi16(low_, 4 * i), table = words(integers<K>.of);
       if constexpr (kBits == 4) return (Pairs)_mm512_permutexvar_epi16(index, table);
-      if constexpr (k == 0 || (kBits == 6 && k == 8)) high_ = words(codes_ + (4 + k / 8) * 64);
-      constexpr int kShift = kBits == 5 ? k - 4 : k % 8 * 2 - 4;  // of the high bits, to bit 4
+      constexpr int kShift = kBits == 5 ? i - 4 : 2 * i - 4;  // of the high bits, to bit 4
       Words high = high_;
       if constexpr (kShift > 0) high = _mm512_srli_epi16(high_, kShift);
       if constexpr (kShift < 0) high = _mm512_slli_epi16(high_, -kShift);
@@ -65,16 +70,19 @@ class GroupCodes {
   }
 
  private:
-  const uint8_t* codes_;
+  static constexpr int kBits = KindTraits<K>::kBits;
+  static constexpr int kQuadBytes = kBits == 8 ? 128 : 64;
+
+  const uint8_t *codes_, *quad_;
   Words low_, high_;
 };
 
-// Accumulates the products of pair k of M rows, `stride` inputs apart, with V panels.
-template <int k, Kind K, int M, int V>
+// Accumulates the products of pair i of the quad of M rows, `stride` inputs apart, with V panels.
+template <int i, Kind K, int M, int V>
 [[gnu::always_inline]] inline void add_pair(GroupCodes<K> (&readers)[V], const Input* x, int64_t stride,
                                             Floats (&products)[M][V]) {
   Pairs weights[V];
-  for (int v = 0; v < V; v++) weights[v] = readers[v].template pair<k>();
+  for (int v = 0; v < V; v++) weights[v] = readers[v].template pair<i>();
   unrolled<M>([&](auto m) {
     const Pair both = pair(x + m * stride);
     for (int v = 0; v < V; v++) products[m][v] = multiply_add(both, weights[v], products[m][v]);

@@ -104,16 +104,19 @@ class GgufTile {
   template <int part, class ScalesOf>
   [[gnu::always_inline]] static void add(const GroupInputs* x, int64_t stride, GroupCodes<K> (&readers)[V],
                                          const ScalesOf& scales_of, Floats (&sums)[M][V]) {
-    constexpr int kPairs = L::kScaled / 2;
+    constexpr int kQuads = L::kScaled / 8;
     constexpr int64_t kStride = sizeof(GroupInputs) / sizeof(Input);
     Floats products[M][V];
     unrolled<M>([&](auto m) {
       unrolled<V>([&](auto v) { products[m][v] = broadcast(0.0f); });
     });
-    unrolled<kPairs>([&](auto i) {
-      constexpr int k = part * kPairs + i;
-      add_pair<k>(readers, x->numbers + 2 * k, stride * kStride, products);
-    });
+#pragma GCC unroll 1
+    for (int quad = part * kQuads; quad < (part + 1) * kQuads; quad++) {
+      for (int v = 0; v < V; v++) readers[v].start(quad);
+      unrolled<4>([&](auto i) {
+        add_pair<i>(readers, x->numbers + 8 * quad + 2 * i, stride * kStride, products);
+      });
+    }
     for (int v = 0; v < V; v++) {
       const GroupScales<K> of = scales_of(v);
       unrolled<M>([&](auto m) {
@@ -159,14 +162,17 @@ void multiply_unpacked(const GroupInputs* x, int64_t rows, int64_t stride, const
   for (int64_t g = 0; g < inputs / kGroup; g++, x++) {
     const uint8_t* const codes = panel + L::codes(inputs) + g * L::kCodeBytes;
     prefetch(codes + kPrefetchBlocks * L::kCodeBytes, L::kCodeBytes);
-    const GroupCodes<K> reader(codes);
-    unrolled<kGroup / 2>([&](auto k) {
-      unrolled<2>([&](auto e) {
-        float* const place = weights + (2 * k + e) * kLanes;
-        _mm256_store_ps(place, reader.template integers<k, e, 0>());
-        _mm256_store_ps(place + 8, reader.template integers<k, e, 1>());
+    GroupCodes<K> reader(codes);
+    for (int quad = 0; quad < kGroup / 8; quad++) {
+      reader.start(quad);
+      unrolled<4>([&](auto i) {
+        unrolled<2>([&](auto e) {
+          float* const place = weights + (8 * quad + 2 * i + e) * kLanes;
+          _mm256_store_ps(place, reader.template integers<i, e, 0>());
+          _mm256_store_ps(place + 8, reader.template integers<i, e, 1>());
+        });
       });
-    });
+    }
     const GroupScales<K> of(panel + g / L::kGroups * L::kScaleBytes, g % L::kGroups);
     constexpr int kRows = 6;  // of two registers each, with two of weights and one of inputs
     for (int64_t row = 0; row < rows;) {
