@@ -39,12 +39,6 @@ def a_race(speculative_s: float, *, passes: int = 30, equality: Equality = SAME)
     )
 
 
-@pytest.fixture(autouse=True)
-def _nothing_to_dequantise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny target needs no weights of the real one."""
-    monkeypatch.setattr("moaspec.target.registry.must_dequantise", lambda _: False)
-
-
 # The command
 
 

@@ -20,7 +20,6 @@ import moaspec
 import tiny
 from moaspec.backends import load
 from moaspec.target import registry
-from moaspec.target.registry import must_dequantise
 from moaspec_core.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
 from moaspec_core.tokens import names
 from moaspec_core.tokens.names import ALIASES, local_gguf
@@ -269,12 +268,9 @@ def test_a_packaged_gguf_is_found_without_importing(
     assert local_gguf(alias) is None
 
 
-def test_the_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gguf_of_a_package_that_is_not_installed() -> None:
     missing = replace(ALIASES["smollm2-135m"], package="no-such-package-here")
     assert local_gguf(missing) is None
-    monkeypatch.setitem(ALIASES, "missing", missing)
-    assert not must_dequantise("missing")
-    assert not must_dequantise("owner/name")
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m"])

@@ -1,7 +1,7 @@
 """LM heads in the form that this CPU multiplies fastest.
 
 A head becomes a packed copy. Its weight, which a tied embedding still looks up row by row,
-moves to a file. The rows of a draft vocabulary are copied and packed.
+moves to a file, unless it is in a GGUF file. The rows of a draft vocabulary are copied and packed.
 """
 
 import mmap

@@ -152,7 +152,7 @@ class FastMoAProposer(MoAProposer):
             return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
         embeddings = target.embeddings
-        if head is None or embeddings is None or not kernels_embed(embeddings):
+        if head is None or not kernels_embed(embeddings):
             return None
         # Kernels compute probabilities from logits without a soft cap or scale.
         lm_head = target.lm_head

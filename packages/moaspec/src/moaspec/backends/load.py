@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from moaspec.backends.cpu.build import must_compile
+from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
@@ -68,8 +68,12 @@ def load_target(
             adapter=adapter,
             tokenizer=tokenizer,
             generation_config=generation_config,
-            # Packed, they keep these bits; other uses want ordinary weights.
-            in_file_bits=packed and quantize is None and chosen == "bfloat16" and on_cpu,
+            # Kernels keep these bits; other uses want ordinary weights.
+            in_file_bits=packed
+            and quantize is None
+            and chosen == "bfloat16"
+            and on_cpu
+            and (must_compile() or why_not() is None),
         )
 
     require_device(device)
@@ -77,7 +81,8 @@ def load_target(
     if dtype == AUTO_DTYPE and packed and on_cpu and must_compile():
         # Kernels take half a minute to compile: what is wrong with the target is told before.
         target = read("bfloat16")
-        if (chosen := chosen_dtype(dtype, device=device)) != "bfloat16":
+        chosen = chosen_dtype(dtype, device=device)
+        if chosen != "bfloat16" or why_not() is not None:
             target = read(chosen)
     else:
         target = read(chosen_dtype(dtype, device=device, packed=packed))

@@ -19,7 +19,7 @@ from moaspec.target.decoder_layers import frozen_linear
 from moaspec.target.weights.stored import StoredLinear, StoredWeight
 
 Linear = nn.Linear | StoredLinear
-GATED = ("gate_proj", "up_proj")
+GATED, JOINED = ("gate_proj", "up_proj"), "gate_up_proj"
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), GATED)
 """Names of layers that read one and the same input, in the order in which they are called."""
 
@@ -154,7 +154,10 @@ def _side_by_side(linears: Sequence[Linear]) -> Linear:
 
 
 def _in_one_format(linears: Sequence[Linear]) -> list[Linear]:
-    """Dequantise layers whose GGUF types differ: kernels read gate and up from one matrix."""
+    """Dequantise layers whose GGUF types differ, as kernels read gate and up from one matrix.
+
+    Others stay as they are.
+    """
     kinds = {
         part.kind for one in linears if isinstance(one, StoredLinear) for part in one.stored.parts
     }
@@ -213,7 +216,8 @@ def pack_linears(
         if child in keep:
             continue
         if _is_plain(child):
-            setattr(module, name, PackedLinear(child, drafts=drafts))
+            (one,) = _in_one_format([child]) if name == JOINED else (child,)
+            setattr(module, name, PackedLinear(one, drafts=drafts))
         else:
             pack_linears(child, keep=keep, drafts=drafts)
 

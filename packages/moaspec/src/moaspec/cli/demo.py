@@ -62,8 +62,8 @@ def demo(
 ) -> None:
     """Race plain and speculative decoding.
 
-    Both decode the same prompts, side by side. The first run compiles kernels for this CPU and reads
-    the model's vocabulary; later runs find these ready.
+    Both decode the same prompts, side by side. The first run compiles kernels for this CPU and
+    reads the model's vocabulary; later runs find these ready.
     Models for code have prompts about code. Where no drafter is bundled, drafts are copied from the
     text.
     Ctrl-C ends the demo and keeps what was shown. `moaspec eval` measures more methods, in tables.
@@ -105,7 +105,7 @@ def demo(
 
 
 def _loaded(model: str, dtype: str) -> tuple[Target, MoADrafter | None, Callable[[], Target]]:
-    """Compile, dequantise, load and measure, each only where it was not done before.
+    """Compile, load and measure, each only where it was not done before.
 
     Returns:
         The target, its drafter (None: drafts are copied from the text), and a function that loads
@@ -118,20 +118,13 @@ def _loaded(model: str, dtype: str) -> tuple[Target, MoADrafter | None, Callable
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
     from moaspec.model.moa import MoADrafter
-    from moaspec.target.registry import find_weights, must_dequantise
 
     if must_compile():
         with status("Compiling kernels for this CPU (once; timed elsewhere: 13 to 60 s)"):
             why_not()
-    chosen = chosen_dtype(dtype)
-    if chosen == "float32" and must_dequantise(model):
-        times = ALIASES[model].size / ALIASES[MODEL].size
-        known = f"once; by its size: {15 * times:.0f} to {60 * times:.0f} s"
-        with status(f"Dequantising the model's weights ({known})"):
-            find_weights(model)
     drafted = model in bundled_drafters()
     with status(f"Loading {model} and its drafter" if drafted else f"Loading {model}"):
-        sources = MethodSources(model, dtype=chosen)
+        sources = MethodSources(model, dtype=chosen_dtype(dtype))
         methods = load_methods(("plain", "moa") if drafted else ("plain",), sources)
     target, drafter = methods[-1].target, methods[-1].drafter
     assert drafter is None or isinstance(drafter, MoADrafter), "a bundled one"

@@ -35,7 +35,6 @@ from moaspec.target.weights.gguf import (
     dequantised,
     described,
     find_gguf,
-    is_dequantised,
     is_file,
     is_gguf_name,
     key_of,
@@ -183,7 +182,7 @@ def _stored_model(source: str, name: str, dtype: str) -> Any:
     gguf = find_target_gguf(name)
     assert gguf is not None, name
     config = _read_config(source, name)
-    with named_errors(name, gguf, ""):
+    with named_errors(name, gguf, _remedy(name)):
         file = read_by_index(gguf, Path(source) / INDEX)
         model = skeleton_of(config, dtype)
         fill_from_file(model, sources(config, architecture_of(file), file), file)
@@ -387,6 +386,13 @@ def find_weights(name: str) -> str:
     return _find(name, dequantised)
 
 
+def _remedy(name: str) -> str:
+    """What to do where a target's GGUF file is damaged."""
+    return (
+        f"`moaspec models get {name}` fetches it anew" if name in ALIASES else "Download it again"
+    )
+
+
 def _find(name: str, convert: Callable[..., Path]) -> str:
     """Directory or hub id of a target; a GGUF file is converted."""
     alias = ALIASES.get(name)
@@ -394,8 +400,7 @@ def _find(name: str, convert: Callable[..., Path]) -> str:
         return _resolved(name, convert)
     gguf = local_gguf(alias)
     if gguf is not None:
-        remedy = f"`moaspec models get {name}` fetches it anew"
-        return str(convert(name, gguf, _alias_key(name, gguf), remedy=remedy))
+        return str(convert(name, gguf, _alias_key(name, gguf), remedy=_remedy(name)))
     if alias.gguf_repository:
         raise UnknownModelError(f"{_not_here(name)}.")
     return alias.hub_id
@@ -424,7 +429,7 @@ def _resolved(name: str, convert: Callable[..., Path]) -> str:
     path = Path(name)
     gguf = find_gguf(path)
     if gguf is not None:
-        return str(convert(name, gguf, key_of(gguf)))
+        return str(convert(name, gguf, key_of(gguf), remedy=_remedy(name)))
     if is_file(path):
         raise UnknownModelError(
             f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "
@@ -445,13 +450,6 @@ def _could_be_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return "/" in name
-
-
-def must_dequantise(name: str) -> bool:
-    """Whether loading this target dequantises its GGUF file first, which takes time."""
-    alias = ALIASES.get(name)
-    gguf = None if alias is None else local_gguf(alias)
-    return gguf is not None and not is_dequantised(_alias_key(name, gguf))
 
 
 def _tokenizer(source: str, given: str | Path | None, config: Any) -> Any:

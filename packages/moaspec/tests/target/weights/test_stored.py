@@ -86,10 +86,12 @@ def test_a_target_has_the_files_weights(
     target = moaspec.load_target(path, dtype="bfloat16")
     assert not list(cache.glob("*/*.safetensors"))
     plain = moaspec.load_target(path, dtype="float32", packed=False)
-    state = target.model.state_dict()
-    for name, value in plain.model.state_dict().items():
-        if name in state:
-            assert_close(state[name], value.bfloat16(), rtol=0, atol=0, msg=name)
+    state, expected = target.model.state_dict(), plain.model.state_dict()
+    assert set(expected) - set(state) <= (
+        {"lm_head.weight"} if "tie_word_embeddings" in changes else set()
+    )
+    for name, value in state.items():
+        assert_close(value, expected[name].bfloat16(), rtol=0, atol=0, msg=name)
     states = plain.model(torch.tensor([IDS])).logits[0]
     found = logits_of(target)
     assert_close(found, states, atol=0.08 * float(states.abs().max()), rtol=0)
@@ -141,6 +143,41 @@ def test_gates_of_two_types_are_multiplied(tmp_path: Path) -> None:
     plain = moaspec.load_target(path, dtype="float32", packed=False)
     logits = plain.model(torch.tensor([IDS])).logits[0]
     assert_close(logits_of(target), logits, atol=0.08 * float(logits.abs().max()), rtol=0)
+
+
+def test_no_change_of_the_file_reaches_a_loaded_target(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    target = moaspec.load_target(path, dtype="bfloat16")
+    if not same_bits(target):
+        pytest.skip("without kernels weights stay in their file")
+    text = moaspec.generate(target, IDS, max_new_tokens=8).token_ids
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    assert moaspec.generate(target, IDS, max_new_tokens=8).token_ids == text
+    ids = torch.tensor([[3, 5]], dtype=torch.int32)
+    assert torch.equal(target.embed(ids), target.embed(ids.long()))
+    with pytest.raises(UnknownModelError, match=r"Download it again"):
+        moaspec.load_target(path, dtype="bfloat16")
+
+
+def test_a_packed_target_can_be_saved(tmp_path: Path) -> None:
+    for is_tied in (False, True):
+        path = write(tmp_path / f"{is_tied}.gguf", tie_word_embeddings=is_tied)
+        target = moaspec.load_target(path, dtype="bfloat16")
+        target.model.save_pretrained(tmp_path / str(is_tied))
+        again = logits_of(moaspec.load_target(tmp_path / str(is_tied), dtype="float32"))
+        assert_close(logits_of(target), again, atol=0.08 * float(again.abs().max()), rtol=0)
+
+
+def test_numbers_that_are_infinite_in_bf16_are_refused(tmp_path: Path) -> None:
+    made = gguf_models.model("llama", **WIDE)
+    with torch.no_grad():
+        made.model.layers[0].mlp.down_proj.weight[0, 0] = 3.4e38
+    path = gguf_models.write(tmp_path / "model.gguf", "llama", made)
+    with pytest.raises(
+        UnknownModelError, match=r"down_proj\.weight has NaN or infinite values in bf"
+    ):
+        moaspec.load_target(path, dtype="bfloat16")
 
 
 def test_infinite_scales_are_refused(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ from moaspec.target.weights.stored import StoredWeight
 class Matrix:
     """A linear layer's weight in panels of 16 outputs.
 
-    Their layouts are in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h`, `w4a8.h` and, of
-    copies for bounds, `w7a8.h`.
+    Their layouts are in `weight_layout.h`, `gguf_weights.h`, `quantized_blocks.h`, `amx_gemm.h`,
+    `w4a8.h` and, of copies for bounds, `w7a8.h`.
 
     A weight that was dequantised from 4 or 8 bits, with a scale and perhaps a zero point for each
-    32 inputs (GGUF's Q4_1 and Q8_0), is recognised and stored in these bits. Kernels then read a
+    32 inputs (by `--quantize`), is recognised and stored in these bits. Kernels then read a
     third or half of the bytes, and products have the same bits (see `unpacks_exactly`).
 
     Args:

@@ -95,11 +95,6 @@ def key_of(gguf: Path) -> str:
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def is_dequantised(key: str) -> bool:
-    """Whether the converted file is in the cache."""
-    return is_whole(trusted(key))
-
-
 def described(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     """Convert a GGUF file, once, to a directory with its config, tokenizer and `INDEX` of tensors.
 

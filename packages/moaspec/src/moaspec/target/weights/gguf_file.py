@@ -153,7 +153,7 @@ def read_by_index(gguf: Path, path: Path) -> GGUFFile:
     """Map a file by an index of `save_index`; its only field is the architecture.
 
     Raises:
-        OSError, ValueError: the file is not the one that was indexed.
+        OSError, UnknownModelError: the file is not the one that was indexed.
     """
     # Imported here: few targets are GGUF files.
     from gguf import GGMLQuantizationType
@@ -178,7 +178,10 @@ def _blocks(
     weights, size = GGML_QUANT_SIZES[kind]
     *rows, columns = shape
     row_bytes = columns // weights * size
-    stored = part[offset : offset + math.prod(rows) * row_bytes].reshape(*rows, row_bytes)
+    stored = part[offset : offset + math.prod(rows) * row_bytes]
+    if len(stored) < math.prod(rows) * row_bytes:
+        raise UnknownModelError("it ends before its last tensor does.")
+    stored = stored.reshape(*rows, row_bytes)
     floats = {"F32": np.float32, "F16": np.float16}
     return stored.view(floats[kind.name]) if kind.name in floats else stored
 

@@ -73,7 +73,9 @@ class StoredWeight:
 
     @classmethod
     def of(cls, source: Source, file: GGUFFile) -> StoredWeight | None:
-        """The weight of a linear layer or embedding; None if a tensor of it has no such type.
+        """The weight of a linear layer or embedding.
+
+        None where a type is not in `HALVES`, or where something is subtracted.
 
         Raises:
             UnknownModelError: it has NaN or infinite values.
@@ -91,7 +93,12 @@ class StoredWeight:
         return torch.cat([part.weight() for part in self.parts])
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The values of some rows, (len(ids), I) float32."""
+        """The values of some rows, (len(ids), I) float32.
+
+        Raises:
+            IndexError: an id that is no row.
+        """
+        require_ids(ids, self.shape[0])
         asked, found = ids.cpu().numpy(), torch.empty(len(ids), self.shape[1])
         start = 0
         for part in self.parts:
@@ -107,19 +114,34 @@ class StoredWeight:
         return StoredWeight([part for weight in weights for part in weight.parts])
 
 
+def require_ids(ids: Tensor, num: int) -> None:
+    """Refuse ids that are not from 0 to `num` - 1, by an IndexError as PyTorch does."""
+    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if not 0 <= low <= high < max(num, 1):
+        raise IndexError(f"ids must be from 0 to {num - 1}, got {low} to {high}")
+
+
 class StoredLinear(nn.Module):
     """A frozen linear layer; its product dequantises the whole weight.
 
     Args:
         dtype: of products and of `weight`.
+        is_tied: it shares the embedding's weight, so that it is not saved.
     """
 
     bias: Tensor | None
     dtype: torch.dtype
 
-    def __init__(self, stored: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        stored: StoredWeight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.stored, self.dtype = stored, dtype
+        self.stored, self.dtype, self._is_tied = stored, dtype, is_tied
         self.out_features, self.in_features = stored.shape
         frozen = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", frozen)
@@ -136,6 +158,12 @@ class StoredLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Appear in `state_dict` like the plain layer, so that the model can be saved."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._is_tied:
+            destination[f"{prefix}weight"] = self.weight
+
 
 class StoredEmbedding(nn.Module):
     """Token embeddings, dequantised row by row."""
@@ -147,9 +175,18 @@ class StoredEmbedding(nn.Module):
         self.stored, self.dtype = stored, dtype
         self.num_embeddings, self.embedding_dim = stored.shape
 
+    @property
+    def weight(self) -> Tensor:
+        """(V, E), dequantised on every access."""
+        return self.stored.dequantised().to(self.dtype)
+
     def forward(self, token_ids: Tensor) -> Tensor:
         found = self.stored.rows(token_ids.flatten())
         return found.to(self.dtype).unflatten(0, token_ids.shape)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
 
 
 def fill_from_file(model: Any, sources: Mapping[str, Source], file: GGUFFile) -> None:
@@ -167,6 +204,8 @@ def fill_from_file(model: Any, sources: Mapping[str, Source], file: GGUFFile) ->
         stored = StoredWeight.of(source, file) if plain else None
         if stored is None:
             value = source.read(file).to(dtype)
+            if not bool(value.isfinite().all()):
+                raise UnknownModelError(f"{name} has NaN or infinite values in {str(dtype)[6:]}.")
             setattr(module, part, nn.Parameter(value, requires_grad=False))
         elif isinstance(module, nn.Embedding):
             model.set_submodule(path, StoredEmbedding(stored, dtype))
@@ -190,7 +229,9 @@ def _tie_head(model: Any) -> None:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, nn.Linear) and head.weight.is_meta:
         if isinstance(table, StoredEmbedding):
-            model.set_output_embeddings(StoredLinear(table.stored, head.bias, table.dtype))
+            model.set_output_embeddings(
+                StoredLinear(table.stored, head.bias, table.dtype, is_tied=True)
+            )
         else:
             head.weight = table.weight
 

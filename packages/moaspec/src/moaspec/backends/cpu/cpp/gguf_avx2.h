@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kGgufPanels = 1;  // panels of a tile
-constexpr int kGgufRows = 3;    // rows: more share an unpacked group
+constexpr int kGgufRows = 3;    // rows of a tile; more rows unpack a group once, see `multiply_unpacked`
 
 inline Floats floats_of_halves(const uint8_t* from) {
   const __m128i* halves = reinterpret_cast<const __m128i*>(from);
@@ -17,7 +17,7 @@ inline __m256 floats_of_eight(const uint8_t* from) {
 }
 inline Floats floats_of_bytes(const uint8_t* from) { return {floats_of_eight(from), floats_of_eight(from + 8)}; }
 
-// Bits `at` to `at` + `count` - 1 of each word, from bit `to` on. All are constants.
+// Moves bits `at` to `at` + `count` - 1 of each word to bit `to`; other bits become 0.
 template <int at, int count, int to>
 [[gnu::always_inline]] inline __m256i bits_of(__m256i words) {
   __m256i moved = words;
