@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -51,6 +52,15 @@ class Source:
         first = shapes[0]
         return (*first[:-2], rows, first[-1]) if len(first) > 1 else (rows,)
 
+    def order(self, num_rows: int) -> np.ndarray:
+        """Which rows of a tensor, of `num_rows`, the parameter has: int64, in its order."""
+        order = np.arange(num_rows, dtype=np.int64)
+        if self.rows is not None:
+            order = order[slice(*self.rows)]
+        if self.heads:
+            order = order.reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return np.ascontiguousarray(order)
+
     def read(self, file: GGUFFile) -> Tensor:
         """The parameter in float32.
 
@@ -61,10 +71,8 @@ class Source:
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=max(parts[0].dim() - 2, 0))
         if not bool(value.isfinite().all()):
             raise UnknownModelError(f"{', '.join(self.tensors)} has NaN or infinite values.")
-        if self.rows is not None:
-            value = value[slice(*self.rows)]
-        if self.heads:
-            value = value.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if self.rows is not None or self.heads:
+            value = value[torch.from_numpy(self.order(len(value)))]
         return (value - self.offset if self.offset else value).contiguous()
 
 

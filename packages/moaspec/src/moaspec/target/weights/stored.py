@@ -86,7 +86,7 @@ class StoredWeight:
         for tensor in tensors:
             _require_finite(tensor)
             tensor.forget_pages()
-        return cls(list(map(StoredRows, tensors, _orders(source, tensors))))
+        return cls([StoredRows(tensor, source.order(tensor.shape[-2])) for tensor in tensors])
 
     def dequantised(self) -> Tensor:
         """All values, (O, I) float32."""
@@ -234,16 +234,6 @@ def _tie_head(model: Any) -> None:
             )
         else:
             head.weight = table.weight
-
-
-def _orders(source: Source, tensors: Sequence[GGUFTensor]) -> list[np.ndarray]:
-    """Which rows of each tensor are the parameter's, see `Source`."""
-    orders = [np.arange(tensor.shape[-2]) for tensor in tensors]
-    if source.rows is not None:
-        orders = [orders[0][slice(*source.rows)]]
-    if source.heads:
-        orders = [order.reshape(source.heads, -1, 2).swapaxes(1, 2).reshape(-1) for order in orders]
-    return [np.ascontiguousarray(order, dtype=np.int64) for order in orders]
 
 
 def _require_finite(tensor: GGUFTensor) -> None:
