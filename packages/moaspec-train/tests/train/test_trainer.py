@@ -444,8 +444,8 @@ def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
 
 
 def test_warm_start_needs_fitting_shapes(tmp_path: Path) -> None:
-    sizes = DrafterSizes(sa_intermediate=20)
-    with pytest.raises(InputError, match="warm_start"):
+    sizes = DrafterSizes(sa_intermediate=57)
+    with pytest.raises(InputError, match=r"warm_start .* at most its width \(56\)"):
         trainer(tmp_path, sizes=sizes)
     trainer(tmp_path, sizes=sizes, warm_start=False)
 

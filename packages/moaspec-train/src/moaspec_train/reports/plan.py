@@ -44,7 +44,7 @@ from moaspec_train.students.target_activations import (
     bytes_per_token,
     mean_widths,
 )
-from moaspec_train.students.warm_start import first_layer_weights
+from moaspec_train.students.warm_start import first_layer
 
 GPUS = {
     "a100": (312e12, 80e9),
@@ -151,7 +151,7 @@ def make_plan(
     config.require_processes(processes)
     module = _drafter(target, config, examples)
     if config.warm_start and not config.initial and isinstance(module, MoADrafter):
-        first_layer_weights(target, module)
+        first_layer(target, module)
     rows, tokens = len(examples), sum(map(len, examples))
     usual = tokens / rows if rows else config.max_length
     read = int(config.steps * (config.batch_tokens or config.batch_size * usual))

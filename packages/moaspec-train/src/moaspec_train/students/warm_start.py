@@ -1,7 +1,8 @@
 """Warm start: initial weights from the target's weights and activations, in closed form.
 
-- SA starts as a copy of the target's first layer, which reads token embeddings too. Not if that
-  layer has other parts (Qwen3, Gemma, OLMo 2) or massive dimensions.
+- SA starts as a copy of the target's first layer, which reads token embeddings too. A narrower MLP
+  keeps the units that add most. Not if that layer has other parts (Qwen3, Gemma, OLMo 2) or massive
+  dimensions.
 - The projection after LSA is the ridge regression of the target's final state on the mean over
   layers.
 - CA's MLP is fitted to the target's states. Its residual holds the token's embedding, which
@@ -17,6 +18,7 @@
 Legend: N sampled tokens or queries, T tokens, E hidden size, I width of CA's MLP, K inputs.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moaspec.model.layers import AttentionBlock, masked_attention
+from moaspec.model.layers import AttentionBlock, DecoderLayer, masked_attention
 from moaspec.model.masks import text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.target import Target
@@ -51,7 +53,8 @@ first steps, which move all weights alike, then raise the loss."""
 BLOCK = 10  # length of the blocks of sampled responses: the mean of `TrainConfig`'s defaults
 GATE = 2.0  # mean of the gates. Activations are nearly linear from there on.
 MIN_QUERIES_PER_UNIT = 4
-"""With fewer sampled queries for each unit of the MLP, fewer units are used."""
+"""With fewer sampled queries for each unit of CA's MLP, fewer units are used; a narrower SA keeps
+its units without a regression."""
 
 
 def random_weights(drafter: nn.Module) -> None:
@@ -95,29 +98,69 @@ def warm_start(
 
 
 @torch.no_grad()
-def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batch] = ()) -> None:
-    """Copy the target's first layer to SA.
+def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batch]) -> None:
+    """Copy the target's first layer to SA; of a wider MLP, the units that add most (`keep_units`).
 
     Logs a warning where SA stays random: the layer has other parts, or massive dimensions.
 
     Args:
-        batches: of one example each; needed to find massive dimensions.
+        batches: of one example each, whose text is run through the layer.
 
     Raises:
-        InputError: SA has other shapes than a plain first layer.
+        InputError: SA has other shapes than a plain first layer, or a wider MLP.
     """
-    source = first_layer_weights(target, drafter)
-    if source is None:
+    whole = first_layer(target, drafter)
+    if whole is None:
         _warn_of_random(target, "parts that SA lacks")
         return
-    layer = drafter.decoder.self_attention
-    random = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    layer.load_state_dict(source)
-    ratio = largest_dimension([_text_states(target, drafter, batch) for batch in batches])
+    whole.float()
+    entered: list[Tensor] = []
+    hook = whole.post_attention_layernorm.register_forward_pre_hook(
+        lambda _, inputs: entered.append(inputs[0][0])
+    )
+    decoder = drafter.decoder
+    random, decoder.self_attention = decoder.self_attention, whole
+    try:
+        states = [_text_states(target, drafter, batch) for batch in batches]
+    finally:
+        hook.remove()
+        decoder.self_attention = random
+    ratio = largest_dimension(states)
     if ratio > MASSIVE_DIMENSION:
-        layer.load_state_dict(random)
         times = f"{ratio:.0f} times the median one"
         _warn_of_random(target, f"massive dimensions: the largest is {times}")
+        return
+    keep_units(whole, torch.cat(entered), drafter.config.self_attention.intermediate_size)
+    random.load_state_dict(whole.state_dict())
+
+
+@torch.no_grad()
+def keep_units(layer: AttentionBlock, middle_NE: Tensor, width: int) -> None:
+    """Keep the `width` units of an MLP that add most to the layer's output, in place.
+
+    What the others add is fitted to the kept units by regression, if there are enough states.
+
+    Args:
+        middle_NE: states before the MLP's norm.
+        width: at most the MLP's.
+    """
+    mlp = layer.mlp
+    inner_NI = mlp.inner(layer.post_attention_layernorm, middle_NE)
+    down_EI = mlp.down_proj.weight
+    if width == down_EI.shape[1]:
+        return
+    added_I = inner_NI.square().mean(0).sqrt() * down_EI.norm(dim=0)
+    order_I = added_I.argsort(descending=True)
+    kept_I, lost_I = order_I[:width].sort().values, order_I[width:]
+    fitted_EI = down_EI[:, kept_I]
+    if len(middle_NE) >= MIN_QUERIES_PER_UNIT * width:
+        lost_NE = inner_NI[:, lost_I] @ down_EI[:, lost_I].T
+        fitted_EI = fitted_EI + ridge(inner_NI[:, kept_I], lost_NE).T
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight[kept_I])
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(linear.bias[kept_I])
+    mlp.down_proj.weight = nn.Parameter(fitted_EI)
 
 
 def _warn_of_random(target: Target, why: str) -> None:
@@ -137,8 +180,12 @@ def largest_dimension(states: Sequence[Tensor]) -> float:
     return float(size_E.max() / size_E.median().clamp(min=1e-12))
 
 
-def first_layer_weights(target: Target, drafter: MoADrafter) -> dict[str, Tensor] | None:
-    """The target's first layer under SA's names; None if not plain, InputError if SA differs."""
+def first_layer(target: Target, drafter: MoADrafter) -> DecoderLayer | None:
+    """The target's first layer, with its own tensors, as a layer of SA; None if it is not plain.
+
+    Raises:
+        InputError: SA has other shapes, or a wider MLP.
+    """
     state = target.plain_layer_state(0)
     if state is None:
         return None
@@ -146,12 +193,17 @@ def first_layer_weights(target: Target, drafter: MoADrafter) -> dict[str, Tensor
         name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
         for name, tensor in state.items()
     }
-    if _shapes(source) != _shapes(drafter.decoder.self_attention.state_dict()):
+    config, width = drafter.config, len(source["mlp.up_proj.weight"])
+    shape = dataclasses.replace(config.self_attention, intermediate_size=width)
+    layer = DecoderLayer(shape, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
+    fits = _shapes(source) == _shapes(layer.state_dict())
+    if not fits or config.self_attention.intermediate_size > width:
         raise InputError(
-            "warm_start needs SA to have the shapes of the target's first layer; "
-            "drop sizes.sa_* and sizes.parameters, or set warm_start=false."
+            "warm_start needs SA to have the shapes of the target's first layer, with an MLP of at "
+            f"most its width ({width}); change sizes.sa_* or set warm_start=false."
         )
-    return source
+    layer.load_state_dict(source, assign=True)
+    return layer
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:

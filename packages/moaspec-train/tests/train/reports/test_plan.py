@@ -175,7 +175,7 @@ def test_a_budget_in_yaml(tmp_path: Path) -> None:
         ({"sizes": DrafterSizes(draft_vocab=-1)}, "has 64 tokens"),
         ({"num_target_layers": (4,)}, "3 layers"),
         ({"held_out": 6}, "too few"),
-        ({"sizes": DrafterSizes(sa_intermediate=9)}, "warm_start needs SA"),
+        ({"sizes": DrafterSizes(sa_intermediate=99)}, "warm_start needs SA"),
     ],
     ids=str,
 )

@@ -39,6 +39,27 @@ def test_sa_starts_as_the_first_layer(family: str) -> None:
     assert error < 1e-6 * size
 
 
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_narrow_sa_keeps_the_units_that_add_most(family: str) -> None:
+    """What is lost is fitted to the units that stay; SA is the layer itself if they did nothing."""
+    target = tiny.fresh_target(family)
+    layer = target.model.base_model.layers[0].mlp
+    width = layer.down_proj.in_features
+    errors = {}
+    for kept in (width, width // 2, width // 4):
+        drafter = tiny.random_drafter(target, sa_intermediate=kept)
+        copy_first_layer(target, drafter, [*batches(), random_text(300)])
+        errors[kept], size = _first_layer_error(target, drafter)
+    assert errors[width] < 1e-6 * size
+    assert errors[width // 2] < errors[width // 4] < 0.5 * size
+    with torch.no_grad():
+        layer.down_proj.weight[:, ::2] = 0
+    drafter = tiny.random_drafter(target, sa_intermediate=width // 2)
+    copy_first_layer(target, drafter, batches())
+    error, size = _first_layer_error(target, drafter)
+    assert error < 1e-6 * size
+
+
 @pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) - set(PLAIN)))
 def test_a_first_layer_with_other_parts_is_told(
     family: str, caplog: pytest.LogCaptureFixture
@@ -67,6 +88,11 @@ def test_massive_dimensions_of_the_first_layer_are_told(caplog: pytest.LogCaptur
 
 def batches() -> list[Batch]:
     return [collate([Example(prompt, (1, 2))], [0]) for prompt in tiny.PROMPTS]
+
+
+def random_text(tokens: int) -> Batch:
+    ids = torch.randint(3, 64, (tokens,), generator=torch.Generator().manual_seed(0))
+    return collate([Example(tuple(ids.tolist()), (1, 2))], [0])
 
 
 def _first_layer_error(target: Target, drafter: MoADrafter) -> tuple[float, float]:
