@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import tiny
@@ -92,6 +92,47 @@ def test_staircase_hides_earlier_text_from_the_chosen_rows() -> None:
     assert_close(after[0, 3:], before[0, 3:], rtol=0, atol=0)
     assert not torch.allclose(after[1, 3:], before[1, 3:], atol=1e-3)
     assert_close(before[1], given_states(embeddings, kv)[1], **tiny.TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"sa_layers": 2}, {"without": ("sa",)}, {"without": ("ca",)}], ids=str
+)
+def test_states_of_some_tokens(family: str, sizes: dict[str, Any]) -> None:
+    """States and gradients are those of a pass over all tokens, whichever are wanted."""
+    torch.manual_seed(0)
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target, **sizes).requires_grad_()
+    if "sa_layers" in sizes:
+        nn.init.normal_(drafter.decoder.text_layers[1].mlp.down_proj.weight, std=0.3)
+    ids, start = torch.cat((IDS, IDS.flip(1))), START.expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    result = target.capture(ids, mask)
+    wanted = torch.zeros_like(ids, dtype=torch.bool)
+    wanted[0, 3:], wanted[1, 4:6] = True, True
+    gradients = []
+    for chosen in (None, wanted, wanted & False):
+        drafter.zero_grad()
+        _, states = drafter(
+            target.embed(ids),
+            result.kv_BTLK,
+            mask,
+            start,
+            staircase_B=torch.tensor([True, False]),
+            wanted_BT=chosen,
+        )
+        states = states[wanted] if chosen is None else states
+        if chosen is not None and not chosen.any():
+            assert states.shape == (0, 48)
+            continue
+        (states * torch.arange(1.0, 8.0)[:, None]).sum().backward()
+        found = {name: one.grad for name, one in drafter.named_parameters() if one.grad is not None}
+        gradients.append({"states": states.detach(), **found})
+    whole, some = gradients
+    assert whole.keys() == some.keys()
+    for name, tensor in whole.items():
+        assert_close(some[name], tensor, **tiny.TOLERANCE, msg=name)
 
 
 def test_trimmed_vocabulary_leaves_other_tokens_impossible() -> None:

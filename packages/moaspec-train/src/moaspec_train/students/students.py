@@ -250,12 +250,15 @@ class MoAStudent(Student):
         """Run all exits; while LSA is frozen its means are read from the cache."""
         batch, blocks, target = part.batch, part.blocks, self.target
         kv_or_means, result = self._encoder_input(part, step)
+        # The target's layers that an exit reuses attend to the states of all tokens.
+        wanted_BT = None if any(self.exits) else blocks.loss_BT
         aggregated_BTE, *outputs = model(
             target.embed(batch.input_ids_BT).float(),
             kv_or_means,
             batch.attention_mask_BT,
             blocks.last_verified_BT,
             staircase_B=part.staircase_B,
+            wanted_BT=wanted_BT,
         )
         hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
         return StudentOutput(
@@ -276,22 +279,25 @@ class MoAStudent(Student):
             )
         return self._means.read(part.batch)
 
-    def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
-        """Final states of an exit at the queries with loss, after the reused layers."""
+    def _exit(self, n: int, states: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
+        """Final states of an exit at the queries with loss, after the reused layers.
+
+        Args:
+            states: of all tokens, (B, T, E), or of these queries only, (M, E).
+        """
         loss_BT, inner = part.blocks.loss_BT, None
-        final_BTE = states_BTE
         if n:
-            inner = (states_BTE[loss_BT].float(), result.before[n][loss_BT].float())
+            inner = (states[loss_BT].float(), result.before[n][loss_BT].float())
             mask_BT = part.batch.attention_mask_BT
-            final_BTE = self.target.reuse_layers(
-                states_BTE.to(self.target.dtype),
+            states = self.target.reuse_layers(
+                states.to(self.target.dtype),
                 positions(mask_BT),
                 mask=reused_layer_mask(text_mask(mask_BT), part.blocks.last_verified_BT),
                 kv_BTLK=result.kv_BTLK,
                 num=n,
             )
         return ExitStates(
-            final_BTE[loss_BT].float(),
+            (states if states.ndim == 2 else states[loss_BT]).float(),
             result.hidden_BTE[loss_BT].float(),
             self._head,
             inner=inner,

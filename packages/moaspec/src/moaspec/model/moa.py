@@ -17,7 +17,8 @@ the reused layers enforce (T-step bound, `MoADrafter.forward`).
 Source: arXiv 2410.03804, section 4 and figure 2.
 
 Legend: B batch, T tokens, M tokens of a batch in one axis, L target layers, E hidden size, K one
-layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim.
+layer's key and value (for each KV head its key, then its value), C CA's KV heads, D head dim, Q
+tokens of a row whose states are wanted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from moaspec.model.layers import (
     Rope,
     SelfAttend,
     masked_attention,
+    merge_heads,
     scaled_rope,
 )
 from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, text_mask
@@ -109,6 +111,33 @@ class TargetEncoder(nn.Module):
         return self.memory_key_value(normed_BTE, self.memory_rope(position_ids_BT))
 
 
+class Queries:
+    """Some tokens of each row of a batch, padded to the row with most of them: (B, Q).
+
+    Args:
+        chosen_BT: bool.
+    """
+
+    def __init__(self, chosen_BT: Tensor) -> None:
+        counts_B1 = chosen_BT.sum(1, keepdim=True)
+        width = max(1, int(counts_B1.max()))
+        self._index_BQ = (~chosen_BT).byte().argsort(dim=1, stable=True)[:, :width]
+        self._real_BQ = torch.arange(width, device=chosen_BT.device) < counts_B1
+
+    def of(self, x_BTE: Tensor) -> Tensor:
+        """The values of these tokens, (B, Q, E)."""
+        index_BQE = self._index_BQ[..., None].expand(-1, -1, x_BTE.shape[-1])
+        return x_BTE.expand(len(self._index_BQ), -1, -1).gather(1, index_BQE)
+
+    def of_mask(self, mask_B1TS: Tensor) -> Tensor:
+        """The rows of a mask, (B, 1, Q, S)."""
+        return self.of(mask_B1TS[:, 0])[:, None]
+
+    def flat(self, x_BQE: Tensor) -> Tensor:
+        """Without pads, row after row, as `x_BTE[chosen_BT]`: (M, E)."""
+        return x_BQE[self._real_BQ]
+
+
 class DraftDecoder(nn.Module):
     """SA and the query side of CA, which run for every draft.
 
@@ -151,6 +180,27 @@ class DraftDecoder(nn.Module):
         for layer, attend in zip(self.text_layers, attends, strict=True):
             x_BTE = layer(x_BTE, cos_sin, attend)
         return x_BTE
+
+    def self_attention_at(
+        self, queries: Queries, embeddings_BTE: Tensor, cos_sin: CosSin, mask_B1TT: Tensor
+    ) -> Tensor:
+        """`run_self_attention` of some tokens, (B, Q, E): the last layer does no more than it must.
+
+        Args:
+            mask_B1TT: what each token attends to, in all layers.
+        """
+        if self.without_text:
+            return queries.of(embeddings_BTE)
+        *before, last = self.text_layers
+        x_BTE = embeddings_BTE
+        for layer in before:
+            x_BTE = layer(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, mask_B1TT))
+        normed_BTE = last.input_layernorm(x_BTE)
+        key, value = last.key_value(normed_BTE, cos_sin)
+        angles = [queries.of(one.squeeze(1))[:, None] for one in cos_sin]
+        query = last.self_attn.query(queries.of(normed_BTE), (angles[0], angles[1]))
+        attended = masked_attention(query, key, value, queries.of_mask(mask_B1TT))
+        return last.finish(queries.of(x_BTE), merge_heads(attended))
 
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
         """CA: each token attends to the encoder's keys and values of verified tokens."""
@@ -251,6 +301,7 @@ class MoADrafter(nn.Module):
         last_verified_BT: Tensor,
         *,
         staircase_B: Tensor | None = None,
+        wanted_BT: Tensor | None = None,
     ) -> Tensor:
         """SA, then CA, of every token i; CA sees the aggregates of tokens up to s(i): (B, T, E).
 
@@ -260,7 +311,17 @@ class MoADrafter(nn.Module):
             attention_mask_BT: 1 for real tokens.
             last_verified_BT: s(i), an index into T, see `moaspec.model.masks`.
             staircase_B: bool per sequence; True lets SA see only the query's own block.
+            wanted_BT: bool, the tokens whose states are wanted, which are then returned as (M, E).
+                That saves the others' queries and MLPs.
         """
+        if wanted_BT is not None and self.reads_drafts:  # all states are needed
+            return self.block_states(
+                embeddings_BTE,
+                aggregated_BTE,
+                attention_mask_BT,
+                last_verified_BT,
+                staircase_B=staircase_B,
+            )[wanted_BT]
         position_ids_BT = positions(attention_mask_BT)
         sa_mask = text_mask(attention_mask_BT)
         if staircase_B is not None:
@@ -269,9 +330,20 @@ class MoADrafter(nn.Module):
         key, value = self.project_kv(aggregated_BTE, position_ids_BT)
         ca_mask = memory_mask(attention_mask_BT, last_verified_BT)
         decoder = self.decoder
+        self_angles = decoder.self_rope(position_ids_BT)
+        if wanted_BT is not None:
+            queries = Queries(wanted_BT)
+            x_BQE = decoder.self_attention_at(queries, embeddings_BTE, self_angles, sa_mask)
+            cross_mask = queries.of_mask(ca_mask)
+            states_BQE = decoder.run_cross_attention(
+                x_BQE,
+                decoder.cross_rope(queries.of(position_ids_BT[..., None])[..., 0]),
+                lambda q: masked_attention(q, key, value, cross_mask),
+            )
+            return queries.flat(states_BQE)
         x_BTE = decoder.run_self_attention(
             embeddings_BTE,
-            decoder.self_rope(position_ids_BT),
+            self_angles,
             [lambda q, k, v: masked_attention(q, k, v, sa_mask)] * len(decoder.text_layers),
         )
         if self.reads_drafts:
@@ -292,6 +364,7 @@ class MoADrafter(nn.Module):
         last_verified_BT: Tensor,
         *,
         staircase_B: Tensor | None = None,
+        wanted_BT: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The training pass of all exits, see `block_states`.
 
@@ -302,7 +375,7 @@ class MoADrafter(nn.Module):
 
         Returns:
             The aggregate of every token, then the output of each exit in the order of
-            `config.num_target_layers`: (B, T, E) each.
+            `config.num_target_layers`: (B, T, E) each, or (M, E) for exits with `wanted_BT`.
         """
         aggregate = self.aggregate if kv_or_means.ndim == 4 else self.encoder.projection
         aggregated_BTE = aggregate(kv_or_means)
@@ -312,6 +385,7 @@ class MoADrafter(nn.Module):
             attention_mask_BT,
             last_verified_BT,
             staircase_B=staircase_B,
+            wanted_BT=wanted_BT,
         )
         layers = self.config.num_target_layers
         return aggregated_BTE, *(self.adapt(states_BTE, n) for n in layers)
