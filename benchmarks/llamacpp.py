@@ -77,17 +77,29 @@ class LlamaCpp:
         threads: CPU threads.
         context: tokens of each text.
         streams: texts at once.
+        drafts: "" for none, one of its ways ("ngram_simple", "ngram_mod", ...), or the file of a
+            smaller model.
 
     Attributes:
         version: of the binding.
         url: of the server.
     """
 
-    def __init__(self, gguf: Path, *, threads: int, context: int = 2048, streams: int = 1) -> None:
+    def __init__(
+        self,
+        gguf: Path,
+        *,
+        threads: int,
+        context: int = 2048,
+        streams: int = 1,
+        drafts: str = "",
+    ) -> None:
         spawning = multiprocessing.get_context("spawn")
         ours, theirs = spawning.Pipe()
         child = spawning.Process(
-            target=_serve, args=(theirs, str(gguf), threads, context, streams), daemon=True
+            target=_serve,
+            args=(theirs, str(gguf), threads, (context, streams), drafts),
+            daemon=True,
         )
         child.start()
         theirs.close()
@@ -96,18 +108,25 @@ class LlamaCpp:
 
     def tokens_per_s(self, prompt_ids: Sequence[int], num_tokens: int) -> float:
         """Speed after the prompt's pass, by llama.cpp's own clock."""
-        return self._timings(prompt_ids, num_tokens)["predicted_per_second"]
+        return self.timings(prompt_ids, num_tokens)["predicted_per_second"]
 
     def prompt_tokens_per_s(self, prompt_ids: Sequence[int]) -> float:
         """Speed of the prompt's pass, by llama.cpp's own clock."""
-        return self._timings(prompt_ids, 1)["prompt_per_second"]
+        return self.timings(prompt_ids, 1)["prompt_per_second"]
 
-    def _timings(self, prompt_ids: Sequence[int], num_tokens: int) -> dict[str, float]:
+    def timings(
+        self, prompt_ids: Sequence[int], num_tokens: int, *, stop: bool = False
+    ) -> dict[str, float]:
+        """What the server says of a request's times: `predicted_n`, `predicted_ms`, `prompt_ms` ...
+
+        Args:
+            stop: whether an end token ends the text.
+        """
         body = {
             "prompt": list(prompt_ids),
             "n_predict": num_tokens,
             "temperature": 0.0,
-            "ignore_eos": True,
+            "ignore_eos": not stop,
             "cache_prompt": False,
         }
         answer = httpx.post(f"{self.url}/completion", json=body, timeout=WAIT_S).json()
@@ -123,14 +142,23 @@ class LlamaCpp:
             ) from None
 
 
-def _serve(parent: Connection, gguf: str, threads: int, context: int, streams: int) -> None:
+def _serve(parent: Connection, gguf: str, threads: int, room: tuple[int, int], drafts: str) -> None:
     """Tell the binding's version and the server's address, and serve as long as the parent runs."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path, params.port, params.verbosity = gguf, 0, -1
+    context, streams = room
     params.n_ctx, params.n_parallel = context * streams, streams
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    if drafts:
+        kind = "draft_simple" if drafts.endswith(".gguf") else drafts
+        kinds = xllamacpp.common_speculative_type
+        params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
+        if kind == "draft_simple":
+            draft = params.speculative.draft
+            draft.mparams.path = drafts
+            draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
     server: Any = xllamacpp.Server(params)
     parent.send((str(xllamacpp.__version__), server.listening_address))
     with contextlib.suppress(EOFError):
