@@ -2,6 +2,7 @@ from moaspec import errors as errors
 from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target
+from moaspec.drafting.other_proposers.model_proposer import ModelProposer
 from moaspec.drafting.other_proposers.oracle_proposer import OracleProposer
 from moaspec.generation.api import generate, stream
 from moaspec.generation.drafters import load_drafter
@@ -23,6 +24,7 @@ __all__ = [
     "Engine",
     "Event",
     "GenerationResult",
+    "ModelProposer",
     "NgramProposer",
     "OracleProposer",
     "SamplingParams",

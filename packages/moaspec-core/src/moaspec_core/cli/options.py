@@ -46,7 +46,7 @@ Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        help="Drafter: alias, directory or hub id, or none to decode plainly; default: the bundled "
+        help="Drafter: alias, directory or hub id, another model, or none; default: the bundled "
         "one."
     ),
 ]

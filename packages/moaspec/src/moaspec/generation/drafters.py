@@ -4,19 +4,24 @@ import logging
 from pathlib import Path
 
 from moaspec.backends.fast_baselines import baseline_drafting
+from moaspec.backends.load import load_target
+from moaspec.drafting.other_proposers.model_proposer import ModelProposer, check_drafting_model
 from moaspec.hub import cached_if_offline
 from moaspec.model.baselines import Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+from moaspec.model.checkpoint.moa_config import recorded_config
 from moaspec.model.moa import MoADrafter
-from moaspec.target.registry import read_skeleton
+from moaspec.target.registry import TOKENIZER_JSON, read_skeleton
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target, plain_torch
+from moaspec.target.weights.gguf import is_gguf_name
 from moaspec_core.bundled import bundled_drafters
 from moaspec_core.checkpoint.directory import CONFIG_FILE, DEVICE_SECTION, is_directory, read_config
 from moaspec_core.drafting.protocols import Proposer
 from moaspec_core.errors import InputError, UnknownModelError
 from moaspec_core.support.causes import first_line
+from moaspec_core.tokens.names import ALIASES
 
 log = logging.getLogger(__name__)
 _OTHER_ADAPTER = (
@@ -41,11 +46,21 @@ def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
 
 @plain_torch()
 def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Proposer:
-    """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
+    """`load_drafter` for drafters of any kind: trained baselines and language models, too.
+
+    Args:
+        name: as for `load_drafter`, or a language model (see `names_model`).
 
     Returns:
-        The argument `drafter` of `generate`. A baseline holds rows of one engine only.
+        The argument `drafter` of `generate`. All but a `MoADrafter` hold rows of one engine only.
+
+    Raises:
+        UnknownModelError, CheckpointError: see `load_drafter`.
+        InputError, MismatchError: see `check_drafting_model`.
     """
+    if names_model(name, target):
+        dtype = str(target.dtype).removeprefix("torch.")
+        return ModelProposer(load_target(name, dtype=dtype, device=str(target.device)), target)
     module = read_drafter(name, target=target).to(device=target.device, dtype=target.dtype)
     if isinstance(module, MoADrafter):
         return module
@@ -68,16 +83,40 @@ def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseli
 def check_drafter(
     name: str | Path, model: str | Path, *, tokenizer: str | Path | None = None
 ) -> Path:
-    """The drafter's directory; raises the errors of `load_drafter` without the target's weights."""
-    directory = find_drafter(name)
-    if str(name) == str(model):  # the bundled one
-        return directory
+    """The drafter's directory, or a model's name, for `load_any_drafter`, whose errors it raises.
+
+    No weights of a target are read.
+    """
+    if str(name) == str(model) and str(name) in bundled_drafters():
+        return find_drafter(name)
     target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
+    if names_model(name, target):
+        check_drafting_model(read_skeleton(name, dtype="float32"), target)
+        return Path(name)
+    directory = find_drafter(name)
     if is_baseline(directory):
         load_baseline(directory, target.identity)
     else:
         load_checkpoint(directory, target.identity, target.config)
     return directory
+
+
+def names_model(name: str | Path, target: TargetSpec) -> bool:
+    """Whether a drafter's name is that of a language model.
+
+    It is if it is a GGUF file, a directory with a tokenizer, or an alias of a target. An alias with
+    a bundled drafter names that drafter where this is its target, and for others the model.
+    """
+    path = Path(name)
+    if is_gguf_name(path):
+        return True
+    if is_directory(path):
+        return (path / TOKENIZER_JSON).is_file() and DEVICE_SECTION not in read_config(path)
+    bundled = bundled_drafters().get(str(name))
+    if bundled is None or str(name) not in ALIASES:
+        return str(name) in ALIASES
+    own, given = recorded_config(read_config(bundled)).target, target.identity
+    return own is not None and (own.num_layers, own.kv_size) != (given.num_layers, given.kv_size)
 
 
 def _read_moa(name: str | Path, directory: Path, target: TargetSpec) -> MoADrafter:

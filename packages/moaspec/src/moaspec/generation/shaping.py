@@ -31,7 +31,7 @@ def shaping_for(
     (`assumed_costs`). Where drafts cannot change a text (`same_bits`), observed times correct both.
     Elsewhere a machine without stored costs is measured now (`measure_once`), and if it cannot be,
     "auto" drafts where a chain is expected to be faster by `SURE` (`sure_costs`), else nothing. For
-    a drafter other than `MoADrafter` there are no costs, and "auto" is `DEFAULT_TREE`.
+    a drafter other than `MoADrafter` there are no costs, and "auto" is its `usual_shape`.
 
     The engine must have the N of the returned settings.
 
@@ -41,6 +41,8 @@ def shaping_for(
     Raises:
         InputError: a shape or setting that does not exist.
     """
+    if tree == "auto" and drafter is not None and not isinstance(drafter, MoADrafter):
+        tree = getattr(drafter, "usual_shape", tree)
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
     by_clock = same_bits(target)
