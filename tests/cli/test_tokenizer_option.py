@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,33 @@ def test_a_file_with_an_unknown_tokenizer_generates(
     wrong = cli(*asked, "--tokenizer", str(tmp_path))
     assert wrong.code == 2
     assert "holds no tokenizer.json" in wrong.error
+
+
+def test_a_file_without_a_template_takes_one(cli: Cli, tmp_path: Path) -> None:
+    """Without one the prompt is plain text, which is told; a wrong file is told, too."""
+    file = gguf_files.write(tmp_path / "x.gguf", gguf_files.byte_level("qwen2"))
+    shared = ("--model", str(file), "--dtype", "float32")
+    asked = ("generate", "a", *shared, "--max-new-tokens", "2", "--json")
+    plain = cli(*asked)
+    assert plain.code == 0
+    assert "as plain text" in " ".join(plain.err.split())
+    refused = cli("chat", *shared)
+    assert "--chat-template" in " ".join(refused.err.split())
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}<<{{ message.content }}>>{% endfor %}")
+    given = cli(*asked, "--chat-template", str(template))
+    assert given.code == 0, given.error
+    assert "plain text" not in given.err
+    prompt = [json.loads(one.out)["prompt_tokens"] for one in (plain, given)]
+    assert prompt[0] < prompt[1]
+    for text, said in (("{% for", "refuses these messages"), ("{{ nobody.knows }}", "refuses")):
+        template.write_text(text)
+        wrong = cli(*asked, "--chat-template", str(template))
+        assert wrong.code == 2
+        assert said in " ".join(wrong.err.split())
+    absent = cli(*asked, "--chat-template", str(tmp_path / "absent"))
+    assert absent.code == 2
+    assert "Cannot read the chat template" in " ".join(absent.err.split())
+    server = cli("target-server", *shared, "--chat-template", str(template))
+    assert server.code == 2
+    assert "devices send token ids" in " ".join(server.err.split())

@@ -139,7 +139,7 @@ class ServerContext:
         if not template.exists:
             raise InputError(
                 f"{self.info.name} has no chat template, so it holds no conversation; use "
-                "/v1/completions."
+                "/v1/completions, or start the server with --chat-template."
             )
         try:
             template.check_variables(variables)

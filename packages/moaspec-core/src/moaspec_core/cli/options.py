@@ -80,6 +80,10 @@ Tokenizer = Annotated[
     "Directory with the model's tokenizer.json, in place of the tokenizer that --model has, such "
     "as one in a GGUF file that is not known here.",
 ]
+ChatTemplateFile = Annotated[
+    str | None,
+    "File with a chat template in Jinja, for a model that has none or a wrong one.",
+]
 Learn = Annotated[
     Path | None,
     "Let the drafter learn from the texts that are served, in a second process of lowest "
@@ -105,6 +109,7 @@ class LoadOptions:
     quantize: Quantize = None
     adapter: Adapter = None
     tokenizer: Tokenizer = None
+    chat_template: ChatTemplateFile = None
     threads: Threads = None
 
     @property

@@ -80,7 +80,7 @@ def conversation_ids(target: DeviceTarget, messages: Sequence[Mapping[str, str]]
     template = ChatTemplate(target.tokenizer, target.name)
     if not template.exists:
         raise InputError(
-            f"The target {target.name} has no chat template, so it holds no conversation; use "
-            "`moaspec generate`."
+            f"The target {target.name} has no chat template, so it holds no conversation; give one "
+            "with --chat-template, or use `moaspec generate`."
         )
     return template.tokenize(template.rendered([dict(message) for message in messages]))

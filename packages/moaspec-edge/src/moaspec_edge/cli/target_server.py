@@ -291,6 +291,11 @@ def _end_process(stopping: threading.Event) -> None:
 
 def _check_engine(engine: str, asked: options.LoadOptions, learn: Path | None, ranks: int) -> None:
     """Raise InputError for options that this engine does not have."""
+    if asked.chat_template is not None:
+        raise InputError(
+            "--chat-template is for commands that read messages: devices send token ids, by the "
+            "template in their bundle (export-device --tokenizer DIR)."
+        )
     if engine != "vllm":
         if ranks > 1:
             raise InputError("--tensor-parallel-size is for --engine vllm.")

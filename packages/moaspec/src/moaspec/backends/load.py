@@ -9,7 +9,14 @@ from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
-from moaspec.target.registry import read_skeleton, read_target, require_device, require_dtype
+from moaspec.target.registry import (
+    read_chat_template,
+    read_skeleton,
+    read_target,
+    replace_chat_template,
+    require_device,
+    require_dtype,
+)
 from moaspec.target.target import Target, plain_torch
 from moaspec.target.thread_limiter import ThreadLimiter
 from moaspec.target.weights.adapter import adapter_hash
@@ -27,6 +34,7 @@ def load_target(
     quantize: str | None = None,
     adapter: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    chat_template: str | Path | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target.
@@ -43,6 +51,7 @@ def load_target(
         adapter: directory of a LoRA adapter of peft, which is merged into the weights.
         tokenizer: directory with a tokenizer.json that is read in place of the target's own
             tokenizer, such as one in a GGUF file that is not known here.
+        chat_template: file with a template in Jinja, for a model that has none or a wrong one.
         generation_config: "auto" keeps the defaults of the model's `generation_config.json`; None
             keeps only the ids that end a text.
 
@@ -51,7 +60,7 @@ def load_target(
 
     Raises:
         InputError: unknown dtype, a device that cannot be used here, a `quantize` or `adapter`
-            where it cannot be done, or no tokenizer in the directory.
+            where it cannot be done, no tokenizer in the directory, or a template that is not one.
         UnknownModelError: nothing of that name can be found or read, or its weights are not those
             of its config, or not finite.
         UnsupportedTargetError: a model that cannot be drafted for.
@@ -77,6 +86,7 @@ def load_target(
         )
 
     require_device(device)
+    template = None if chat_template is None else read_chat_template(Path(chat_template))
     on_cpu = torch.device(device).type == "cpu"
     if dtype == AUTO_DTYPE and packed and on_cpu and must_compile():
         # Kernels take half a minute to compile: what is wrong with the target is told before.
@@ -88,6 +98,8 @@ def load_target(
         target = read(chosen_dtype(dtype, device=device, packed=packed))
     if quantize is not None:
         quantise(target.model, quantize, name=target.name, packed=packed)
+    if template is not None:
+        replace_chat_template(target, template, where=str(chat_template))
     target.threads = ThreadLimiter()
     if packed:
         accelerate(target)

@@ -81,6 +81,7 @@ def check(
         quantize=asked.quantize,
         adapter=asked.adapter,
         tokenizer=asked.tokenizer,
+        chat_template=asked.chat_template,
         generation_config=options.generation_defaults(generation_config),
     )
     settings = {

@@ -137,6 +137,7 @@ def evaluate(
             asked.quantize,
             asked.adapter,
             asked.tokenizer,
+            asked.chat_template,
             generation_defaults(generation_config),
         )
         check_methods([*timed, *untimed], sources)

@@ -53,6 +53,13 @@ def generate(
         measure_once(target, module)
     from moaspec.generation.api import start
 
+    tokenizer: Any = target.tokenizer
+    if tokenizer is not None and not tokenizer.chat_template and not raw:
+        console.err.print(
+            f"{target.name} has no chat template: it continues the prompt as plain text. Give a "
+            "template with --chat-template.",
+            style="yellow",
+        )
     settings = with_model_defaults(settings, target)
     prompt_ids = chat_ids(target, question, system=system, raw=raw)
     engine, (result,) = start(target, [prompt_ids], drafter=module, **settings)

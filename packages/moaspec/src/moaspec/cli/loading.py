@@ -42,6 +42,7 @@ def load_pair(
         quantize=asked.quantize,
         adapter=asked.adapter,
         tokenizer=asked.tokenizer,
+        chat_template=asked.chat_template,
         generation_config=generation_config,
     )
     module = choose_drafter(asked.drafter, asked.model, target)

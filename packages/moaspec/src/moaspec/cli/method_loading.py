@@ -40,6 +40,7 @@ class MethodSources:
     quantize: str | None = None
     adapter: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     generation_config: Literal["auto"] | None = "auto"
 
 
@@ -107,6 +108,7 @@ def _target(sources: MethodSources, *, packed: bool = True) -> Target:
         quantize=sources.quantize,
         adapter=sources.adapter,
         tokenizer=sources.tokenizer,
+        chat_template=sources.chat_template,
         generation_config=sources.generation_config,
     )
 

@@ -46,15 +46,17 @@ from moaspec.target.weights.gguf_file import read_by_index
 from moaspec.target.weights.gguf_tensors import sources
 from moaspec.target.weights.quantised import prepare_config, widen
 from moaspec.target.weights.stored import fill_from_file
+from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.checkpoint.directory import is_directory
 from moaspec_core.checkpoint.dtypes import TARGET_DTYPES
-from moaspec_core.checkpoint.user_files import why_not_files
+from moaspec_core.checkpoint.user_files import read_limited, why_not_files
 from moaspec_core.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec_core.sampling.generation_defaults import check_ends, check_numbers, without_defaults
 from moaspec_core.support.causes import first_line
 from moaspec_core.tokens.names import ALIASES, local_gguf
 
 TOKENIZER_JSON = "tokenizer.json"
+MAX_TEMPLATE_BYTES = 1 << 20
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TARGET_DTYPES}
 
 
@@ -472,6 +474,30 @@ def _require_tokenizer(directory: Path) -> None:
             f"--tokenizer {directory} holds no {TOKENIZER_JSON}. Name a directory with that file "
             "of the model, and its tokenizer_config.json."
         )
+
+
+def read_chat_template(path: Path) -> str:
+    """A file with a chat template; InputError where it cannot be read."""
+    try:
+        return read_limited(path, MAX_TEMPLATE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise InputError(f"Cannot read the chat template {path}: {error}") from error
+
+
+def replace_chat_template(target: TargetSpec, template: str, *, where: str) -> None:
+    """Give the target's tokenizer another chat template.
+
+    Raises:
+        InputError: there is no tokenizer, or the template cannot render a question.
+    """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None:
+        raise InputError(
+            f"{target.name} has no tokenizer, so a chat template is of no use. Give one with "
+            "--tokenizer."
+        )
+    tokenizer.chat_template = template
+    ChatTemplate(tokenizer, where).rendered([{"role": "user", "content": "Hello"}])
 
 
 def load_tokenizer(source: str) -> Any:
