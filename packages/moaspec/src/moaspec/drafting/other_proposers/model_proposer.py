@@ -4,7 +4,6 @@ Legend: B rows, T new tokens, E hidden size of the drafting model.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ class ModelProposer(TreeProposer):
         InputError, MismatchError: see `check_drafting_model`.
     """
 
-    usual_shape: ClassVar[Tree] = Chain(4)
-    """What "auto" drafts: a token costs a pass of the model, so branches would cost too much."""
+    usual_shape = Chain(4)  # each draft costs a pass of the model, so branches do not pay
 
     def __init__(self, model: Target, target: TargetSpec) -> None:
         check_drafting_model(model, target)
