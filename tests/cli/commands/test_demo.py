@@ -77,12 +77,12 @@ def test_demo_as_json(cli: Cli) -> None:
 @pytest.mark.usefixtures("loaded")
 def test_a_model_without_a_drafter_shows_copies(cli: Cli) -> None:
     """Its prompts are about code, and what repeats the prompt is copied."""
-    asked = ("demo", "--model", "qwen2.5-coder-0.5b", "--max-new-tokens", "30")
+    asked = ("demo", "--model", "qwen2.5-coder-1.5b", "--max-new-tokens", "30")
     output = cli(*asked)
     assert output.code == 0
-    assert "No drafter is bundled for qwen2.5-coder-0.5b: drafts are continuations" in output.out
+    assert "No drafter is bundled for qwen2.5-coder-1.5b: drafts are continuations" in output.out
     assert re.search(r"Prompt 1: Write a Python function", output.out)
-    assert "Try next: moaspec chat --model qwen2.5-coder-0.5b (talk" in output.words
+    assert "Try next: moaspec chat --model qwen2.5-coder-1.5b (talk" in output.words
     data = json.loads(cli(*asked, "--json").out)
     assert data["drafts"] == "copies"
     assert data["speculative"]["copied"] > 0
