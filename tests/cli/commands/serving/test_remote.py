@@ -53,11 +53,11 @@ def address(bundle: Path) -> Iterator[str]:
         yield found
 
 
-def expected(bundle: Path, words: str, new_tokens: int) -> list[int]:
+def expected(bundle: Path, words: str, new_tokens: int, **sampling: Any) -> list[int]:
     target = load_target(bundle.parent / "target")
     assert target.tokenizer is not None
     ids = list(target.tokenizer(words)["input_ids"])
-    return moaspec.generate(target, ids, max_new_tokens=new_tokens).token_ids
+    return moaspec.generate(target, ids, max_new_tokens=new_tokens, **sampling).token_ids
 
 
 def test_the_text_is_the_targets_and_private_words_stay(
@@ -73,6 +73,22 @@ def test_the_text_is_the_targets_and_private_words_stay(
     assert data["token_ids"] == expected(bundle, "w1 w2 [PRIVATE_1] w4", 12)
     assert data["private_spans"] == 1
     assert data["bytes_up"] > 0
+
+
+def test_sampling_is_as_on_one_machine(cli: Cli, bundle: Path, address: str) -> None:
+    """All settings of `generate` cross the link."""
+    asked = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
+    options = ("--temperature", "1.4", "--seed", "5", "--top-k", "30", "--min-p", "0.01")
+    options = (*options, "--repetition-penalty", "1.2", "--max-new-tokens", "14", "--json")
+    settings = {"temperature": 1.4, "seed": 5, "top_k": 30, "min_p": 0.01}
+    output = cli(*asked, *options)
+    assert output.code == 0, output.err
+    right = expected(bundle, "w1 w2", 14, **settings, repetition_penalty=1.2)
+    assert json.loads(output.out)["token_ids"] == right
+    assert right != expected(bundle, "w1 w2", 14)
+    wrong = cli(*asked, "--min-p", "2")
+    assert wrong.code == 2
+    assert "min_p" in wrong.err
 
 
 @pytest.mark.slow

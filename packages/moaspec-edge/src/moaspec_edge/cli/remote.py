@@ -15,6 +15,7 @@ from moaspec_core.cli.prompts import chat_ids, read_prompt
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.status import loading
 from moaspec_core.errors import InputError
+from moaspec_core.sampling.params import SamplingOptions
 from moaspec_core.support.tasks import end_tasks
 from moaspec_edge.cli import device_options
 
@@ -40,8 +41,7 @@ def remote(
     ] = None,
     link: Annotated[options.Link, "Emulate a link."] = "none",
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     as_json: options.Json = False,
 ) -> None:
     """Draft here and verify on a server.
@@ -77,11 +77,7 @@ def remote(
     live = console.is_live(console.out)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json, live=live)
     cut = _Cut(faults, cut_after)
-    settings: GenerateOptions = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-    }
+    settings: GenerateOptions = {"max_new_tokens": max_new_tokens, **sampling}
     settings = with_model_defaults(settings, loaded.target, optional=False)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, no_link=wire.no_link))
     _report(session, show, as_json=as_json, hidden=len(vault))
