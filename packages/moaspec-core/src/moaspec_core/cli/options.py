@@ -54,6 +54,7 @@ MaxNewTokens = Annotated[int, "Maximum number of new tokens."]
 Shape = Annotated[
     str, "Drafts of a round: auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62."
 ]
+TopP = Annotated[float | None, SETTINGS["top_p"].help]
 GenerationConfig = Annotated[
     Literal["auto", "none"],
     "auto: the model's generation_config.json gives the defaults; none: it is not used.",
