@@ -40,8 +40,8 @@ def main() -> None:
     """Print a table of medians for every suite, then one line of JSON."""
     options = parser(__doc__)
     options.add_argument("--suite", nargs="+", default=["bundled-code"])
-    options.add_argument("--limit", type=int, help="Prompts of each suite.")
-    options.add_argument("--category", help="Of the suites' prompts, those of one category.")
+    options.add_argument("--limit", type=int, help="Prompts of each suite, its first ones.")
+    options.add_argument("--category", nargs="+", help="Only prompts of these categories.")
     options.add_argument("--max-new-tokens", type=int, default=128)
     options.add_argument(
         "--llama",
@@ -73,19 +73,20 @@ def main() -> None:
     ways = {
         "plain": ours(),
         "auto": ours(drafter=drafter),
-        f"chain of {CHAIN}": ours(drafter=drafter, tree=Chain(CHAIN), free_branches=None),
+        f"chain of {CHAIN}": ours(drafter=drafter, tree=Chain(CHAIN), free_branches=False),
     }
     for kind in args.llama:
         name = f"llama.cpp {Path(kind).stem}".strip()
         ways[name] = _llama(LlamaCpp(gguf, threads=args.threads, context=8192, drafts=kind), most)
     runs: dict[str, list[dict[str, Found]]] = defaultdict(list)
     for suite in args.suite:
-        prompts = read_prompts(suite, limit=args.limit, max_turns=1)
-        for prompt in prompts:
-            if args.category is None or prompt.category == args.category:
-                ids = chat_ids(target, prompt.turns[0])
-                runs[Path(suite).stem].append(_by_turns(ways, ids, len(runs[Path(suite).stem])))
-                _tell(suite, prompt.question_id, runs[Path(suite).stem][-1])
+        name, prompts = Path(suite).stem, read_prompts(suite, max_turns=1)
+        if args.category is not None:
+            prompts = [prompt for prompt in prompts if prompt.category in args.category]
+        for prompt in prompts[: args.limit]:
+            ids = chat_ids(target, prompt.turns[0])
+            runs[name].append(_by_turns(ways, ids, len(runs[name])))
+            _tell(name, prompt.question_id, runs[name][-1])
     found = {suite: _summary(each) for suite, each in runs.items()}
     for suite, summary in found.items():
         print(f"\n{suite}, {len(runs[suite])} prompts, {summary['equal']} texts equal")
@@ -130,7 +131,7 @@ def _tell(suite: str, prompt: str, found: dict[str, Found]) -> None:
     plain = found["plain"]
     parts = [f"{name} {one['request']:.0f}" for name, one in found.items()]
     equal = all(one["ids"] == plain["ids"] for one in found.values() if "ids" in one)
-    line = f"{Path(suite).stem} {prompt}: {', '.join(parts)} tokens/s"
+    line = f"{suite} {prompt}: {', '.join(parts)} tokens/s"
     print(line if equal else f"{line}; TEXTS DIFFER", file=sys.stderr, flush=True)
 
 
