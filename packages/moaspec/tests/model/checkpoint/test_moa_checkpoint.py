@@ -239,6 +239,12 @@ def test_the_heads_moment_is_kept(tmp_path: Path) -> None:
     loaded = load(saved(tmp_path, drafter)).bfloat16()
     assert loaded.head_moment is not None
     assert torch.equal(loaded.head_moment, drafter.head_moment)
+    save_drafter(drafter, tmp_path / "int8", int8=True)  # half of it, in float16
+    stored = load_file(tmp_path / "int8" / "model.safetensors")["head_moment"]
+    assert stored.shape == (size * (size + 1) // 2,)
+    small = load(tmp_path / "int8").head_moment
+    assert small is not None
+    assert torch.equal(small, drafter.head_moment.half().float())
 
 
 @pytest.mark.parametrize(
@@ -248,8 +254,10 @@ def test_the_heads_moment_is_kept(tmp_path: Path) -> None:
         torch.full((48, 48), torch.nan),
         torch.zeros(48, 48),
         torch.eye(48) - torch.full((48, 48), 0.5),  # no sum of squares
+        torch.full((48 * 49 // 2,), -1.0),
+        torch.ones(48 * 49 // 2 + 1),
     ],
-    ids=["shape", "nan", "zeros", "indefinite"],
+    ids=["shape", "nan", "zeros", "indefinite", "triangle", "long triangle"],
 )
 def test_a_moment_that_does_not_fit(wrong: Tensor, tmp_path: Path) -> None:
     assert tiny.random_drafter(tiny.target()).config.hidden_size == 48
