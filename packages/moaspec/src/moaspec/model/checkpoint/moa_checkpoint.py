@@ -209,7 +209,7 @@ def check_whole(
 
 
 def _small(moment_EE: Tensor) -> Tensor:
-    """The moment's lower triangle in float16, a quarter of its bytes; unchanged if that spoils it."""
+    """The lower triangle in float16, a quarter of the bytes; the moment where that spoils it."""
     size = len(moment_EE)
     triangle = moment_EE[*torch.tril_indices(size, size)].half()
     whole_EE = _whole(triangle, size)
