@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import load, parser, setting
+from common import load_target, parser, setting
 from llamacpp import LlamaCpp
 
 import moaspec
 from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.target.registry import find_target_gguf
 from moaspec_core.cli.prompts import chat_ids
 from moaspec_core.drafting.tree_shapes import Chain
@@ -50,7 +51,8 @@ def main() -> None:
         help='Ways of llama.cpp: "" for none of its drafts, its names, or the file of a model.',
     )
     args = options.parse_args()
-    target, drafter = load(args)
+    target = load_target(args)
+    drafter = load_any_drafter(args.drafter, target=target)
     target.threads = None  # llama.cpp's processes, which take their turns, take no core
     gguf = find_target_gguf(args.model)
     if gguf is None and args.llama:

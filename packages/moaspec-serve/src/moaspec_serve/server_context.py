@@ -139,7 +139,7 @@ class ServerContext:
         if not template.exists:
             raise InputError(
                 f"{self.info.name} has no chat template, so it holds no conversation; use "
-                "/v1/completions, or start the server with --chat-template."
+                "/v1/completions, or give it one (moaspec serve --chat-template FILE)."
             )
         try:
             template.check_variables(variables)

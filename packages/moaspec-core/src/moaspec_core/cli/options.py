@@ -46,8 +46,8 @@ Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF file or
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        help="Drafter: alias, directory or hub id, another model, or none; default: the bundled "
-        "one."
+        help="Drafter: alias, directory or hub id; or a small model (alias, directory, GGUF file) "
+        "that drafts; or none. Default: the bundled drafter."
     ),
 ]
 MaxNewTokens = Annotated[int, "Maximum number of new tokens."]

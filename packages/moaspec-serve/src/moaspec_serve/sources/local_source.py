@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.other_proposers.model_proposer import ModelProposer
 from moaspec.engine.local_verifier import client_rows
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
@@ -70,10 +71,13 @@ class LocalSource(TextSource):
             if isinstance(drafting, CachingProposer):
                 drafting.release()
 
+        slot_bytes = verifier.cache.slot_bytes
+        if isinstance(drafting, ModelProposer):
+            slot_bytes += drafting.text_cache.slot_bytes
         self._worker = EngineWorker(
             self.engine,
             release=release,
-            slot_bytes=verifier.cache.slot_bytes,
+            slot_bytes=slot_bytes,
             state_bytes=target.state_bytes,
             client_rows=client_rows(target.device),
             shaping=shaping,

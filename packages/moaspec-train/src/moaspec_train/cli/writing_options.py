@@ -80,9 +80,9 @@ class WritingOptions:
     def load(self, generation_config: Literal["auto"] | None = "auto") -> tuple[Target, Any]:
         with loading(self.model, self.threads):
             from moaspec.backends.load import load_target
-            from moaspec.generation.drafters import check_drafter, load_any_drafter
+            from moaspec.generation.drafters import check_any_drafter, load_any_drafter
 
-            drafter = self.drafter and check_drafter(self.drafter, self.model)
+            drafter = self.drafter and check_any_drafter(self.drafter, self.model)
             target = load_target(
                 self.model,
                 dtype=self.dtype,

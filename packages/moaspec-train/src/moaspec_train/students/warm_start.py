@@ -109,6 +109,8 @@ def copy_first_layer(target: Target, drafter: MoADrafter, batches: Iterable[Batc
     Raises:
         InputError: SA has other shapes than a plain first layer, or a wider MLP.
     """
+    if drafter.decoder.without_text:
+        return
     whole = first_layer(target, drafter)
     if whole is None:
         _warn_of_random(target, "parts that SA lacks")
@@ -145,10 +147,10 @@ def keep_units(layer: AttentionBlock, middle_NE: Tensor, width: int) -> None:
         width: at most the MLP's.
     """
     mlp = layer.mlp
-    inner_NI = mlp.inner(layer.post_attention_layernorm, middle_NE)
     down_EI = mlp.down_proj.weight
     if width == down_EI.shape[1]:
         return
+    inner_NI = mlp.inner(layer.post_attention_layernorm, middle_NE)
     added_I = inner_NI.square().mean(0).sqrt() * down_EI.norm(dim=0)
     order_I = added_I.argsort(descending=True)
     kept_I, lost_I = order_I[:width].sort().values, order_I[width:]
@@ -195,7 +197,8 @@ def first_layer(target: Target, drafter: MoADrafter) -> DecoderLayer | None:
     }
     config, width = drafter.config, len(source["mlp.up_proj.weight"])
     shape = dataclasses.replace(config.self_attention, intermediate_size=width)
-    layer = DecoderLayer(shape, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
+    with torch.device("meta"):
+        layer = DecoderLayer(shape, eps=config.rms_norm_eps, hidden_act=config.hidden_act)
     fits = _shapes(source) == _shapes(layer.state_dict())
     if not fits or config.self_attention.intermediate_size > width:
         raise InputError(

@@ -60,6 +60,13 @@ def test_a_narrow_sa_keeps_the_units_that_add_most(family: str) -> None:
     assert error < 1e-6 * size
 
 
+def test_a_drafter_without_sa_copies_nothing() -> None:
+    drafter = tiny.random_drafter(tiny.target(), without=("sa",))
+    before = drafter.decoder.self_attention.mlp.down_proj.weight.clone()
+    copy_first_layer(tiny.target(), drafter, batches())
+    assert torch.equal(drafter.decoder.self_attention.mlp.down_proj.weight, before)
+
+
 @pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) - set(PLAIN)))
 def test_a_first_layer_with_other_parts_is_told(
     family: str, caplog: pytest.LogCaptureFixture

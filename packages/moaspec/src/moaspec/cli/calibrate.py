@@ -74,8 +74,8 @@ def calibrate(
 
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(
-            f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
-            "because only they draft by cost. Name one, or leave --drafter out."
+            f"Only Mixture-of-Attentions drafters are measured, because only they draft by cost, "
+            f"and {drafter} is another. Name one, or leave --drafter out."
         )
     if target.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."

@@ -68,10 +68,10 @@ def check(
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target
         from moaspec.evaluate.correctness.check_target import SHORT
-        from moaspec.generation.drafters import check_drafter
+        from moaspec.generation.drafters import check_any_drafter
 
         if asked.drafts and asked.drafter is not None:
-            check_drafter(asked.drafter, model, tokenizer=asked.tokenizer)
+            check_any_drafter(asked.drafter, model, tokenizer=asked.tokenizer)
         chosen = chosen_dtype(
             asked.dtype, model=model, adapter=asked.adapter, tokenizer=asked.tokenizer
         )

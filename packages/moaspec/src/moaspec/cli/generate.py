@@ -47,14 +47,16 @@ def generate(
     settings = decoding.settings(max_new_tokens, stop or ())
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
+    if raw and asked.chat_template is not None:
+        raise InputError("--raw leaves the chat template out: drop --chat-template.")
     question = read_prompt(prompt)
     target, module = load(asked)
     if decoding.tree == "auto":
         measure_once(target, module)
     from moaspec.generation.api import start
+    from moaspec_core.chat.chat_template import ChatTemplate
 
-    tokenizer: Any = target.tokenizer
-    if tokenizer is not None and not tokenizer.chat_template and not raw:
+    if target.tokenizer is not None and not ChatTemplate(target.tokenizer).exists and not raw:
         console.err.print(
             f"{target.name} has no chat template: it continues the prompt as plain text. Give a "
             "template with --chat-template.",

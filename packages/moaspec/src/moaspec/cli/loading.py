@@ -31,10 +31,10 @@ def load_pair(
 ) -> tuple[Target, MoADrafter | Proposer | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
-    from moaspec.generation.drafters import check_drafter
+    from moaspec.generation.drafters import check_any_drafter
 
     if asked.drafts and asked.drafter is not None:
-        check_drafter(asked.drafter, asked.model, tokenizer=asked.tokenizer)
+        check_any_drafter(asked.drafter, asked.model, tokenizer=asked.tokenizer)
     target = load_target(
         asked.model,
         dtype=asked.dtype,

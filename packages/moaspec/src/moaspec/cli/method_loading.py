@@ -19,7 +19,12 @@ from moaspec.evaluate.method_names import (
 )
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.drafters import check_drafter, load_any_drafter, read_drafter
+from moaspec.generation.drafters import (
+    check_any_drafter,
+    check_drafter,
+    load_any_drafter,
+    read_drafter,
+)
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import read_skeleton
 from moaspec.target.target import Target
@@ -62,12 +67,13 @@ def check_methods(names: Sequence[str], sources: MethodSources) -> None:
         if kind == "hf-assisted":
             read_skeleton(name, dtype="float32")
         elif kind in kinds:
-            check_drafter(name, sources.model, tokenizer=sources.tokenizer)
+            check_any_drafter(name, sources.model, tokenizer=sources.tokenizer)
     for spec in specs:
         if spec.setting:
             skeleton = read_skeleton(sources.model, dtype="float32", tokenizer=sources.tokenizer)
             method = KINDS[spec.kind].make(spec, skeleton, None)
             if spec.kind == "moa":
+                check_drafter(checkpoints["moa"], sources.model, tokenizer=sources.tokenizer)
                 read = read_drafter(checkpoints["moa"], target=skeleton)
                 if isinstance(read, MoADrafter):
                     check_trained(method.num_target_layers, read.config, f"Method {spec.name!r}")

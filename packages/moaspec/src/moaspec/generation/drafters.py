@@ -10,14 +10,21 @@ from moaspec.hub import cached_if_offline
 from moaspec.model.baselines import Baseline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
-from moaspec.model.checkpoint.moa_config import recorded_config
+from moaspec.model.checkpoint.moa_config import SECTION, recorded_config
 from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import TOKENIZER_JSON, read_skeleton
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target, plain_torch
 from moaspec.target.weights.gguf import is_gguf_name
 from moaspec_core.bundled import bundled_drafters
-from moaspec_core.checkpoint.directory import CONFIG_FILE, DEVICE_SECTION, is_directory, read_config
+from moaspec_core.checkpoint.directory import (
+    BASELINE_SECTION,
+    CONFIG_FILE,
+    DEVICE_SECTION,
+    is_directory,
+    read_config,
+)
+from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_core.drafting.protocols import Proposer
 from moaspec_core.errors import InputError, UnknownModelError
 from moaspec_core.support.causes import first_line
@@ -83,16 +90,39 @@ def read_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter | Baseli
 def check_drafter(
     name: str | Path, model: str | Path, *, tokenizer: str | Path | None = None
 ) -> Path:
-    """The drafter's directory, or a model's name, for `load_any_drafter`, whose errors it raises.
+    """The drafter's directory; raises the errors of `load_drafter` without the target's weights.
+
+    Raises:
+        InputError: it is a language model, which has no such checkpoint.
+    """
+    found = check_any_drafter(name, model, tokenizer=tokenizer)
+    if isinstance(found, str):
+        raise InputError(
+            f"{name} is a language model, and this command takes drafters that were trained for "
+            "their target. Models draft in generate, chat, serve, check and eval."
+        )
+    return found
+
+
+def check_any_drafter(
+    name: str | Path, model: str | Path, *, tokenizer: str | Path | None = None
+) -> Path | str:
+    """The drafter's directory, or the name of a language model; raises as `load_any_drafter`.
 
     No weights of a target are read.
     """
-    if str(name) == str(model) and str(name) in bundled_drafters():
-        return find_drafter(name)
+    if str(name) == str(model):
+        if str(name) in bundled_drafters():
+            return find_drafter(name)
+        if names_model(name, None):
+            raise InputError(
+                f"{name} is the target itself: its drafts would cost as much as its own tokens. "
+                "Name a smaller model, or a drafter."
+            )
     target = read_skeleton(model, dtype="float32", tokenizer=tokenizer)
     if names_model(name, target):
         check_drafting_model(read_skeleton(name, dtype="float32"), target)
-        return Path(name)
+        return str(name)
     directory = find_drafter(name)
     if is_baseline(directory):
         load_baseline(directory, target.identity)
@@ -101,22 +131,30 @@ def check_drafter(
     return directory
 
 
-def names_model(name: str | Path, target: TargetSpec) -> bool:
+def names_model(name: str | Path, target: TargetSpec | None) -> bool:
     """Whether a drafter's name is that of a language model.
 
-    It is if it is a GGUF file, a directory with a tokenizer, or an alias of a target. An alias with
-    a bundled drafter names that drafter where this is its target, and for others the model.
+    Names are looked up as `find_drafter` does. An alias with a bundled drafter names that drafter
+    where this is its target, and for others the model. Otherwise a model is an alias, a GGUF file,
+    or a directory with one, or with a tokenizer and no drafter.
     """
-    path = Path(name)
-    if is_gguf_name(path):
+    bundled, path = bundled_drafters().get(str(name)), Path(name)
+    if bundled is not None:
+        own = recorded_config(read_config(bundled)).target
+        fits = target is None or own is None or _size(own) == _size(target.identity)
+        return str(name) in ALIASES and not fits
+    if str(name) in ALIASES or is_gguf_name(path):
         return True
-    if is_directory(path):
-        return (path / TOKENIZER_JSON).is_file() and DEVICE_SECTION not in read_config(path)
-    bundled = bundled_drafters().get(str(name))
-    if bundled is None or str(name) not in ALIASES:
-        return str(name) in ALIASES
-    own, given = recorded_config(read_config(bundled)).target, target.identity
-    return own is not None and (own.num_layers, own.kv_size) != (given.num_layers, given.kv_size)
+    if not is_directory(path):
+        return False
+    if not (path / CONFIG_FILE).is_file():
+        return any(map(is_gguf_name, path.iterdir()))
+    sections = {SECTION, BASELINE_SECTION, DEVICE_SECTION}
+    return (path / TOKENIZER_JSON).is_file() and not sections & read_config(path).keys()
+
+
+def _size(identity: TargetIdentity) -> tuple[int, int]:
+    return identity.num_layers, identity.kv_size
 
 
 def _read_moa(name: str | Path, directory: Path, target: TargetSpec) -> MoADrafter:

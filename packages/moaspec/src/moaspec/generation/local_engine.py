@@ -50,6 +50,10 @@ def _proposer(
 ) -> Proposer | None:
     if isinstance(drafter, MoADrafter):
         return FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
+    if isinstance(drafter, Target):
+        raise InputError(
+            f"{drafter.name} is a language model: give generate ModelProposer(model, target) of it."
+        )
     if num_target_layers is not None and drafter is not None:
         raise InputError(
             f"num_target_layers={num_target_layers} is for Mixture-of-Attentions drafters; "

@@ -479,16 +479,19 @@ def _require_tokenizer(directory: Path) -> None:
 def read_chat_template(path: Path) -> str:
     """A file with a chat template; InputError where it cannot be read."""
     try:
-        return read_limited(path, MAX_TEMPLATE_BYTES).decode()
+        template = read_limited(path, MAX_TEMPLATE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(f"Cannot read the chat template {path}: {error}") from error
+    if not template.strip():
+        raise InputError(f"The chat template {path} is empty.")
+    return template
 
 
 def replace_chat_template(target: TargetSpec, template: str, *, where: str) -> None:
     """Give the target's tokenizer another chat template.
 
     Raises:
-        InputError: there is no tokenizer, or the template cannot render a question.
+        InputError: there is no tokenizer, or the template does not render a question.
     """
     tokenizer: Any = target.tokenizer
     if tokenizer is None:
@@ -497,7 +500,9 @@ def replace_chat_template(target: TargetSpec, template: str, *, where: str) -> N
             "--tokenizer."
         )
     tokenizer.chat_template = template
-    ChatTemplate(tokenizer, where).rendered([{"role": "user", "content": "Hello"}])
+    question = [{"role": "user", "content": "Hello"}]
+    if "Hello" not in ChatTemplate(tokenizer, where).rendered(question):
+        raise InputError(f"The chat template {where} does not render what a user says.")
 
 
 def load_tokenizer(source: str) -> Any:

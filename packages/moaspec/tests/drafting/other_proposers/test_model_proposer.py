@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
 from moaspec import ModelProposer, Target
-from moaspec.generation.drafters import check_drafter, load_any_drafter
+from moaspec.drafting.other_proposers.model_proposer import FEW_TOKENS
+from moaspec.generation.drafters import check_any_drafter, check_drafter, load_any_drafter
 from moaspec.generation.shaping import shaping_for
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec_core.drafting.draft_tree import DraftTree
 from moaspec_core.drafting.protocols import RequestText
 from moaspec_core.errors import InputError, MismatchError
+
+MODULE = "moaspec.drafting.other_proposers.model_proposer"
 
 
 def other(family: str = "llama") -> Target:
@@ -90,19 +97,61 @@ def test_drafts_do_not_depend_on_earlier_rounds(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_of_other_tokens_is_refused() -> None:
+    """Ids that only one of them has a token for do not matter."""
     words = tiny.tokenizer()
     target = tiny.fresh_target(tokenizer=words)
     more = tiny.tokenizer()
-    more.add_tokens(["<another>"])
-    with pytest.raises(MismatchError, match="tokenizers differ"):
-        ModelProposer(tiny.fresh_target(tokenizer=more), target)
-    ModelProposer(tiny.fresh_target(tokenizer=words), target)
+    more.add_tokens(["[PAD64]"])
+    ModelProposer(tiny.fresh_target(tokenizer=more, vocab_size=80), target)
+    backend = Tokenizer(models.WordLevel({f"w{63 - i}": i for i in range(64)}, unk_token="w0"))
+    others = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+    with pytest.raises(MismatchError, match="token 0 is 'w63' for one and 'w0' for the other"):
+        ModelProposer(tiny.fresh_target(tokenizer=others), target)
     wide = ModelProposer(tiny.fresh_target(vocab_size=80), tiny.target())
     assert wide.vocabulary == tiny.target().vocab_size  # no id that the target lacks
     hybrid = tiny.fresh_target()
     hybrid.state_bytes = 1
     with pytest.raises(InputError, match="recurrent"):
         ModelProposer(hybrid, target)
+    with pytest.raises(InputError, match="ModelProposer"):
+        moaspec.generate(target, [1], drafter=other())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("small", ["vocabulary", "context"])
+def test_what_the_model_cannot_read_gets_no_drafts(small: str) -> None:
+    """Ids that it lacks, and texts beyond its context, beside a text that it drafts for."""
+    changes = {"vocab_size": 40} if small == "vocabulary" else {"max_position_embeddings": 12}
+    target, model = tiny.target(), tiny.fresh_target(seed=3, **changes)
+    prompts = [[1, 2, 3], [50, 2, 3]]
+    plain = moaspec.generate(target, prompts, max_new_tokens=20)
+    drafted = moaspec.generate(
+        target, prompts, drafter=ModelProposer(model, target), max_new_tokens=20
+    )
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert drafted[0].tau is not None
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass of the model is longer, and rows that wait are not padded to a prompt's length."""
+    monkeypatch.setattr(f"{MODULE}.READ_CHUNK_TOKENS", 32)
+    target, model = tiny.target(), tiny.fresh_target()
+    run, sizes = model.run, list[tuple[int, ...]]()
+
+    def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        sizes.append(tuple(ids.shape))
+        return run(ids, *args, **more)
+
+    monkeypatch.setattr(model, "run", counted)
+    prompts = [[7 * i % 64 for i in range(100)], [5, 6], list(range(40))]
+    drafter = ModelProposer(model, target)
+    found = moaspec.generate(
+        target, prompts, drafter=drafter, max_new_tokens=20, stop_token_ids=()
+    )
+    plain = moaspec.generate(target, prompts, max_new_tokens=20, stop_token_ids=())
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert max(width for _, width in sizes) <= 32
+    assert max(rows * width for rows, width in sizes) <= 3 * FEW_TOKENS
+    assert all(one.tau is not None and one.tau > 2 for one in found)
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +164,17 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.fresh_target(tokenizer=words)
     found = load_any_drafter(small, target=target)
     assert isinstance(found, ModelProposer)
-    assert check_drafter(small, small) == small
+    large = tmp_path / "large"
+    tiny.model("llama").save_pretrained(large)
+    words.save_pretrained(large)
+    assert check_any_drafter(small, large) == str(small)
+    with pytest.raises(InputError, match="is a language model"):
+        check_drafter(small, large)
+    with pytest.raises(InputError, match="the target itself"):
+        check_any_drafter(small, small)
     save_drafter(drafter, tmp_path / "bundled")
+    words.save_pretrained(tmp_path / "bundled")  # a tokenizer makes no model of a drafter
+    assert isinstance(load_any_drafter(tmp_path / "bundled", target=target), type(drafter))
     monkeypatch.setattr(
         "moaspec.generation.drafters.bundled_drafters",
         lambda: {"smollm2-135m": tmp_path / "bundled"},
