@@ -55,8 +55,6 @@ def main() -> None:
     drafter = load_any_drafter(args.drafter, target=target)
     target.threads = None  # llama.cpp's processes, which take their turns, take no core
     gguf = find_target_gguf(args.model)
-    if gguf is None and args.llama:
-        raise SystemExit(f"{args.model} is no GGUF file that is here; give --llama no ways.")
     most = args.max_new_tokens
 
     def ours(**how: Any) -> Callable[[Sequence[int]], Found]:
@@ -78,6 +76,8 @@ def main() -> None:
         f"chain of {CHAIN}": ours(drafter=drafter, tree=Chain(CHAIN), free_branches=False),
     }
     for kind in args.llama:
+        if gguf is None:
+            raise SystemExit(f"{args.model} is no GGUF file that is here; give --llama no ways.")
         name = f"llama.cpp {Path(kind).stem}".strip()
         ways[name] = _llama(LlamaCpp(gguf, threads=args.threads, context=8192, drafts=kind), most)
     runs: dict[str, list[dict[str, Found]]] = defaultdict(list)

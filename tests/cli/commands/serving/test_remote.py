@@ -78,8 +78,10 @@ def test_the_text_is_the_targets_and_private_words_stay(
 def test_sampling_is_as_on_one_machine(cli: Cli, bundle: Path, address: str) -> None:
     """All settings of `generate` cross the link."""
     asked = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
-    options = ("--temperature", "1.4", "--seed", "5", "--top-k", "30", "--min-p", "0.01")
-    options = (*options, "--repetition-penalty", "1.2", "--max-new-tokens", "14", "--json")
+    options = (
+        *("--temperature", "1.4", "--seed", "5", "--top-k", "30", "--min-p", "0.01"),
+        *("--repetition-penalty", "1.2", "--max-new-tokens", "14", "--json"),
+    )
     settings = {"temperature": 1.4, "seed": 5, "top_k": 30, "min_p": 0.01}
     output = cli(*asked, *options)
     assert output.code == 0, output.err

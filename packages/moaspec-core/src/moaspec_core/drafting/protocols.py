@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
-from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
 from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
 
 if TYPE_CHECKING:
@@ -152,11 +151,11 @@ class Proposer(Protocol):
 
     Attributes:
         needs: the kind of target activations that `encode` takes.
-        usual_shape: what "auto" drafts, as the costs of such a proposer are not known.
+
+    It may also have `usual_shape`, a `Tree`: what "auto" drafts, as its costs are not known.
     """
 
     needs: frozenset[Need] = frozenset()
-    usual_shape: Tree = DEFAULT_TREE
 
     def encode(
         self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.text import Text
@@ -77,8 +77,8 @@ def remote(
     live = console.is_live(console.out)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json, live=live)
     cut = _Cut(faults, cut_after)
-    settings: GenerateOptions = {"max_new_tokens": max_new_tokens, **sampling}
-    settings = with_model_defaults(settings, loaded.target, optional=False)
+    given = cast("GenerateOptions", {"max_new_tokens": max_new_tokens, **sampling})
+    settings = with_model_defaults(given, loaded.target, optional=False)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, no_link=wire.no_link))
     _report(session, show, as_json=as_json, hidden=len(vault))
 

@@ -8,8 +8,8 @@ that of a class of CPUs, whose ratios differ.
 
 - "amx", "avx512", "avx2": SmolLM2-135M and Qwen2.5-0.5B in bf16 with two threads of one Xeon with
   AMX, which `MOASPEC_KERNELS` limited.
-- "avx512 AuthenticAMD": SmolLM2-135M and Qwen2.5-Coder-0.5B in their files' bits with two threads of
-  an EPYC (Zen 5).
+- "avx512 AuthenticAMD": SmolLM2-135M and Qwen2.5-Coder-0.5B in their files' bits with two threads
+  of an EPYC (Zen 5).
 - "avx2 AuthenticAMD": SmolLM2-135M in bf16 with two threads of an EPYC without AVX-512.
 - "off": SmolLM2-135M in float32 there, by PyTorch. It varies most from CPU to CPU.
 - "cuda": not measured; a pass reads the weights once for all its tokens.

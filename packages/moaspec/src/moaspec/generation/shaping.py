@@ -12,6 +12,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
 from moaspec_core.drafting.draft_tree import Tree
 from moaspec_core.drafting.protocols import Proposer
+from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
 from moaspec_core.policy.observed_times import ObservedTimes
 from moaspec_core.policy.policies import DraftSettings, FreeBranches
 
@@ -42,7 +43,7 @@ def shaping_for(
         InputError: a shape or setting that does not exist.
     """
     if tree == "auto" and drafter is not None and not isinstance(drafter, MoADrafter):
-        tree = getattr(drafter, "usual_shape", Proposer.usual_shape)
+        tree = getattr(drafter, "usual_shape", DEFAULT_TREE)
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
     by_clock = same_bits(target)

@@ -113,14 +113,17 @@ def test_a_model_of_other_tokens_is_refused() -> None:
     hybrid.state_bytes = 1
     with pytest.raises(InputError, match="recurrent"):
         ModelProposer(hybrid, target)
+    unwrapped: Any = other()
     with pytest.raises(InputError, match="ModelProposer"):
-        moaspec.generate(target, [1], drafter=other())  # type: ignore[arg-type]
+        moaspec.generate(target, [1], drafter=unwrapped)
 
 
 @pytest.mark.parametrize("small", ["vocabulary", "context"])
 def test_what_the_model_cannot_read_gets_no_drafts(small: str) -> None:
     """Ids that it lacks, and texts beyond its context, beside a text that it drafts for."""
-    changes = {"vocab_size": 40} if small == "vocabulary" else {"max_position_embeddings": 12}
+    changes: dict[str, Any] = {"vocab_size": 40}
+    if small == "context":
+        changes = {"max_position_embeddings": 12}
     target, model = tiny.target(), tiny.fresh_target(seed=3, **changes)
     prompts = [[1, 2, 3], [50, 2, 3]]
     plain = moaspec.generate(target, prompts, max_new_tokens=20)
@@ -144,9 +147,7 @@ def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(model, "run", counted)
     prompts = [[7 * i % 64 for i in range(100)], [5, 6], list(range(40))]
     drafter = ModelProposer(model, target)
-    found = moaspec.generate(
-        target, prompts, drafter=drafter, max_new_tokens=20, stop_token_ids=()
-    )
+    found = moaspec.generate(target, prompts, drafter=drafter, max_new_tokens=20, stop_token_ids=())
     plain = moaspec.generate(target, prompts, max_new_tokens=20, stop_token_ids=())
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
     assert max(width for _, width in sizes) <= 32
