@@ -28,7 +28,8 @@ SECTIONS = {
         "moaspec.Chain",
         "moaspec.Tree",
     ),
-    "Drafters without a model": (
+    "Other drafters": (
+        "moaspec.ModelProposer",
         "moaspec.NgramProposer",
         "moaspec.OracleProposer",
     ),

@@ -37,7 +37,7 @@ def unit() -> configparser.ConfigParser:
 
 def test_the_container_installs_what_exists_and_starts_the_server() -> None:
     text = (SERVE / "Containerfile").read_text("utf-8")
-    for place in re.findall(r"/opt/moaspec/((?:packages|drafters)/[\w-]+)", text):
+    for place in re.findall(r"/opt/moaspec/((?:packages|drafters)/[\w.-]+)", text):
         assert (ROOT / place / "pyproject.toml").exists()
     started = re.search(r"ENTRYPOINT \[(.*)\]", text)
     assert started is not None

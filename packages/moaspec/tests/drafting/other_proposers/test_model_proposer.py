@@ -105,7 +105,7 @@ def test_a_model_of_other_tokens_is_refused() -> None:
     ModelProposer(tiny.fresh_target(tokenizer=more, vocab_size=80), target)
     backend = Tokenizer(models.WordLevel({f"w{63 - i}": i for i in range(64)}, unk_token="w0"))
     others = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
-    with pytest.raises(MismatchError, match="token 0 is 'w63' for one and 'w0' for the other"):
+    with pytest.raises(MismatchError, match=r"token \d+ is 'w\d+' for one and"):
         ModelProposer(tiny.fresh_target(tokenizer=others), target)
     wide = ModelProposer(tiny.fresh_target(vocab_size=80), tiny.target())
     assert wide.vocabulary == tiny.target().vocab_size  # no id that the target lacks
