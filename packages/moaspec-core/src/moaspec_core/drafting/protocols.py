@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from moaspec_core.drafting.draft_tree import DraftTree, Tree
+from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
 from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
 
 if TYPE_CHECKING:
@@ -151,8 +152,6 @@ class Proposer(Protocol):
 
     Attributes:
         needs: the kind of target activations that `encode` takes.
-
-    It may also have `usual_shape`, a `Tree`: what "auto" drafts, as its costs are not known.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -196,9 +195,11 @@ class CachingProposer(Proposer):
 
     Attributes:
         prompt_window: most tokens before the end of a text that it needs encoded; 0: all.
+        usual_shape: what "auto" drafts where costs are not known.
     """
 
     prompt_window: int = 0
+    usual_shape: Tree = DEFAULT_TREE
 
     def encode_and_append(self, cache: Any, row: int, tokens: range) -> bool:
         """Encode newly verified tokens of one row and store their features, in one call.

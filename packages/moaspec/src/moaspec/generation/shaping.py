@@ -11,8 +11,7 @@ from moaspec.drafting.proposer_checks import drafts_behind
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target, plain_torch
 from moaspec_core.drafting.draft_tree import Tree
-from moaspec_core.drafting.protocols import Proposer
-from moaspec_core.drafting.tree_shapes import DEFAULT_TREE
+from moaspec_core.drafting.protocols import CachingProposer, Proposer
 from moaspec_core.policy.observed_times import ObservedTimes
 from moaspec_core.policy.policies import DraftSettings, FreeBranches
 
@@ -32,7 +31,8 @@ def shaping_for(
     (`assumed_costs`). Where drafts cannot change a text (`same_bits`), observed times correct both.
     Elsewhere a machine without stored costs is measured now (`measure_once`), and if it cannot be,
     "auto" drafts where a chain is expected to be faster by `SURE` (`sure_costs`), else nothing. For
-    a drafter other than `MoADrafter` there are no costs, and "auto" is its `usual_shape`.
+    a drafter other than `MoADrafter` there are no costs, and "auto" is its `usual_shape`, or
+    `DEFAULT_TREE`.
 
     The engine must have the N of the returned settings.
 
@@ -42,8 +42,8 @@ def shaping_for(
     Raises:
         InputError: a shape or setting that does not exist.
     """
-    if tree == "auto" and drafter is not None and not isinstance(drafter, MoADrafter):
-        tree = getattr(drafter, "usual_shape", DEFAULT_TREE)
+    if tree == "auto" and isinstance(drafter, CachingProposer):
+        tree = drafter.usual_shape
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
     by_clock = same_bits(target)
