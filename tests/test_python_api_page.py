@@ -5,15 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import pytest
-
 import moaspec
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     """Run `make docs` when this fails."""
     runpy.run_path(str(ROOT / "scripts/python_reference.py"), run_name="__main__")
