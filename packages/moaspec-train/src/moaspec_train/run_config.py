@@ -90,6 +90,8 @@ class TrainConfig:
         frozen_lsa: fraction of the steps, at the start, with LSA's initial weights.
             Its means over layers are then computed once per example and kept on disk, which makes
             a step much cheaper; with N > 0 the target's last layers still run.
+        kept: directory of these means and of final states; "" for `means` in `output`. Runs may
+            share it, and `moaspec data regenerate --keep` writes to it.
         activation_cache: keep the target's activations on disk; for a baseline, its final states
             only. Without effect where `frozen_lsa` is 1, because the means are enough.
         drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
@@ -136,6 +138,7 @@ class TrainConfig:
     initial: str = ""
     warm_start_tokens: int = 12000
     frozen_lsa: float = 0.0
+    kept: str = ""
     activation_cache: bool = True
     drafter: Literal["moa", "eagle", "independent"] = "moa"
     num_target_layers: tuple[int, ...] = (0,)

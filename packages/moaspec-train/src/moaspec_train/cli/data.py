@@ -18,7 +18,12 @@ from moaspec_core.cli.terminal.status import status
 from moaspec_core.errors import DataError, InputError
 from moaspec_train.cli.data_studies import overlap, stats
 from moaspec_train.cli.row_options import MalformedRows, Skip, Sources, tell_unused
-from moaspec_train.cli.writing_options import EndpointOptions, WritingOptions, read_spec
+from moaspec_train.cli.writing_options import (
+    EndpointOptions,
+    KeepingOptions,
+    WritingOptions,
+    read_spec,
+)
 from moaspec_train.cli.writing_progress import WritingProgress
 from moaspec_train.dataset.journal import Journal
 
@@ -102,6 +107,7 @@ def regenerate_command(
     *,
     options: WritingOptions,
     elsewhere: EndpointOptions,
+    keeping: KeepingOptions,
     max_new_tokens: Annotated[int, "Tokens of a response."] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -115,7 +121,8 @@ def regenerate_command(
     Run the command again to continue after a stop. With --endpoint a server decodes, and no weights
     are loaded here.
 
-    Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
+    Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256;
+    moaspec data regenerate prompts.jsonl --out responses.jsonl --keep states --keep-for drafter
     """
     if limit is not None and limit < 1:
         raise InputError(f"--limit must be at least 1, got {limit}.")
@@ -129,6 +136,7 @@ def regenerate_command(
     with status("Reading rows"):
         found = list(islice(rows, limit and min(limit, sys.maxsize)))
     endpoint = elsewhere.checked(options)
+    keeping.checked(options, elsewhere.endpoint)
     defaults = generation_defaults(generation_config)
     spec = read_spec(options.model, defaults)
     from moaspec_train.dataset.regenerate import (
@@ -150,7 +158,8 @@ def regenerate_command(
     if endpoint is None:
         from moaspec_train.dataset.response_writer import ResponseWriter
 
-        make = partial(ResponseWriter, *options.load(defaults), writing)
+        target, drafter = options.load(defaults)
+        make = partial(ResponseWriter, target, drafter, writing, keeper=keeping.load(target))
     else:
         from moaspec_train.dataset.endpoint_writer import EndpointWriter
 

@@ -21,13 +21,14 @@ from moaspec_core.cli.options import (
 from moaspec_core.cli.terminal.status import loading
 from moaspec_core.errors import InputError
 from moaspec_core.support.locks import writing
-from moaspec_core.support.paths import require_writable_file
+from moaspec_core.support.paths import require_writable, require_writable_file
 from moaspec_train.dataset.journal import resumed
 from moaspec_train.stopping import parse_duration
 
 if TYPE_CHECKING:
     from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
+    from moaspec_train.dataset.answer_keeper import AnswerKeeper
     from moaspec_train.dataset.endpoint_client import Endpoint
     from moaspec_train.dataset.response_writer import WriterOptions
 
@@ -91,6 +92,46 @@ class WritingOptions:
                 generation_config=generation_config,
             )
         return target, drafter and load_any_drafter(drafter, target=target)
+
+
+@dataclass(frozen=True)
+class KeepingOptions:
+    """What training needs of the answers beside their text, if it is kept."""
+
+    keep: Annotated[
+        Path | None,
+        "Directory for what training reads of each answer (its setting `kept`): then the target "
+        "does not read the answers again.",
+    ] = None
+    keep_for: Annotated[
+        str | None, "With --keep: the drafter that training goes on from (`initial`)."
+    ] = None
+    max_length: Annotated[int, "With --keep: tokens of a training example (`max_length`)."] = 768
+
+    def checked(self, writing: WritingOptions, endpoint: str | None) -> None:
+        """Refuse options that do not go together, or a place that cannot be written."""
+        if (self.keep is None) != (self.keep_for is None):
+            raise InputError("--keep and --keep-for go together: a directory, and a drafter.")
+        if self.keep is None:
+            return
+        if endpoint is not None or writing.drafter is not None:
+            other = "--endpoint" if endpoint is not None else "--drafter"
+            raise InputError(f"--keep stores what the target computes here; leave {other} out.")
+        if self.max_length < 1:
+            raise InputError(f"--max-length must be at least 1, got {self.max_length}.")
+        require_writable("--keep", self.keep)
+
+    def load(self, target: Target) -> AnswerKeeper | None:
+        """The keeper, if one is asked for."""
+        if self.keep is None or self.keep_for is None:
+            return None
+        from moaspec.generation.drafters import find_drafter
+        from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+        from moaspec_train.dataset.answer_keeper import AnswerKeeper
+
+        source = find_drafter(self.keep_for)
+        drafter = load_checkpoint(source, target.identity, target.config).to(target.dtype)
+        return AnswerKeeper(target, drafter, self.keep, max_length=self.max_length)
 
 
 @dataclass(frozen=True)

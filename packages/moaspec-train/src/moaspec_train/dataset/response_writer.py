@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moaspec_core.engine.engine import Engine
     from moaspec_core.engine.generate_options import GenerateOptions
     from moaspec_core.engine.request_state import GenerationResult
+    from moaspec_train.dataset.answer_keeper import AnswerKeeper
 
 OutputRow = dict[str, Any]  # one line of the output file
 
@@ -102,6 +103,7 @@ class ResponseWriter(Writer):
 
     Args:
         drafter: for speculative decoding; None decodes plainly.
+        keeper: keeps what training needs of each answer; only without drafter.
         stop_token_ids: ids that end a turn; None takes the target's own.
         advance: called with the progress.
 
@@ -115,13 +117,14 @@ class ResponseWriter(Writer):
         drafter: MoADrafter | Proposer | None,
         options: WriterOptions,
         *,
+        keeper: AnswerKeeper | None = None,
         stop_token_ids: Collection[int] | None = None,
         advance: OnProgress = lambda *_: None,
     ) -> None:
         self.target: Target = target
         self.options = options
         self.finished: dict[int, list[OutputRow]] = {}
-        self._drafter, self._advance = drafter, advance
+        self._drafter, self._keeper, self._advance = drafter, keeper, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
     def write_groups(self, groups: Iterable[ConversationGroup]) -> Iterator[list[OutputRow]]:
@@ -135,7 +138,8 @@ class ResponseWriter(Writer):
         """
         from moaspec.generation.local_engine import local_engine
 
-        engine = local_engine(self.target, self._drafter)
+        keeper = self._keeper
+        engine = keeper.engine() if keeper else local_engine(self.target, self._drafter)
         first = min(tasks, default=0)
         # Earlier groups are saved.
         self.finished = {n: rows for n, rows in self.finished.items() if n >= first}
@@ -145,20 +149,22 @@ class ResponseWriter(Writer):
             if number not in self.finished
         )
         waiting = deque(sorted(started, key=_prompt_length, reverse=True))
-        running: dict[int, tuple[int, GenerationResult]] = {}
+        running: dict[int, tuple[int, WriteRequest, GenerationResult]] = {}
         while waiting or running:
             while waiting and len(running) < self.options.batch_size:
                 number, step = waiting.popleft()
                 if isinstance(step, WriteRequest):
                     handle = self._add(engine, step)
-                    running[handle] = (number, engine.result(handle))
+                    running[handle] = (number, step, engine.result(handle))
                 else:
                     self.finished[number] = step
                     self._advance(0, 1)
             for event in engine.step():
                 self._advance(len(event.token_ids), 0)
                 if event.stop_reason is not None:
-                    number, result = running.pop(event.handle)
+                    number, asked, result = running.pop(event.handle)
+                    if keeper:
+                        keeper.keep(asked.prompt_ids, result.token_ids)
                     # A next turn goes first, to keep the number of open conversations small.
                     waiting.appendleft((number, next_step(tasks[number], result)))
         return [row for number in tasks for row in self.finished[number]]

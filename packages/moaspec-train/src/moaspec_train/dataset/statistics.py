@@ -13,7 +13,8 @@ from moaspec_train.dataset.examples import (
     frequent_tokens,
     response_counts,
 )
-from moaspec_train.students.target_activations import activation_widths, bytes_per_token
+from moaspec_train.students.target_activations import activation_widths
+from moaspec_train.text_store import bytes_per_token
 
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768)
 PERCENTILES = (50, 90, 99, 100)

@@ -39,12 +39,9 @@ from moaspec_train.run_config import TrainConfig, num_passes
 from moaspec_train.students.initial_drafter import load_initial_drafter
 from moaspec_train.students.losses import logit_chunk_size
 from moaspec_train.students.students import unfilled_drafter
-from moaspec_train.students.target_activations import (
-    activation_widths,
-    bytes_per_token,
-    mean_widths,
-)
+from moaspec_train.students.target_activations import activation_widths, mean_widths
 from moaspec_train.students.warm_start import first_layer
+from moaspec_train.text_store import ENTRY, bytes_per_token
 
 GPUS = {
     "a100": (312e12, 80e9),
@@ -169,7 +166,7 @@ def make_plan(
         target_parameters=_count(target.model),
         cache_bytes_per_token=per_token,
         data_tokens=tokens or None,
-        cache_bytes={name: tokens * size + 4 * rows for name, size in per_token.items()}
+        cache_bytes={name: tokens * size + ENTRY.size * rows for name, size in per_token.items()}
         if rows
         else {},
         state_bytes=state_bytes,

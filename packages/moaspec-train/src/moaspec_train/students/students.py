@@ -272,7 +272,7 @@ class MoAStudent(Student):
             result = self.activations.passes(part.batch)
             return result.kv_BTLK, result
         if self._means is None:
-            directory = Path(self._config.output) / "means"
+            directory = Path(self._config.kept or Path(self._config.output) / "means")
             bf16 = self._config.mixed_precision == "bf16"
             self._means = LayerMeanCache(
                 self.activations, self.module.encoder, directory, bf16=bf16

@@ -1,133 +1,35 @@
 """Activations of the frozen target for training batches, computed or read from disk.
 
 The target computes the same keys, values and states for an example in every epoch, and a frozen LSA
-the same means. Reading them from flat files of bf16 costs a fraction of computing them. A file of
-checksums says which examples are stored; what does not match its checksum is computed again.
+the same means. Reading them from files of bf16 (`TextStore`) costs a fraction of computing them.
 
 Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidden size.
 """
 
 import copy
 import hashlib
-import logging
-import os
-import shutil
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moaspec.backends.fast_drafter import packed_copy
 from moaspec.model.moa import TargetEncoder, TargetPass
+from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 from moaspec_core.checkpoint.drafter_config import TargetIdentity
 from moaspec_core.errors import TrainingError
 from moaspec_train.dataset.examples import Batch, Example, collate
 from moaspec_train.progress import reported
-
-log = logging.getLogger("moaspec.students.target_activations")
+from moaspec_train.text_store import TextStore
 
 HASHED_WEIGHTS = 4096
 """Values of each of the target's tensors, at most, that tell one target from another."""
 
-
-class ExampleStore:
-    """Arrays with one row per token of a fixed list of examples.
-
-    Args:
-        directory: of the files; created if missing.
-        examples: in a fixed order.
-        widths: values per token of each named array.
-        without: the setting with which a run needs no such store.
-
-    Raises:
-        TrainingError: too little disk space; the message says how much is needed.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        examples: Sequence[Example],
-        widths: Mapping[str, int],
-        device: torch.device,
-        *,
-        without: str,
-    ) -> None:
-        self._directory, self._device = directory, device
-        directory.mkdir(parents=True, exist_ok=True)
-        lengths = np.array([len(example) for example in examples])
-        self._ends = lengths.cumsum()
-        self._starts = self._ends - lengths
-        tokens = int(self._ends[-1])
-        _require_room(directory, tokens * bytes_per_token(widths), without)
-        self._files: dict[str, np.memmap] = {}
-        for name, width in widths.items():
-            path = directory / f"{name}-{tokens}x{width}.bf16"
-            _allocate(path, 2 * tokens * width, without)
-            self._files[name] = np.memmap(path, np.int16, mode="r+", shape=(tokens, width))
-        path = directory / f"sums-{len(examples)}-{'+'.join(widths)}.u32"
-        _allocate(path, 4 * len(examples), without)
-        self._sums = np.memmap(path, dtype=np.uint32, mode="r+")  # 0: the example is not stored
-        self._checked = np.zeros(len(examples), dtype=np.bool_)  # by this process
-        self._told = False
-
-    def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
-
-        Args:
-            batch: of the examples.
-            compute: called if one of them is not stored; returns every array, (B, T, ...), and
-                maybe others.
-        """
-        if not all(map(self._is_stored, batch.example_ids)):
-            self._write(batch, compute())
-        return {name: self._read(file, batch) for name, file in self._files.items()}
-
-    def _is_stored(self, i: int) -> bool:
-        """Whether an example is there, as it was written; only its first read checks that."""
-        if self._checked[i] or not self._sums[i]:
-            return bool(self._checked[i])
-        self._checked[i] = self._sums[i] == self._sum(i)
-        if not self._checked[i] and not self._told:
-            log.warning(
-                "Kept activations in %s are damaged; they are computed again.", self._directory
-            )
-            self._told = True
-        return bool(self._checked[i])
-
-    def _sum(self, i: int) -> int:
-        """A checksum of an example's arrays, not 0."""
-        found = 0
-        for file in self._files.values():
-            found = zlib.crc32(file[self._starts[i] : self._ends[i]].data, found)
-        return found or 1
-
-    def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
-        for name, file in self._files.items():
-            tensor = arrays_BT[name].flatten(2).cpu()
-            stored = tensor.to(torch.bfloat16).contiguous().view(torch.int16)
-            for row, i in enumerate(batch.example_ids):
-                start, end = self._starts[i], self._ends[i]
-                file[start:end] = stored[row, : end - start].numpy()
-        for i in batch.example_ids:
-            self._sums[i] = self._sum(i)
-            self._checked[i] = True
-
-    def _read(self, file: np.memmap, batch: Batch) -> Tensor:
-        rows = [
-            torch.from_numpy(np.array(file[self._starts[i] : self._ends[i]])).view(torch.bfloat16)
-            for i in batch.example_ids
-        ]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
-
-
-def bytes_per_token(widths: Mapping[str, int]) -> int:
-    """Size of one token's arrays on disk, in bf16."""
-    return 2 * sum(widths.values())
+PROBE_TOKENS = 64
 
 
 def activation_widths(
@@ -163,55 +65,62 @@ def target_fingerprint(target: Target) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint(
-    examples: Sequence[Example],
-    target: str,
-    weights: Mapping[str, Tensor] | None = None,
-) -> str:
-    """Hash of the examples in this order, the target and the weights.
+def probe_batch(target: TargetSpec) -> Batch:
+    """A text by which a target's activations are recognised: arbitrary tokens."""
+    ids = [(7919 * i + 13) % target.vocab_size for i in range(PROBE_TOKENS)]
+    return collate([Example(ids)], [0])
+
+
+def find_store(
+    directory: Path,
+    target: TargetSpec,
+    widths: Mapping[str, int],
+    compute: Callable[[Batch], Mapping[str, Tensor]],
+) -> TextStore:
+    """The `TextStore` of this target, and of the LSA by which `compute` makes means.
 
     Args:
-        target: names its weights and their dtype.
+        widths: values per token of each array.
+        compute: makes every array of a batch, (B, T, ...), and maybe others.
     """
-    digest = hashlib.sha256(target.encode())
-    for example in examples:
-        digest.update(repr(example.pieces).encode())
-    for name, tensor in (weights or {}).items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    found = compute(probe_batch(target))
+    probe = {name: found[name][0].reshape(PROBE_TOKENS, width) for name, width in widths.items()}
+    return TextStore.find(directory, probe, target.identity.as_dict())
 
 
-def _require_room(directory: Path, num_bytes: int, without: str) -> None:
-    own = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
-    free = shutil.disk_usage(directory).free + own
-    if free < num_bytes * 1.02:
-        raise TrainingError(
-            f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "
-            f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
-            f"with {without}."
+def fetch(
+    store: TextStore,
+    examples: Sequence[Example],
+    batch: Batch,
+    compute: Callable[[Batch], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """All arrays of a batch, (B, T, width) bf16 each on its device; pads are zero.
+
+    Args:
+        examples: of the run.
+        compute: called with those examples of the batch that are not stored; returns every array,
+            (B, T, ...), and maybe others.
+    """
+    texts = [examples[i].token_ids for i in batch.example_ids]
+    found = [store.get(ids) for ids in texts]
+    missing = [row for row, arrays in enumerate(found) if arrays is None]
+    if missing:
+        device = batch.input_ids_BT.device
+        part = collate(examples, [batch.example_ids[row] for row in missing]).to(device)
+        arrays_BT = compute(part)
+        for number, row in enumerate(missing):
+            ids = texts[row]
+            store.put(ids, {name: x[number, : len(ids)] for name, x in arrays_BT.items()})
+            found[row] = store.get(ids)
+    rows = [arrays for arrays in found if arrays is not None]
+    if len(rows) < len(found):
+        raise TrainingError(f"{store.directory} changes while it is read; keep others from it.")
+    return {
+        name: pad_sequence([row[name] for row in rows], batch_first=True).to(
+            batch.input_ids_BT.device
         )
-
-
-def _allocate(path: Path, num_bytes: int, without: str) -> None:
-    """Create a file of this size, unless a file of this size exists.
-
-    The space is allocated at once: if the disk fills later, writing to a mapped file kills the
-    process.
-    """
-    if path.exists() and path.stat().st_size == num_bytes:
-        return
-    try:
-        with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            file.truncate(num_bytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise TrainingError(
-            f"Keeping activations needs {num_bytes / 1e9:.3g} GB for {path}: {error}. Free some "
-            f"space, use fewer examples or train with {without}."
-        ) from error
+        for name in rows[0]
+    }
 
 
 class TargetActivations:
@@ -219,8 +128,7 @@ class TargetActivations:
 
     Args:
         examples: of all batches, in a fixed order.
-        directory: of the cache; each list of examples and target has a subdirectory. None computes
-            activations every time.
+        directory: of the cache, a `TextStore`. None computes activations every time.
         before: each N > 0 for which the states before the last N layers are returned too.
         finals_only: store final states alone, which are all that a baseline reads.
 
@@ -238,22 +146,16 @@ class TargetActivations:
         finals_only: bool = False,
     ) -> None:
         self.target, self.examples, self.before = target, examples, tuple(before)
-        self._store: ExampleStore | None = None
+        self._store: TextStore | None = None
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
-            directory /= fingerprint(examples, self.of_target)
-            without = "activation_cache=false"
-            self._store = ExampleStore(directory, examples, widths, target.device, without=without)
+            self._store = find_store(directory, target, widths, self._compute)
+            self._store.require_room([one.token_ids for one in examples], "activation_cache=false")
 
     @cached_property
     def target_hash(self) -> str:
         """See `target_fingerprint`."""
         return target_fingerprint(self.target)
-
-    @property
-    def of_target(self) -> str:
-        """Names all of the target that its activations depend on."""
-        return f"{self.target_hash} {self.target.dtype}"
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
@@ -277,11 +179,14 @@ class TargetActivations:
             yield batch, self.passes(batch)
 
     def _fetch(self, batch: Batch) -> dict[str, Tensor]:
-        def compute() -> dict[str, Tensor]:
-            ids_BT, mask_BT = batch.input_ids_BT, batch.attention_mask_BT
-            return _arrays(self.target.capture(ids_BT, mask_BT, self.before))
+        if self._store is None:
+            return self._compute(batch)
+        return fetch(self._store, self.examples, batch, self._compute)
 
-        return compute() if self._store is None else self._store.fetch(batch, compute)
+    def _compute(self, batch: Batch) -> dict[str, Tensor]:
+        return _arrays(
+            self.target.capture(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+        )
 
 
 def _arrays(result: TargetPass) -> dict[str, Tensor]:
@@ -299,6 +204,7 @@ class LayerMeanCache:
     Args:
         activations: of the target, inputs of LSA.
         encoder: its LSA must not change while this cache is used.
+        directory: a `TextStore`.
         bf16: compute in bf16, as decoding does, with kernels if available.
     """
 
@@ -310,24 +216,21 @@ class LayerMeanCache:
         *,
         bf16: bool = False,
     ) -> None:
-        self._activations, self._encoder = activations, encoder
-        if bf16:
-            # Packed layers run a dozen operations over all layers and tokens in one kernel call.
-            whole = copy.deepcopy(encoder).bfloat16()
-            self._encoder = packed_copy(whole, exact=list(whole.children()))
-        identity = activations.target.identity
-        weights = encoder.layer_self_attention.state_dict()
-        name = fingerprint(activations.examples, activations.of_target, weights)
-        self._last = max(activations.before, default=0)
-        widths = mean_widths(identity, activations.before)
-        directory /= f"{name}-all-bf16" if bf16 else name
-        device = activations.target.device
-        examples = activations.examples
-        self._store = ExampleStore(directory, examples, widths, device, without="frozen_lsa=0")
+        self._activations = activations
+        self._encoder = bf16_encoder(encoder) if bf16 else encoder
+        target, self._last = activations.target, max(activations.before, default=0)
+        widths = mean_widths(target.identity, activations.before)
+        # The probe is no example of the run, which `activations` might look up.
+        probed = TargetActivations(target, (), None, activations.before)
+        compute = partial(self._compute, probed)
+        self._store = find_store(directory, target, widths, compute)
+        self._store.require_room([one.token_ids for one in activations.examples], "frozen_lsa=0")
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""
-        stored = self._store.fetch(batch, lambda: self._compute(batch))
+        activations = self._activations
+        compute = partial(self._compute, activations)
+        stored = fetch(self._store, activations.examples, batch, compute)
         found = {name: array.float() for name, array in stored.items()}
         mean_BTK, hidden_BTE = found["mean"], found["hidden"]
         last_BTX = found["last"] if self._last else mean_BTK[..., :0]
@@ -336,10 +239,19 @@ class LayerMeanCache:
         return mean_BTK, TargetPass(last_BTLK, hidden_BTE, before)
 
     @torch.no_grad()
-    def _compute(self, batch: Batch) -> dict[str, Tensor]:
-        result = self._activations.passes(batch)
+    def _compute(self, activations: TargetActivations, batch: Batch) -> dict[str, Tensor]:
+        result = activations.passes(batch)
         return {
             **_arrays(result),
             "mean": self._encoder.mean_over_layers(result.kv_BTLK),
             "last": result.kv_BTLK[:, :, -self._last :],  # not stored where N is 0
         }
+
+
+def bf16_encoder(encoder: TargetEncoder) -> TargetEncoder:
+    """A copy that computes means over layers in bf16, by kernels where there are some.
+
+    Packed layers run a dozen operations over all layers and tokens in one kernel call.
+    """
+    whole = copy.deepcopy(encoder).bfloat16()
+    return packed_copy(whole, exact=list(whole.children()))
