@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 import moaspec
 
 ROOT = Path(__file__).parents[1]
