@@ -35,6 +35,7 @@ from moaspec.target.target import Target
 from moaspec_core.checkpoint.drafter_config import LayerConfig
 from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Example
+from moaspec_train.muon import ITERATIONS
 from moaspec_train.run_config import TrainConfig, num_passes
 from moaspec_train.students.initial_drafter import load_initial_drafter
 from moaspec_train.students.losses import logit_chunk_size
@@ -291,10 +292,30 @@ def _operations(
     lsa = _count(module.encoder.layer_self_attention) if isinstance(module, MoADrafter) else 0
     trained = 6 * lsa * identity.num_layers * read * (1 - config.frozen_lsa)
     frozen = 2 * lsa * identity.num_layers * (min(read, data) or read) * (config.frozen_lsa > 0)
-    others = 6 * (_count(module) - lsa) * read
+    # Queries and MLPs run only where there is loss.
+    queries = _query_parameters(module, config)
+    others = 6 * ((_count(module) - lsa - queries) * read + queries * read * share)
     vocabulary = target.vocab_size if ids is None else len(ids)
     head = 6 * vocabulary * identity.hidden_size * read * share * len(config.num_target_layers)
-    return 2 * active_parameters(target) * passed + trained + frozen + others + head
+    update = _muon_operations(module) * config.steps if config.optimizer == "muon" else 0
+    return 2 * active_parameters(target) * passed + trained + frozen + others + head + update
+
+
+def _query_parameters(module: Any, config: TrainConfig) -> int:
+    """Parameters that only tokens with loss pass: of CA, and of SA's last layer but its keys."""
+    if not isinstance(module, MoADrafter) or any(config.num_target_layers) or module.reads_drafts:
+        return 0
+    decoder = module.decoder
+    last = decoder.text_layers[-1:]
+    found = _count(decoder.cross_attention) + sum(map(_count, last))
+    named = (pair for layer in last for pair in layer.named_parameters())
+    return found - sum(p.numel() for name, p in named if "k_proj" in name or "v_proj" in name)
+
+
+def _muon_operations(module: nn.Module) -> int:
+    """Operations of one step of Muon."""
+    sizes = (sorted(p.shape) for p in module.parameters() if p.ndim == 2)
+    return ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
 
 
 def active_parameters(target: Target) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
@@ -352,6 +353,31 @@ def test_the_table(tmp_path: Path) -> None:
     on_cpu = cells(plan(settings(tmp_path)), config, None)
     assert "memory a process" in on_cpu
     assert "time, by formula" not in on_cpu
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("layers", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("sa_layers", [1, 2])
+def test_operations_are_those_of_a_step(
+    optimizer: Any, layers: tuple[int, ...], sa_layers: int, tmp_path: Path
+) -> None:
+    """Without frozen parts; attention, which is not in the formula, is little here."""
+    config = settings(
+        tmp_path,
+        num_target_layers=layers,
+        optimizer=optimizer,
+        activation_cache=False,
+        sizes=DrafterSizes(sa_layers=sa_layers),
+        held_out=0,
+        steps=1,
+        warm_start=False,
+    )
+    examples = [Example(one.prompt_ids, one.response_ids[:10]) for one in EXAMPLES]
+    run = Trainer(tiny.target(), examples, config)
+    with FlopCounterMode(display=False) as counted:
+        run.train_step()
+    found = make_plan(skeleton(tiny.target().config), config, examples)
+    assert counted.get_total_flops() == pytest.approx(found.operations, rel=0.3)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
