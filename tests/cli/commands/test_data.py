@@ -103,6 +103,46 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     assert code == 0
     again = str(tmp_path / "again.jsonl")
     assert cli("data", "regenerate", prompts, "--out", again, *name, *SMALL, *drafter)[0] == 0
+    more, states = str(tmp_path / "more.jsonl"), str(tmp_path / "states")
+    keeping = ("--keep", states, "--keep-for", drafter[1])
+    assert cli("data", "regenerate", prompts, "--out", more, *name, *SMALL, *keeping)[0] == 0
+    sizes = [path.stat().st_size for path in Path(states).rglob("*.data")]
+    further = (f"initial={drafter[1]}", "frozen_lsa=1", f"kept={states}", f"output={states}-run")
+    held_out = (f"data={more}", f"held_out_data={again}")
+    code, _, err = cli("train", str(config), *further, *held_out)
+    assert (code, "All examples of data are also in held_out_data" in err) == (2, True)
+    assert cli("train", str(config), *further, f"data={more}")[0] == 0
+    assert [path.stat().st_size for path in Path(states).rglob("*.data")] == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--keep", "states"), "--keep and --keep-for go together"),
+        (("--keep-for", "run"), "--keep and --keep-for go together"),
+        (("--keep", "states", "--keep-for", "run", "--drafter", "run"), "leave --drafter out"),
+        (("--keep", "s", "--keep-for", "r", "--endpoint", "http://a"), "leave --endpoint out"),
+        (("--keep", "states", "--keep-for", "run", "--max-length", "0"), "at least 1, got 0"),
+        (("--keep", "p.jsonl", "--keep-for", "run"), "p.jsonl"),
+        (("--keep", "states", "--keep-for", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_kept(
+    options: tuple[str, ...],
+    message: str,
+    cli: Cli,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is written then."""
+    monkeypatch.chdir(tmp_path)
+    prompts = jsonl(tmp_path / "p.jsonl", PROMPTS[:1])
+    code, _, err = cli(
+        "data", "regenerate", prompts, "--out", "r.jsonl", "--model", model, *options
+    )
+    assert (code, message in err) == (2, True), err
+    assert not any((tmp_path / name).exists() for name in ("states", "s", "r.jsonl"))
 
 
 @pytest.mark.slow

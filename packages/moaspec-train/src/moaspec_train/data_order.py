@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec_train.run_config import TrainConfig, staircase_probability
 
@@ -91,14 +92,33 @@ class TrainBatch:
 
 
 class DataOrder:
-    """The examples of a run, shuffled once, held-out ones first; InputError if these are all."""
+    """The examples of a run, shuffled once, held-out ones first.
 
-    def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
-        config.require_enough(len(examples))
+    Args:
+        examples: to train on.
+        held_out: to measure on; none takes `config.held_out` of `examples`.
+
+    Raises:
+        InputError: all examples are held out.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], config: TrainConfig, held_out: Sequence[Example] = ()
+    ) -> None:
+        number = len(held_out) or config.held_out
+        if held_out:
+            known = {example.token_ids for example in held_out}
+            examples = [example for example in examples if example.token_ids not in known]
+            if not examples:
+                raise InputError(
+                    "All examples of data are also in held_out_data: give more of the former."
+                )
+        else:
+            config.require_enough(len(examples))
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
-        self.examples = [examples[i] for i in order.tolist()]
-        self.held_out_ids = list(range(config.held_out))
-        self.train_ids = list(range(config.held_out, len(examples)))
+        self.examples = [*held_out, *(examples[i] for i in order.tolist())]
+        self.held_out_ids = list(range(number))
+        self.train_ids = list(range(number, len(self.examples)))
         self._config = config
         self._generator = torch.Generator().manual_seed(config.seed + 1)
         self._queue: list[list[int]] = []

@@ -59,7 +59,10 @@ class TrainConfig:
         data: files, directories or hub data sets, in any format that `docs/data.md` lists.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
-        held_out: examples set aside for measuring.
+        held_out: examples of `data` set aside for measuring.
+        held_out_data: files, as `data`, whose examples are measured on instead, so that runs over
+            more data are compared on the same ones. Those that are also in `data` are not trained
+            on.
         batch_size: examples of one optimiser step, over all processes and accumulation steps.
         batch_tokens: if not 0, fill a step with examples of similar length up to this number of
             tokens, pads included, instead of `batch_size` examples.
@@ -118,6 +121,7 @@ class TrainConfig:
     tokenizer: str = ""
     max_length: int = 768
     held_out: int = 32
+    held_out_data: tuple[str, ...] = ()
     batch_size: int = 8
     batch_tokens: int = 0
     accumulation: int = 1

@@ -51,7 +51,9 @@ class Trainer:
     """Trains one drafter; resumes exactly from the last state in `config.output`.
 
     Args:
-        examples: training data; the first `held_out` after a seeded shuffle are held out.
+        examples: training data; without `held_out`, the first `config.held_out` after a seeded
+            shuffle are held out.
+        held_out: what is measured on; see `TrainConfig.held_out_data`.
         accelerator: of the run's processes; None creates it.
 
     Raises:
@@ -65,13 +67,14 @@ class Trainer:
         examples: Sequence[Example],
         config: TrainConfig,
         *,
+        held_out: Sequence[Example] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
         self.config, self.target, self.output = config, target, Path(config.output)
         self.accelerator = accelerator or new_accelerator(config)
         with self.accelerator.main_process_first():
             self.output.mkdir(parents=True, exist_ok=True)
-        self.data = DataOrder(examples, config)
+        self.data = DataOrder(examples, config, held_out)
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         saved = self.states.load()
         kind = MoAStudent if config.drafter == "moa" else BaselineStudent

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moaspec_core.errors import InputError
 from moaspec_train.data_order import DataOrder, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.run_config import TrainConfig
@@ -15,9 +16,13 @@ from moaspec_train.run_config import TrainConfig
 EXAMPLES = [Example(range(3), range(10 + i)) for i in range(7)]
 
 
-def order(**changes: Any) -> DataOrder:
+def config(**changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {"target": "t", "data": ("d",), "output": "o", "held_out": 0}
-    return DataOrder(EXAMPLES, TrainConfig(**settings | changes))
+    return TrainConfig(**settings | changes)
+
+
+def order(**changes: Any) -> DataOrder:
+    return DataOrder(EXAMPLES, config(**changes))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 9])
@@ -46,6 +51,17 @@ def test_a_restored_order_goes_on_in_the_middle_of_an_epoch() -> None:
         a, b = first.next_batch(step), second.next_batch(step)
         assert a.batch.example_ids == b.batch.example_ids
         assert torch.equal(a.blocks.last_verified_BT, b.blocks.last_verified_BT)
+
+
+def test_named_examples_are_held_out_whatever_else_there_is() -> None:
+    """A run over more data measures on the same; none of it is trained on."""
+    for examples in (EXAMPLES, EXAMPLES[1:]):
+        order = DataOrder(examples, config(), EXAMPLES[:2])
+        assert [order.examples[i] for i in order.held_out_ids] == EXAMPLES[:2]
+        trained = [order.examples[i] for i in order.train_ids]
+        assert {*trained} == {*EXAMPLES[2:]}
+    with pytest.raises(InputError, match="held_out_data"):
+        DataOrder(EXAMPLES[:2], config(), EXAMPLES[:2])
 
 
 def test_an_epoch_has_every_example_once(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def train(
 
         settings = read_train_config(config, overrides or [])
         output = Path(settings.output)
-        require_sources(settings.data, output)
+        require_sources((*settings.data, *settings.held_out_data), output)
         require_writable("output", output)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
@@ -96,7 +96,10 @@ def train(
     for note in setting_notes(settings):
         told.print(note)
     with _explained_stop(output), status("Reading examples"):
-        examples = _read_examples(settings, skeleton, unused)
+        examples = _read_examples(settings.data, settings, skeleton, unused)
+        held_out = []
+        if settings.held_out_data:
+            held_out = _read_examples(settings.held_out_data, settings, skeleton, unused)
     with _explained_stop(output), status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
@@ -107,7 +110,7 @@ def train(
             tokenizer=settings.tokenizer or None,
         )
     with _explained_stop(output), status(f"Preparing a drafter from {len(examples)} examples"):
-        trainer = Trainer(target, examples, settings, accelerator=accelerator)
+        trainer = Trainer(target, examples, settings, held_out=held_out, accelerator=accelerator)
     _tell_start(trainer, [*unused.lines(), *trainer.notes()], len(examples), told)
     with (
         _explained_stop(output),
@@ -192,7 +195,7 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
         found = plan()
     if settings.data:
         with status("Reading examples"):
-            found = plan(_read_examples(settings, skeleton, ReadReport()))
+            found = plan(_read_examples(settings.data, settings, skeleton, ReadReport()))
     for note in setting_notes(settings):
         console.err.print(note)
     rate = 0.0
@@ -201,11 +204,13 @@ def _show_plan(path: Path, overrides: list[str], gpu: str) -> None:
     show_table(plan_table(found, settings, gpus if on_gpus else None, rate))
 
 
-def _read_examples(settings: TrainConfig, target: TargetSpec, report: ReadReport) -> list[Example]:
+def _read_examples(
+    sources: Sequence[str], settings: TrainConfig, target: TargetSpec, report: ReadReport
+) -> list[Example]:
     from moaspec_train.dataset.read_examples import read_examples
 
     return read_examples(
-        settings.data,
+        sources,
         vocab_size=target.vocab_size,
         max_length=settings.max_length,
         tokenizer=target.tokenizer,

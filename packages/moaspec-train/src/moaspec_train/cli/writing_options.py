@@ -120,6 +120,9 @@ class KeepingOptions:
         if self.max_length < 1:
             raise InputError(f"--max-length must be at least 1, got {self.max_length}.")
         require_writable("--keep", self.keep)
+        from moaspec.generation.drafters import check_drafter
+
+        check_drafter(str(self.keep_for), writing.model)
 
     def load(self, target: Target) -> AnswerKeeper | None:
         """The keeper, if one is asked for."""

@@ -226,7 +226,7 @@ def _cache_bytes_per_token(target: Target, config: TrainConfig) -> dict[str, int
 
 def _moment_bytes(target: Target, config: TrainConfig) -> int:
     """The head's input moment, (E, E) float32, which held-out examples bring."""
-    return 4 * target.identity.hidden_size**2 if config.held_out else 0
+    return 4 * target.identity.hidden_size**2 if config.held_out or config.held_out_data else 0
 
 
 def _response_share(examples: Sequence[Example]) -> float:
