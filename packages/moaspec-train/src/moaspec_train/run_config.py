@@ -189,12 +189,17 @@ class TrainConfig:
             self._check_publishable()
         if self.initial and self.drafter != "moa":
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
-        if self.frozen_lsa and self.sharding != "none":
-            raise InputError("frozen_lsa works with sharding=none only.")
+        self._check_frozen()
         if self.sharding not in ("none", "fsdp"):
             raise InputError(f"sharding must be none or fsdp, got {self.sharding}.")
         if self.optimizer == "muon" and self.sharding != "none":
             raise InputError("optimizer=muon works with sharding=none only.")
+
+    def _check_frozen(self) -> None:
+        if self.kept and not self.frozen_lsa:
+            raise InputError("kept holds means of a frozen LSA: set frozen_lsa too, as to 1.")
+        if self.frozen_lsa and self.sharding != "none":
+            raise InputError("frozen_lsa works with sharding=none only.")
 
     def _check_publishable(self) -> None:
         several = len(self.num_target_layers) > 1

@@ -1,10 +1,10 @@
 """Arrays of texts on disk, one row per token, found by the text's tokens.
 
 A directory has sets. A set belongs to one target and one frozen LSA, which are known by what they
-compute for a few tokens (`probe.safetensors`): whoever computes the same, in whatever dtype, may
-read and add. It consists of parts, pairs of files to which one process at a time appends:
-`NUMBER.data` has texts one after another, `NUMBER.index` an `ENTRY` for each. A text that does not
-match its checksum is not there.
+compute for a few tokens (`probe.safetensors`): a process whose own probe is within `TOLERANCE`
+reads and adds, in whatever dtype it computes. A set consists of parts, pairs of files to which one
+process at a time appends: `NUMBER.data` has texts one after another, `NUMBER.index` an `ENTRY` for
+each. A text that does not match its checksum counts as missing.
 
 Legend: P tokens of the probe, T tokens of a text.
 """
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import struct
@@ -36,9 +37,9 @@ log = logging.getLogger("moaspec.text_store")
 
 ENTRY = struct.Struct("<16sQII")  # key, first byte, tokens, checksum
 PROBE = "probe.safetensors"
-SAME = 0.05
+TOLERANCE = 0.03
 """Largest difference, relative to a token's state, between what one target computes in two dtypes
-or by two kernels; the median over the probe's tokens counts."""
+or by two kernels (0.015 was seen); the median over the probe's tokens counts."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class TextStore:
 
     def __init__(self, directory: Path, widths: Mapping[str, int]) -> None:
         self.directory, self._widths = directory, widths
-        self._entries: dict[bytes, _Entry] = {}
-        self._checked: set[bytes] = set()  # by this process
+        self._entries: dict[bytes, list[_Entry]] = {}  # of a text stored twice, one may be damaged
+        self._checked: set[_Entry] = set()  # by this process
         self._read: dict[Path, int] = {}  # bytes of each index
         self._part: _Part | None = None
         self._told = False
         self._refresh()
 
     @classmethod
-    def find(
+    def open(
         cls, directory: Path, probe: Mapping[str, Tensor], identity: Mapping[str, Any]
     ) -> "TextStore":
         """The set of a directory whose probe is like this one; it is made if there is none.
@@ -83,11 +84,13 @@ class TextStore:
         about = json.dumps(identity, sort_keys=True)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in sorted(directory.glob(f"*/{PROBE}")):
-                if _is_like(path, probe, about):
-                    return cls(path.parent, widths)
+            paths = sorted(directory.glob(f"*/{PROBE}"))
+            differences = {path: _difference(path, probe, about) for path in paths}
+            nearest = min(paths, key=differences.__getitem__, default=None)
+            if nearest is not None and differences[nearest] <= TOLERANCE:
+                return cls(nearest.parent, widths)
             return cls(_new_set(directory, probe, about), widths)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise _unwritable(directory, error) from error
 
     @property
@@ -106,7 +109,9 @@ class TextStore:
         Raises:
             TrainingError: too little space; the message says how much is needed.
         """
-        missing = sum(len(ids) for ids in texts if ids not in self) * self.bytes_per_token
+        new = [len(ids) for ids in texts if ids not in self]
+        log.info("%d of %d texts are kept in %s", len(texts) - len(new), len(texts), self.directory)
+        missing = sum(new) * self.bytes_per_token
         free = shutil.disk_usage(self.directory).free
         if free < missing * 1.02:
             raise TrainingError(
@@ -120,29 +125,29 @@ class TextStore:
         key = key_of(token_ids)
         if key not in self._entries:
             self._refresh()
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        data = self._bytes(entry) if entry.tokens == len(token_ids) else b""
-        if key not in self._checked:
-            if not data or zlib.crc32(data) != entry.checksum:
-                self._forget(key)
-                return None
-            self._checked.add(key)
-        # A copy, because tensors of read-only memory make PyTorch warn.
-        values = torch.from_numpy(np.frombuffer(data, np.int16).copy()).view(torch.bfloat16)
-        sizes = [entry.tokens * width for width in self._widths.values()]
-        arrays = zip(self._widths.items(), values.split(sizes), strict=True)
-        return {name: array.view(-1, width) for (name, width), array in arrays}
+        entries = self._entries.get(key, [])
+        while entries:
+            data = self._data(entries[-1], len(token_ids))
+            if data:
+                # A copy, because tensors of read-only memory make PyTorch warn.
+                values = torch.from_numpy(np.frombuffer(data, np.int16).copy())
+                return self._arrays(values.view(torch.bfloat16), len(token_ids))
+            entries.pop()
+            self._tell_damage()
+        self._entries.pop(key, None)
+        return None
 
-    def put(self, token_ids: Sequence[int], arrays: Mapping[str, Tensor]) -> None:
+    def put(self, token_ids: Sequence[int], arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Append a text.
 
         Args:
             arrays: (T, ...) each, one row per token; others than those of the store are ignored.
 
+        Returns:
+            What `get` returns from now on.
+
         Raises:
-            TrainingError: the disk is full.
+            TrainingError: the set cannot be written, as when the disk is full.
         """
         key = key_of(token_ids)
         tensors = [
@@ -155,20 +160,32 @@ class TextStore:
                 self._part = _Part(self.directory)
             entry = self._part.append(key, data, len(token_ids))
         except OSError as error:
+            self._part = None  # opened again, it begins behind the last whole entry
             raise _unwritable(self.directory, error) from error
-        self._entries[key] = entry
-        self._checked.add(key)
+        self._entries.setdefault(key, []).append(entry)
+        self._checked.add(entry)
+        return dict(zip(self._widths, tensors, strict=True))
 
-    def _bytes(self, entry: _Entry) -> bytes:
+    def _arrays(self, values: Tensor, tokens: int) -> dict[str, Tensor]:
+        sizes = [tokens * width for width in self._widths.values()]
+        named = zip(self._widths.items(), values.split(sizes), strict=True)
+        return {name: array.view(-1, width) for (name, width), array in named}
+
+    def _data(self, entry: _Entry, tokens: int) -> bytes:
+        """The bytes of a text; none if they are not as they were written."""
+        size = tokens * self.bytes_per_token
         try:
             with entry.data.open("rb") as file:
                 file.seek(entry.start)
-                return file.read(entry.tokens * self.bytes_per_token)
-        except OSError:
+                data = file.read(size) if entry.tokens == tokens else b""
+        except (OSError, OverflowError):
             return b""
+        if len(data) < size or (entry not in self._checked and zlib.crc32(data) != entry.checksum):
+            return b""
+        self._checked.add(entry)
+        return data
 
-    def _forget(self, key: bytes) -> None:
-        del self._entries[key]
+    def _tell_damage(self) -> None:
         if not self._told:
             log.warning(
                 "Kept activations in %s are damaged; they are computed again.", self.directory
@@ -183,9 +200,10 @@ class TextStore:
                 data = file.read()
             whole = len(data) - len(data) % ENTRY.size
             self._read[path] = self._read.get(path, 0) + whole
-            for key, start, tokens, checksum in ENTRY.iter_unpack(data[:whole]):
-                if key not in self._checked:
-                    self._entries[key] = _Entry(path.with_suffix(".data"), start, tokens, checksum)
+            for key, *about in ENTRY.iter_unpack(data[:whole]):
+                entry = _Entry(path.with_suffix(".data"), *about)
+                if entry not in self._checked:  # that which this process wrote
+                    self._entries.setdefault(key, []).append(entry)
 
 
 class _Part:
@@ -214,7 +232,7 @@ def _claimed_part(directory: Path) -> tuple[int, Path]:
     for number in itertools.count(1):
         try:
             lock = claimed(directory / f"{number:03}.lock", "taken")
-        except InputError:
+        except (InputError, PermissionError):  # another process's, or another user's
             continue
         return lock, directory / f"{number:03}.index"
     raise AssertionError
@@ -230,23 +248,25 @@ def bytes_per_token(widths: Mapping[str, int]) -> int:
     return 2 * sum(widths.values())
 
 
-def _is_like(path: Path, probe: Mapping[str, Tensor], about: str) -> bool:
-    """Whether a stored probe is of the same target and LSA."""
+def _difference(path: Path, probe: Mapping[str, Tensor], about: str) -> float:
+    """How far a stored probe is from this one; infinite where it is of another kind."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("identity") != about or {*file.keys()} != {*probe}:
-                return False
-            return all(_close(file.get_tensor(name), array) for name, array in probe.items())
+                return math.inf
+            found = [_relative(file.get_tensor(name), array) for name, array in probe.items()]
+            return max(found)
     except (OSError, SafetensorError):
-        return False
+        return math.inf
 
 
-def _close(stored: Tensor, array: Tensor) -> bool:
+def _relative(stored: Tensor, array: Tensor) -> float:
+    """The median over tokens of the difference's norm over that of the state."""
     stored, array = stored.float(), array.float().cpu()
     if stored.shape != array.shape:
-        return False
+        return math.inf
     differences = (stored - array).norm(dim=1) / array.norm(dim=1).clamp(min=1e-9)
-    return bool(differences.median() <= SAME)
+    return float(differences.median())
 
 
 def _new_set(directory: Path, probe: Mapping[str, Tensor], about: str) -> Path:
@@ -259,12 +279,14 @@ def _new_set(directory: Path, probe: Mapping[str, Tensor], about: str) -> Path:
     path.mkdir(exist_ok=True)
     scratch = path / f"{PROBE}.{os.getpid()}"
     save_file(arrays, scratch, metadata={"identity": about})
+    scratch.chmod(0o644)
     scratch.replace(path / PROBE)
     return path
 
 
-def _unwritable(directory: Path, error: OSError) -> TrainingError:
+def _unwritable(directory: Path, error: Exception) -> TrainingError:
+    reason = error.strerror if isinstance(error, OSError) else None
     return TrainingError(
-        f"Cannot keep activations in {directory}: {error.strerror or error}. What is there stays "
-        "valid: make room and run the same command again."
+        f"Cannot keep activations in {directory}: {reason or error}. What is there stays valid: "
+        "make room, or let this user write there, and run the same command again."
     )

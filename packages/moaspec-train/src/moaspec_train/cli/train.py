@@ -77,9 +77,7 @@ def train(
         from moaspec_train.trainer import Trainer
 
         settings = read_train_config(config, overrides or [])
-        output = Path(settings.output)
-        require_sources((*settings.data, *settings.held_out_data), output)
-        require_writable("output", output)
+        output = _checked_places(settings)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         if accelerator.is_main_process:
@@ -126,6 +124,16 @@ def train(
 
         ending = trainer.run(report, seconds=seconds)
     _tell_end(trainer, ending, out, told)
+
+
+def _checked_places(settings: TrainConfig) -> Path:
+    """The output; refuses sources that are missing, and directories that cannot be written."""
+    output = Path(settings.output)
+    require_sources((*settings.data, *settings.held_out_data), output)
+    require_writable("output", output)
+    if settings.kept:
+        require_writable("kept", Path(settings.kept))
+    return output
 
 
 def _existing(config: Path | None) -> Path:
@@ -234,7 +242,7 @@ def _explained_stop(output: Path) -> Iterator[None]:
     except (KeyboardInterrupt, TerminatedError) as reason:
         ended = isinstance(reason, TerminatedError)
         saved = StateFiles(output / "state").sentence()
-        if any(output.glob("activations/*/*")):
+        if any(output.glob("activations/*/*")) or any(output.glob("means/*/*")):
             saved += " Activations that were computed are kept."
         console.warn(
             f"Stopped by {'SIGTERM' if ended else 'Ctrl-C'}. {saved} Run the same command again to "

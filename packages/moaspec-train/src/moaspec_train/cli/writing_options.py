@@ -128,12 +128,10 @@ class KeepingOptions:
         """The keeper, if one is asked for."""
         if self.keep is None or self.keep_for is None:
             return None
-        from moaspec.generation.drafters import find_drafter
-        from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+        from moaspec.generation.drafters import load_drafter
         from moaspec_train.dataset.answer_keeper import AnswerKeeper
 
-        source = find_drafter(self.keep_for)
-        drafter = load_checkpoint(source, target.identity, target.config).to(target.dtype)
+        drafter = load_drafter(self.keep_for, target=target)
         return AnswerKeeper(target, drafter, self.keep, max_length=self.max_length)
 
 

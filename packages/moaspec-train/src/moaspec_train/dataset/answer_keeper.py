@@ -68,6 +68,8 @@ class AnswerKeeper(Proposer):
 
     def engine(self) -> Engine:
         """A new engine, whose ended requests must be given to `keep` in order after each step."""
+        self._states.clear()
+        self._ended.clear()
         verifier = LocalVerifier(self._target, self)
         self._cache = verifier.cache
         return Engine(verifier, self, target=self._target)
@@ -91,8 +93,18 @@ class AnswerKeeper(Proposer):
     @plain_torch()
     @torch.inference_mode()
     def keep(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
-        """Store the states of the request that ended first of those that were not kept yet."""
+        """Store the states of the request of `engine` that ended first of those not yet kept.
+
+        Args:
+            prompt_ids: of this request.
+            response_ids: of this request, all that it wrote.
+
+        Raises:
+            TrainingError: the directory cannot be written.
+        """
         row, states = self._ended.popleft()
+        num_states = len(prompt_ids) + len(response_ids) - 1
+        assert sum(map(len, states)) == num_states, "requests are kept in the order of their ends"
         kept = Example(prompt_ids, response_ids).cut(self._max_length)
         if kept is None or kept.token_ids in self._store:
             return
@@ -119,9 +131,6 @@ class AnswerKeeper(Proposer):
 
     @torch.no_grad()
     def _compute(self, batch: Batch) -> Mapping[str, Tensor]:
-        device = self._target.device
-        result = self._target.capture(
-            batch.input_ids_BT.to(device), batch.attention_mask_BT.to(device)
-        )
+        result = self._target.capture(batch.input_ids_BT, batch.attention_mask_BT)
         means = self._encoder.mean_over_layers(result.kv_BTLK)
         return {"mean": means, "hidden": result.hidden_BTE}

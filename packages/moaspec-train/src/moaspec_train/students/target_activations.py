@@ -21,7 +21,6 @@ from moaspec.model.moa import TargetEncoder, TargetPass
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 from moaspec_core.checkpoint.drafter_config import TargetIdentity
-from moaspec_core.errors import TrainingError
 from moaspec_train.dataset.examples import Batch, Example, collate
 from moaspec_train.progress import reported
 from moaspec_train.text_store import TextStore
@@ -82,10 +81,13 @@ def find_store(
     Args:
         widths: values per token of each array.
         compute: makes every array of a batch, (B, T, ...), and maybe others.
+
+    Raises:
+        TrainingError: the directory cannot be written.
     """
-    found = compute(probe_batch(target))
+    found = compute(probe_batch(target).to(target.device))
     probe = {name: found[name][0].reshape(PROBE_TOKENS, width) for name, width in widths.items()}
-    return TextStore.find(directory, probe, target.identity.as_dict())
+    return TextStore.open(directory, probe, target.identity.as_dict())
 
 
 def fetch(
@@ -100,6 +102,9 @@ def fetch(
         examples: of the run.
         compute: called with those examples of the batch that are not stored; returns every array,
             (B, T, ...), and maybe others.
+
+    Raises:
+        TrainingError: the store cannot be written.
     """
     texts = [examples[i].token_ids for i in batch.example_ids]
     found = [store.get(ids) for ids in texts]
@@ -110,15 +115,12 @@ def fetch(
         arrays_BT = compute(part)
         for number, row in enumerate(missing):
             ids = texts[row]
-            store.put(ids, {name: x[number, : len(ids)] for name, x in arrays_BT.items()})
-            found[row] = store.get(ids)
+            arrays = {name: x[number, : len(ids)] for name, x in arrays_BT.items()}
+            found[row] = store.put(ids, arrays)
     rows = [arrays for arrays in found if arrays is not None]
-    if len(rows) < len(found):
-        raise TrainingError(f"{store.directory} changes while it is read; keep others from it.")
+    device = batch.input_ids_BT.device
     return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True).to(
-            batch.input_ids_BT.device
-        )
+        name: pad_sequence([row[name] for row in rows], batch_first=True).to(device)
         for name in rows[0]
     }
 

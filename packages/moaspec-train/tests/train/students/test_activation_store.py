@@ -70,6 +70,21 @@ def test_runs_over_more_examples_use_what_others_stored(
     assert len(list(tmp_path.rglob("*.data"))) == 2  # each writes files of its own
 
 
+def test_a_damaged_text_of_any_process_is_computed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = new_cache(tmp_path), new_cache(tmp_path)
+    one.passes(collate(EXAMPLES, [0]))
+    expected = other.passes(collate(EXAMPLES, [1])).kv_BTLK
+    _, second = sorted(tmp_path.rglob("*.data"))
+    second.write_bytes(_flipped(second.read_bytes()))
+    for told in (True, False):
+        caplog.clear()
+        again = new_cache(tmp_path).passes(collate(EXAMPLES, [1])).kv_BTLK
+        assert_close(again, expected, rtol=0, atol=0)
+        assert ("damaged" in caplog.text) == told
+
+
 def test_a_killed_process_leaves_whole_texts(tmp_path: Path) -> None:
     cache = new_cache(tmp_path)
     first = cache.passes(collate(EXAMPLES, [0, 1]))
@@ -174,7 +189,7 @@ def test_files_of_another_target_are_not_read(tmp_path: Path) -> None:
 def test_a_target_in_another_dtype_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, batch = tiny.fresh_target(), collate(EXAMPLES, range(4))
+    target, batch = tiny.fresh_target("qwen3"), collate(EXAMPLES, range(4))
     before = new_cache(tmp_path, target).passes(batch)
     halves = copy.copy(target)
     halves.model.bfloat16()
