@@ -118,10 +118,10 @@ def test_a_full_disk_while_the_drafter_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "drafter" / "model.safetensors").exists()
 
 
-def test_a_full_disk_when_the_cache_is_made(tmp_path: Path) -> None:
-    """Room is taken before it is needed: a mapped file on a full disk would kill the process."""
-    with files_of_at_most(1_000), pytest.raises(TrainingError, match="activation_cache=false"):
-        trainer(tmp_path, activation_cache=True)
+@pytest.mark.parametrize("limit", [1_000, 20_000], ids=["at the start", "in a step"])
+def test_a_full_disk_while_activations_are_kept(limit: int, tmp_path: Path) -> None:
+    with files_of_at_most(limit), pytest.raises(TrainingError, match="Cannot keep activations"):
+        trainer(tmp_path, activation_cache=True).run()
     trainer(tmp_path, activation_cache=True).run()
 
 
