@@ -104,7 +104,8 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     again = str(tmp_path / "again.jsonl")
     assert cli("data", "regenerate", prompts, "--out", again, *name, *SMALL, *drafter)[0] == 0
     more, states = str(tmp_path / "more.jsonl"), str(tmp_path / "states")
-    keeping = ("--keep", states, "--keep-for", drafter[1])
+    # In bf16 the states of this random model are further from training's than other targets' may be.
+    keeping = ("--keep", states, "--keep-for", drafter[1], "--dtype", "float32")
     assert cli("data", "regenerate", prompts, "--out", more, *name, *SMALL, *keeping)[0] == 0
     sizes = [path.stat().st_size for path in Path(states).rglob("*.data")]
     further = (f"initial={drafter[1]}", "frozen_lsa=1", f"kept={states}", f"output={states}-run")
