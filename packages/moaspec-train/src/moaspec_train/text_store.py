@@ -2,7 +2,7 @@
 
 A directory has sets. A set belongs to one target and one frozen LSA, which are known by what they
 compute for a few tokens (`probe.safetensors`): a process whose own probe is within `TOLERANCE`
-reads and adds, in whatever dtype it computes. A set consists of parts, pairs of files to which one
+reads and adds, also in another dtype. A set consists of parts, pairs of files to which one
 process at a time appends: `NUMBER.data` has texts one after another, `NUMBER.index` an `ENTRY` for
 each. A text that does not match its checksum counts as missing.
 
@@ -104,7 +104,7 @@ class TextStore:
         """Refuse texts for which the disk is too small.
 
         Args:
-            without: what does not need them.
+            without: the setting with which a run needs no store.
 
         Raises:
             TrainingError: too little space; the message says how much is needed.
