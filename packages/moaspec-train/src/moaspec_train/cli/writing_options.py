@@ -100,8 +100,8 @@ class KeepingOptions:
 
     keep: Annotated[
         Path | None,
-        "Directory for what training reads of each answer (its setting `kept`): then the target "
-        "does not read the answers again.",
+        "Store the states of each answer in this directory, for training (its setting `kept`): "
+        "then the target does not read the answers again.",
     ] = None
     keep_for: Annotated[
         str | None, "With --keep: the drafter that training goes on from (`initial`)."
