@@ -8,7 +8,7 @@ and value.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +24,8 @@ from moaspec_core.drafting.protocols import Features, Need, Proposer, RequestTex
 from moaspec_core.engine.engine import Engine
 from moaspec_core.engine.position_rules import PositionRules
 from moaspec_core.errors import InputError
-from moaspec_train.dataset.examples import Batch, Example
-from moaspec_train.students.target_activations import bf16_encoder, find_store, mean_widths
+from moaspec_train.dataset.examples import Example
+from moaspec_train.students.target_activations import LayerMeanCache, TargetActivations
 
 
 class AnswerKeeper(Proposer):
@@ -59,9 +59,11 @@ class AnswerKeeper(Proposer):
                 "depend on positions alone. Leave --keep out; training computes them."
             )
         self._target, self._max_length = target, max_length
-        self._encoder = bf16_encoder(drafter.encoder)
-        widths = mean_widths(target.identity)
-        self._store = find_store(directory, target, widths, self._compute)
+        # What training reads with: the same probe, and the same means.
+        cache = LayerMeanCache(
+            TargetActivations(target, (), None), drafter.encoder, directory, bf16=True
+        )
+        self._encoder, self._store = cache.encoder, cache.store
         self._states: dict[int, list[Tensor]] = {}  # by cache row
         self._ended: deque[tuple[int, list[Tensor]]] = deque()  # not kept yet, in order
         self._cache: KVCache
@@ -128,9 +130,3 @@ class AnswerKeeper(Proposer):
             write=cache.writer([row], [position], 1, position + 1),
         )
         return states_1TE[0]
-
-    @torch.no_grad()
-    def _compute(self, batch: Batch) -> Mapping[str, Tensor]:
-        result = self._target.capture(batch.input_ids_BT, batch.attention_mask_BT)
-        means = self._encoder.mean_over_layers(result.kv_BTLK)
-        return {"mean": means, "hidden": result.hidden_BTE}

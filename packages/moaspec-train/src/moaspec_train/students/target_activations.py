@@ -208,6 +208,13 @@ class LayerMeanCache:
         encoder: its LSA must not change while this cache is used.
         directory: a `TextStore`.
         bf16: compute in bf16, as decoding does, with kernels if available.
+
+    Attributes:
+        encoder: the one that computes.
+        store: of the means.
+
+    Raises:
+        TrainingError: too little disk space, or a directory that cannot be written.
     """
 
     def __init__(
@@ -219,20 +226,20 @@ class LayerMeanCache:
         bf16: bool = False,
     ) -> None:
         self._activations = activations
-        self._encoder = bf16_encoder(encoder) if bf16 else encoder
+        self.encoder = bf16_encoder(encoder) if bf16 else encoder
         target, self._last = activations.target, max(activations.before, default=0)
         widths = mean_widths(target.identity, activations.before)
         # The probe is no example of the run, which `activations` might look up.
         probed = TargetActivations(target, (), None, activations.before)
         compute = partial(self._compute, probed)
-        self._store = find_store(directory, target, widths, compute)
-        self._store.require_room([one.token_ids for one in activations.examples], "frozen_lsa=0")
+        self.store = find_store(directory, target, widths, compute)
+        self.store.require_room([one.token_ids for one in activations.examples], "frozen_lsa=0")
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""
         activations = self._activations
         compute = partial(self._compute, activations)
-        stored = fetch(self._store, activations.examples, batch, compute)
+        stored = fetch(self.store, activations.examples, batch, compute)
         found = {name: array.float() for name, array in stored.items()}
         mean_BTK, hidden_BTE = found["mean"], found["hidden"]
         last_BTX = found["last"] if self._last else mean_BTK[..., :0]
@@ -245,7 +252,7 @@ class LayerMeanCache:
         result = activations.passes(batch)
         return {
             **_arrays(result),
-            "mean": self._encoder.mean_over_layers(result.kv_BTLK),
+            "mean": self.encoder.mean_over_layers(result.kv_BTLK),
             "last": result.kv_BTLK[:, :, -self._last :],  # not stored where N is 0
         }
 
