@@ -249,7 +249,7 @@ class ContinualTrainer:
             "texts": self.texts,
             "config": dataclasses.asdict(self.config),
         }
-        weights, _ = split_state(self._before)
+        weights, *_ = split_state(self._before)
         self._student.save(weights, version_directory(self.directory, self.version), info)
         self.fingerprints.append(fingerprint(self._module))
         old = version_directory(self.directory, self.version - KEPT_VERSIONS)

@@ -9,6 +9,8 @@ Legend: B batch, T tokens, N blocks of a row.
 from __future__ import annotations
 
 import hashlib
+import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,11 +94,11 @@ class TrainBatch:
 
 
 class DataOrder:
-    """The examples of a run, shuffled once, held-out ones first.
+    """The examples of a run, held-out ones first.
 
     Args:
         examples: to train on.
-        held_out: to measure on; none takes `config.held_out` of `examples`.
+        held_out: to measure on; none takes `config.held_out` of `examples` after a seeded shuffle.
 
     Raises:
         InputError: all examples are held out.
@@ -105,23 +107,38 @@ class DataOrder:
     def __init__(
         self, examples: Sequence[Example], config: TrainConfig, held_out: Sequence[Example] = ()
     ) -> None:
-        number = len(held_out) or config.held_out
-        if held_out:
-            known = {example.token_ids for example in held_out}
-            examples = [example for example in examples if example.token_ids not in known]
-            if not examples:
-                raise InputError(
-                    "All examples of data are also in held_out_data: give more of the former."
-                )
-        else:
+        if not held_out:
             config.require_enough(len(examples))
-        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
-        self.examples = [*held_out, *(examples[i] for i in order.tolist())]
-        self.held_out_ids = list(range(number))
-        self.train_ids = list(range(number, len(self.examples)))
+            generator = torch.Generator().manual_seed(config.seed)
+            shuffled = [examples[i] for i in torch.randperm(len(examples), generator=generator)]
+            held_out, examples = shuffled[: config.held_out], shuffled[config.held_out :]
         self._config = config
         self._generator = torch.Generator().manual_seed(config.seed + 1)
-        self._queue: list[list[int]] = []
+        self._digest = hashlib.sha256()
+        self._queue: list[list[int]] = []  # batches of this epoch, the next one last
+        self._held_out = {example.token_ids for example in held_out}
+        examples = [one for one in examples if one.token_ids not in self._held_out]
+        self.examples = list[Example]()
+        self.held_out_ids = self._append(held_out)
+        self.train_ids = self._append(examples)
+        if not self.train_ids:
+            raise InputError(
+                "All examples of data are also in held_out_data: give more of the former."
+            )
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Train on more examples, before the rest of this epoch; not on those that are held out."""
+        ids = self._append([one for one in examples if one.token_ids not in self._held_out])
+        self.train_ids += ids
+        self._queue += self._batches(ids)
+
+    def _append(self, examples: Sequence[Example]) -> list[int]:
+        """Number examples."""
+        first = len(self.examples)
+        self.examples += examples
+        for example in examples:
+            self._digest.update(repr(example.pieces).encode())
+        return list(range(first, len(self.examples)))
 
     def next_batch(self, step: int) -> TrainBatch:
         batch = collate(self.examples, self._next_ids())
@@ -138,31 +155,41 @@ class DataOrder:
 
     def _next_ids(self) -> list[int]:
         if not self._queue:
-            batches = epoch_batches(
-                [self.examples[i] for i in self.train_ids],
-                batch_size=self._config.batch_size,
-                batch_tokens=self._config.batch_tokens,
-                generator=self._generator,
-            )
-            self._queue = [[self.train_ids[i] for i in ids] for ids in batches]
+            self._queue = self._batches(self.train_ids)
         return self._queue.pop()
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for example in self.examples:
-            digest.update(repr(example.pieces).encode())
-        return digest.hexdigest()[:16]
+    def _batches(self, ids: Sequence[int]) -> list[list[int]]:
+        batches = epoch_batches(
+            [self.examples[i] for i in ids],
+            batch_size=self._config.batch_size,
+            batch_tokens=self._config.batch_tokens,
+            generator=self._generator,
+        )
+        return [[ids[i] for i in batch] for batch in batches]
+
+    def fingerprint(self, count: int | None = None) -> str:
+        """A hash of the first `count` examples, or of all."""
+        if count is None:
+            return self._digest.hexdigest()[:16]
+        first = hashlib.sha256(b"".join(repr(one.pieces).encode() for one in self.examples[:count]))
+        return first.hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
         """The position in the epoch, as JSON."""
-        return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
+        return {
+            "generator": self._generator.get_state().tolist(),
+            "queue": list(self._queue),
+            "examples": len(self.examples),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; examples that were added since come first."""
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
         queue = [list(map(int, ids)) for ids in state["queue"]]
         if not {i for ids in queue for i in ids} <= set(self.train_ids):
             raise ValueError("the order names examples that are not there")
-        self._queue = queue
+        added = self.train_ids[bisect_left(self.train_ids, state.get("examples", sys.maxsize)) :]
+        self._queue = queue + (self._batches(added) if added else [])
 
 
 def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:

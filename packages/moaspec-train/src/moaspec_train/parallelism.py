@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_train.muon import Muon
 from moaspec_train.run_config import TrainConfig, launched_processes
+from moaspec_train.weight_average import WeightAverage
 
 
 def new_accelerator(config: TrainConfig) -> Accelerator:
@@ -101,6 +102,7 @@ class ParallelStrategy:
         module: the drafter.
         model: the wrapped module to call for a training pass.
         *optimizers: over this process's shard, each of other parameters.
+        average_steps: that an average of the weights reaches back; 0 for no average.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class ParallelStrategy:
         module: nn.Module,
         model: nn.Module,
         *optimizers: torch.optim.Optimizer,
+        average_steps: int = 0,
     ) -> None:
         self.accelerator = accelerator
+        self._average = WeightAverage(module, average_steps) if average_steps else None
         self.module, self.model, self.optimizers = module, model, optimizers
         self._of = {
             parameter: optimizer
@@ -147,10 +151,18 @@ class ParallelStrategy:
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 optimizer.step()
+            if self._average:
+                self._average.update()
         return norm
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The module has the average as its weights, if there is one."""
+        return self._average.in_place() if self._average else nullcontext()
+
     def state(self) -> dict[str, Tensor]:
-        """Gather weights (`model.*`) and moments (`optimizer.KIND.PARAMETER`) on the CPU.
+        """Gather weights, moments and the average on the CPU, for all processes.
+
+        Their names are `model.*`, `optimizer.KIND.PARAMETER` and `average.PARAMETER`.
 
         All processes must call it.
         """
@@ -161,11 +173,13 @@ class ParallelStrategy:
         for name, parameter in self.module.named_parameters():
             for kind, value in self.moments(parameter).items():
                 tensors[f"optimizer.{kind}.{name}"] = gather_tensor(value)
+        for name, value in self._average.state().items() if self._average else ():
+            tensors[f"average.{name}"] = gather_tensor(value)
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load this process's shard of a saved state; TrainingError if it is of other sizes."""
-        weights, moments = split_state(tensors)
+        weights, moments, averages = split_state(tensors)
         try:
             current = self.module.state_dict()
             self.module.load_state_dict(
@@ -174,6 +188,11 @@ class ParallelStrategy:
             for name, parameter in self.module.named_parameters():
                 if name in moments:
                     self.set_moments(parameter, moments[name])
+            if self._average:
+                like = self._average.state()
+                self._average.restore(
+                    {name: _place_like(value, like[name]) for name, value in averages.items()}
+                )
         except (RuntimeError, KeyError) as error:
             raise TrainingError(
                 "The saved state is of a run with other sizes; use another output directory, or "
@@ -206,7 +225,10 @@ def new_strategy(
         fully_shard(module, mesh=mesh, mp_policy=policy)
     else:
         model = accelerator.prepare_model(module)
-    return ParallelStrategy(accelerator, module, model, *new_optimizers(module, config))
+    optimizers = new_optimizers(module, config)
+    return ParallelStrategy(
+        accelerator, module, model, *optimizers, average_steps=config.average_steps
+    )
 
 
 def new_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -228,18 +250,21 @@ def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opti
 
 def split_state(
     tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Split a saved state into weights by name and moments by parameter."""
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Split a saved state into weights by name, moments by parameter, and averages by name."""
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
+    averages: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         if part == "model":
             weights[rest] = tensor
+        elif part == "average":
+            averages[rest] = tensor
         else:
             kind, _, parameter = rest.partition(".")
             moments.setdefault(parameter, {})[kind] = tensor
-    return weights, moments
+    return weights, moments, averages
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from moaspec_train.students.losses import LossWeights
 
 _COUNTS = (
     *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
-    "warm_start_tokens",
+    *("warm_start_tokens", "max_new_tokens"),
 )
 _AMOUNTS = (
     *("held_out", "batch_tokens", "pass_tokens", "warmup_steps", "decay_steps", "weight_decay"),
-    "shard_mb",
+    *("average_steps", "shard_mb"),
 )
 _RANGES = {
     **dict.fromkeys(_COUNTS, (1, math.inf)),
@@ -57,6 +57,9 @@ class TrainConfig:
         adapter: directory of a LoRA adapter that is merged into the target; "" for none.
         tokenizer: directory of a tokenizer that is read in place of the target's own; "" for none.
         data: files, directories or hub data sets, in any format that `docs/data.md` lists.
+        prompts: files, as `data`, of prompts that the target answers while the run goes on; only
+            with `--continuous`.
+        max_new_tokens: of such an answer.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
         held_out: examples of `data` set aside for measuring.
@@ -77,6 +80,8 @@ class TrainConfig:
             1/20.
         optimizer: "adamw", or "muon": Muon for matrices and AdamW for vectors, with sharding=none.
             In our runs it learned more from the same tokens.
+        average_steps: held-out text is measured with, and drafters are written from, an exponential
+            average of the weights that reaches back so many steps; 0 for the last weights.
         clip: largest norm of the gradients.
         shortest_block, longest_block: lengths of the blocks of the T-step bounded mask, in tokens.
         staircase: restrict SA to the query's own block: at first in all sequences, then in fewer
@@ -115,8 +120,10 @@ class TrainConfig:
     """
 
     target: str
-    data: tuple[str, ...]
     output: str
+    data: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: int = 256
     adapter: str = ""
     tokenizer: str = ""
     max_length: int = 768
@@ -134,6 +141,7 @@ class TrainConfig:
     warmup_steps: int = 50
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    average_steps: int = 0
     clip: float = 1.0
     shortest_block: int = 5
     longest_block: int = 15

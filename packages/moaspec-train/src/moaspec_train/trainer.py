@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,9 @@ class Trainer:
         held_out: what is measured on; see `TrainConfig.held_out_data`.
         accelerator: of the run's processes; None creates it.
 
+    Attributes:
+        about: more entries of `training` in the configuration of exported drafters.
+
     Raises:
         InputError: settings do not fit the target, the data or the run to resume.
         TrainingError: the saved state is damaged or of another run.
@@ -82,6 +85,7 @@ class Trainer:
         self.step = self.tokens = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
+        self.about: dict[str, Any] = {}
         self.best: BestStep | None = None
         if saved is None:
             self.student.start(self.data.train_ids)
@@ -89,6 +93,11 @@ class Trainer:
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl")
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Train on more examples from now on."""
+        self.data.add(examples)
+        self.student.add(examples)
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step, one sentence each."""
@@ -107,15 +116,32 @@ class Trainer:
             InputError: another process trains in the same directory.
             TrainingError: the run failed; its saved state is intact.
         """
-        stop, ending = StopCondition(seconds), StopCause.FINISHED
+        stop, ending, config = StopCondition(seconds), StopCause.FINISHED, self.config
+        with self.running():
+            with stop.on_signals():
+                while self.step < config.steps and ending is StopCause.FINISHED:
+                    number = self.step + 1
+                    due = number % config.save_every == 0 or number == config.steps
+                    metrics = self.log_step(self.timed_step(), measure=due)
+                    ending = self._agree(stop.due)
+                    if due or ending is not StopCause.FINISHED:
+                        self.save()
+                    report(metrics)
+            self.export(decode=ending is StopCause.FINISHED)
+        return ending
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all steps of a process: locks the directory and explains failures.
+
+        Raises:
+            InputError: another process trains in the same directory.
+            TrainingError: the run failed; its saved state is intact.
+        """
         self._start_trackers()
         with self._locked(), explain_failures("while training", self.states.sentence):
-            with stop.on_signals():
-                while self.step < self.config.steps and ending is StopCause.FINISHED:
-                    ending = self._train_and_report(stop, report)
-            self.export(decode=ending is StopCause.FINISHED)
+            yield
         self.accelerator.end_training()
-        return ending
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -131,29 +157,26 @@ class Trainer:
         finally:
             os.close(file)
 
-    def _train_and_report(self, stop: StopCondition, report: OnStep) -> StopCause:
-        """Train a step, log it, and save if that is due or the run ends."""
+    def timed_step(self) -> StepMetrics:
+        """Train a step; TrainingError as in `train_step`."""
         started = time.perf_counter()
         parts = self.train_step()
-        elapsed = time.perf_counter() - started
-        due = self.step % self.config.save_every == 0 or self.step == self.config.steps
-        ending = self._agree(stop.due)
-        progress = step_metrics(self.step, self.tokens, elapsed, parts)
-        if due:
-            progress = dataclasses.replace(progress, **self._held_out())
-        if self.accelerator.is_main_process:
-            self.log.write(dataclasses.asdict(progress))
-        self.accelerator.log(tracker_values(progress), step=self.step)
-        if progress.held_out_accuracy:
-            self._export_if_best(progress)
-        if due or ending is not StopCause.FINISHED:
-            self.save()
-        report(progress)
-        return ending
+        return step_metrics(self.step, self.tokens, time.perf_counter() - started, parts)
 
-    def _export_if_best(self, progress: StepMetrics) -> None:
+    def log_step(self, metrics: StepMetrics, *, measure: bool) -> StepMetrics:
+        """Log a step; with `measure`, measure held-out text first and export the best weights."""
+        if measure:
+            metrics = dataclasses.replace(metrics, **self._held_out())
+        if self.accelerator.is_main_process:
+            self.log.write(dataclasses.asdict(metrics))
+        self.accelerator.log(tracker_values(metrics), step=self.step)
+        if metrics.held_out_accuracy:
+            self._export_if_best(metrics)
+        return metrics
+
+    def _export_if_best(self, metrics: StepMetrics) -> None:
         """Export the weights if they are the best so far; warn of overfitting."""
-        score = held_out_score(progress)
+        score = held_out_score(metrics)
         if self.best is None or score > self.best.score:
             self.best = BestStep(self.step, score)
             self.export(BEST)
@@ -206,14 +229,15 @@ class Trainer:
         return sums
 
     def measure(self) -> dict[int, HeldOutMetrics]:
-        found = measure_held_out(
-            self.student,
-            self.strategy,
-            self.data.examples,
-            self.data.held_out_ids,
-            step=self.step,
-            batch_size=self.config.batch_size,
-        )
+        with self.strategy.averaged():
+            found = measure_held_out(
+                self.student,
+                self.strategy,
+                self.data.examples,
+                self.data.held_out_ids,
+                step=self.step,
+                batch_size=self.config.batch_size,
+            )
         return dict(zip(self.student.exits, found, strict=False))
 
     def _held_out(self) -> dict[str, Any]:
@@ -237,7 +261,7 @@ class Trainer:
         """Write the state for an exact resume, atomically."""
         tensors = self._finite_state()
         info = {
-            "run": self._resume_conditions,
+            "run": self._resume_conditions(),
             "step": self.step,
             "tokens": self.tokens,
             "order": self.data.state(),
@@ -271,40 +295,49 @@ class Trainer:
             name: directory in `config.output`.
             decode: measure tau by decoding held-out prompts with it.
         """
-        weights, _ = split_state(self._finite_state())
-        if self.accelerator.is_main_process:
-            info = {
-                "config": dataclasses.asdict(self.config),
-                "steps": self.step,
-                "loss_tokens": self.tokens,
-                "examples": len(self.data.train_ids),
-            }
-            directory = self.output / name
-            if self._acceptance:
-                self.student.record(self._acceptance, self._head_moment_EE)
-            self.student.save(weights, directory, info)
-            prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
-            if decode and prompts:
-                num_decoded = min(len(prompts), DECODED_PROMPTS)
-                log.info("Decoding %d held-out prompts with the drafter", num_decoded)
-            tau = decoded_tau(directory, self.target, prompts) if decode else None
-            write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
+        with self.strategy.averaged():
+            weights, *_ = split_state(self._finite_state())
+            if self.accelerator.is_main_process:
+                self._write(self.output / name, weights, decode=decode)
         self.accelerator.wait_for_everyone()
 
-    @property
-    def _resume_conditions(self) -> dict[str, Any]:
-        """Facts that a resumed run must share with the saved one, as JSON."""
+    def _write(self, directory: Path, weights: Mapping[str, Tensor], *, decode: bool) -> None:
+        """Write a checkpoint of these weights."""
+        info = {
+            "config": dataclasses.asdict(self.config),
+            "steps": self.step,
+            "loss_tokens": self.tokens,
+            "examples": len(self.data.train_ids),
+            **self.about,
+        }
+        if self._acceptance:
+            self.student.record(self._acceptance, self._head_moment_EE)
+        self.student.save(weights, directory, info)
+        prompts = [self.data.examples[i].prompt_ids for i in self.data.held_out_ids]
+        if decode and prompts:
+            num_decoded = min(len(prompts), DECODED_PROMPTS)
+            log.info("Decoding %d held-out prompts with the drafter", num_decoded)
+        tau = decoded_tau(directory, self.target, prompts) if decode else None
+        write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
+
+    def _resume_conditions(self, examples: int | None = None) -> dict[str, Any]:
+        """Facts that a resumed run must share with the saved one, as JSON.
+
+        Args:
+            examples: of the saved run, which are the first ones; None for all.
+        """
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
             **settings,
-            "examples": self.data.fingerprint(),
+            "examples": self.data.fingerprint(examples),
             "target": self.student.activations.target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found
 
     def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
-        was, now = info.get("run", {}), self._resume_conditions
+        was = info.get("run", {})
+        now = self._resume_conditions(info.get("order", {}).get("examples"))
         was.setdefault("target", now["target"])  # states of an earlier version do not name it
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:

@@ -64,6 +64,23 @@ def test_named_examples_are_held_out_whatever_else_there_is() -> None:
         DataOrder(EXAMPLES[:2], config(), EXAMPLES[:2])
 
 
+def test_examples_that_are_added_come_first_also_after_a_restart() -> None:
+    """And an order that was saved before more were added is gone on with; its epoch is not lost."""
+    held_out, first, more = EXAMPLES[:1], EXAMPLES[1:4], [*EXAMPLES[4:], EXAMPLES[0]]
+    order = DataOrder(first, config(batch_size=1), held_out)
+    seen = [order.next_batch(0).batch.example_ids[0]]
+    saved = order.state()
+    order.add(more)
+    again = DataOrder([*first, *more], config(batch_size=1), held_out)
+    assert again.fingerprint() == order.fingerprint()
+    assert again.fingerprint(4) == DataOrder(first, config(), held_out).fingerprint()
+    again.restore(saved)
+    for one in (order, again):
+        ids = [one.next_batch(step).batch.example_ids[0] for step in range(1, 6)]
+        assert set(ids[:3]) == {4, 5, 6}
+        assert sorted([*seen, *ids]) == [1, 2, 3, 4, 5, 6]
+
+
 def test_an_epoch_has_every_example_once(tmp_path: Path) -> None:
     data = order(batch_size=2, output=str(tmp_path), held_out=1)
     seen = [i for step in range(3) for i in data.next_batch(step).batch.example_ids]

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -170,6 +171,7 @@ def test_trackers(tmp_path: Path) -> None:
         {"frozen_lsa": 0.8},
         {"loss": LossWeights(divergence="hybrid")},
         {"optimizer": "muon"},
+        {"average_steps": 3},
     ],
     ids=str,
 )
@@ -188,6 +190,32 @@ def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
     for name, value in module(resumed).state_dict().items():
         assert_close(value, state[name], rtol=0, atol=0)
     assert resumed.tokens == whole.tokens
+    exported = [load_file(tmp_path / run / "drafter/model.safetensors") for run in ("whole", "cut")]
+    for name, value in exported[0].items():
+        assert_close(exported[1][name], value, rtol=0, atol=0)
+
+
+def test_an_average_is_measured_and_exported_and_the_run_goes_on_from_its_last_weights(
+    tmp_path: Path,
+) -> None:
+    plain, run = trainer(tmp_path / "plain"), trainer(tmp_path / "a", average_steps=2)
+    for _ in range(3):
+        plain.train_step()
+        run.train_step()
+    before = run.measure()
+    run.export()
+    for name, value in module(plain).named_parameters():
+        assert torch.equal(module(run).get_parameter(name), value), name
+    plain.export()
+    last, averaged = (
+        load_file(tmp_path / run / "drafter/model.safetensors") for run in ("plain", "a")
+    )
+    assert any(not torch.equal(averaged[name], value) for name, value in last.items())
+    with torch.no_grad():
+        for parameter in module(run).parameters():
+            parameter.zero_()
+    moments = [found[0].moment_EE for found in (run.measure(), before)]
+    assert_close(*moments, rtol=0, atol=0)
 
 
 def test_muon_trains_matrices_and_adamw_the_rest(tmp_path: Path) -> None:

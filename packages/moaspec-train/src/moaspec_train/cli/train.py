@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ import typer
 from moaspec.data.conversations import ReadReport
 from moaspec.data.rows import require_sources
 from moaspec_core.cli.entry import INTERRUPTED
-from moaspec_core.cli.options import with_options
+from moaspec_core.cli.options import Threads, with_options
 from moaspec_core.cli.terminal import console
 from moaspec_core.cli.terminal.console import Screen
 from moaspec_core.cli.terminal.interrupts import TERMINATED, TerminatedError, raise_on_sigterm
@@ -23,11 +24,15 @@ from moaspec_core.cli.terminal.table import show_table
 from moaspec_core.errors import InputError
 from moaspec_core.support.locks import writing
 from moaspec_core.support.paths import require_writable
+from moaspec_train.cli.continuous import ContinuousOptions
 from moaspec_train.cli.plan_table import plan_table
 from moaspec_train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from moaspec.target.spec import TargetSpec
+    from moaspec.target.target import Target
     from moaspec_train.dataset.examples import Example
     from moaspec_train.reports.run_log import StepMetrics as StepProgress
     from moaspec_train.run_config import TrainConfig
@@ -41,9 +46,12 @@ def train(
         Path | None, typer.Argument(help="YAML file of settings; with --init: a name.")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs.")] = None,
+    *,
+    continuously: ContinuousOptions,
     for_: Annotated[
         str | None, typer.Option("--for", help="Stop after this time, ready to resume: 8m, 1.5h.")
     ] = None,
+    threads: Threads = None,
     init: Annotated[bool, "Write a ready configuration here; without a name: list them."] = False,
     dry_run: Annotated[bool, "Show memory, disk, time and expected tau; load no weights."] = False,
     gpu: Annotated[str, "GPUs of the estimates of --dry-run, such as h100 or 8xh100."] = "h100",
@@ -55,8 +63,9 @@ def train(
     more to do. Several processes: torchrun -m moaspec train ...
 
     Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
-    data='["responses.jsonl"]' steps=500 --for 8m; moaspec train llama-3-8b.yaml --dry-run --gpu
-    8xh100
+    data='["responses.jsonl"]' steps=500 --for 8m; moaspec train --continuous qwen2.5-coder.yaml
+    prompts='["prompts.jsonl"]' --for 8h --disk 40GB; moaspec train llama-3-8b.yaml --dry-run
+    --gpu 8xh100
     """
     if init:
         _write_recipe(config)
@@ -68,50 +77,88 @@ def train(
     seconds = None if for_ is None else parse_duration(for_)
     with loading(str(config)):
         from moaspec.backends.load import load_target
-        from moaspec.target.registry import read_skeleton
-        from moaspec.target.weights.quantised import prepare_config
         from moaspec_train.parallelism import new_accelerator
-        from moaspec_train.reports.plan import make_plan
-        from moaspec_train.reports.run_notes import setting_notes
         from moaspec_train.run_config import read_train_config
-        from moaspec_train.trainer import Trainer
 
         settings = read_train_config(config, overrides or [])
+        if threads is not None:
+            settings = dataclasses.replace(settings, threads=threads)
+        continuously.check(settings)
         output = _checked_places(settings)
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
         if accelerator.is_main_process:
             context.with_resource(writing(output))
-        # Refuses what cannot be trained before minutes are spent on loading it.
-        skeleton = read_skeleton(
-            settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
-        )
-        prepare_config(skeleton.model.config, skeleton.name)
-        make_plan(skeleton, settings, processes=accelerator.num_processes)
+        skeleton = _checked_target(settings, accelerator.num_processes)
     main = accelerator.is_main_process
     out, told = (console.out, console.err) if main else (Screen(quiet=True),) * 2
-    unused = ReadReport()
+    with _explained_stop(output):
+        examples = _read_all(settings, skeleton, told)
+        with status(f"Loading {settings.target}"):
+            target = load_target(
+                settings.target,
+                dtype=settings.target_dtype,
+                device=str(accelerator.device),
+                packed=continuously.continuous,
+                adapter=settings.adapter or None,
+                tokenizer=settings.tokenizer or None,
+            )
+        if continuously.continuous:
+            continuously.run(target, settings, *examples, seconds=seconds)
+        else:
+            _train(target, settings, *examples, accelerator, (out, told), seconds)
+
+
+def _checked_target(settings: TrainConfig, processes: int) -> TargetSpec:
+    """Refuse what cannot be trained before minutes are spent on loading it."""
+    from moaspec.target.registry import read_skeleton
+    from moaspec.target.weights.quantised import prepare_config
+    from moaspec_train.reports.plan import make_plan
+
+    skeleton = read_skeleton(
+        settings.target, dtype=settings.target_dtype, tokenizer=settings.tokenizer or None
+    )
+    prepare_config(skeleton.model.config, skeleton.name)
+    make_plan(skeleton, settings, processes=processes)
+    return skeleton
+
+
+def _read_all(
+    settings: TrainConfig, target: TargetSpec, told: Screen
+) -> tuple[list[Example], list[Example]]:
+    """Examples to train on and held-out ones; tells of settings, and of what is not used."""
+    from moaspec_train.reports.run_notes import setting_notes
+
     for note in setting_notes(settings):
         told.print(note)
-    with _explained_stop(output), status("Reading examples"):
-        examples = _read_examples(settings.data, settings, skeleton, unused)
-        held_out = []
-        if settings.held_out_data:
-            held_out = _read_examples(settings.held_out_data, settings, skeleton, unused)
-    with _explained_stop(output), status(f"Loading {settings.target}"):
-        target = load_target(
-            settings.target,
-            dtype=settings.target_dtype,
-            device=str(accelerator.device),
-            packed=False,
-            adapter=settings.adapter or None,
-            tokenizer=settings.tokenizer or None,
+    unused = ReadReport()
+    with status("Reading examples"):
+        examples, held_out = (
+            _read_examples(sources, settings, target, unused) if sources else []
+            for sources in (settings.data, settings.held_out_data)
         )
-    with _explained_stop(output), status(f"Preparing a drafter from {len(examples)} examples"):
+    for sentence in unused.lines():
+        told.print(sentence)
+    return examples, held_out
+
+
+def _train(
+    target: Target,
+    settings: TrainConfig,
+    examples: list[Example],
+    held_out: list[Example],
+    accelerator: Accelerator,
+    screens: tuple[Screen, Screen],
+    seconds: float | None,
+) -> None:
+    """Train `settings.steps` steps on these examples."""
+    from moaspec_train.trainer import Trainer
+
+    out, told = screens
+    with status(f"Preparing a drafter from {len(examples)} examples"):
         trainer = Trainer(target, examples, settings, held_out=held_out, accelerator=accelerator)
-    _tell_start(trainer, [*unused.lines(), *trainer.notes()], len(examples), told)
+    _tell_start(trainer, len(examples), told)
     with (
-        _explained_stop(output),
         ProgressBar("step", settings.steps, screen=told, stays=True) as bar,
         show_log_records(told, lambda text: bar.update(completed=trainer.step, text=text.plain)),
     ):
@@ -129,7 +176,7 @@ def train(
 def _checked_places(settings: TrainConfig) -> Path:
     """The output; refuses sources that are missing, and directories that cannot be written."""
     output = Path(settings.output)
-    require_sources((*settings.data, *settings.held_out_data), output)
+    require_sources((*settings.data, *settings.prompts, *settings.held_out_data), output)
     require_writable("output", output)
     if settings.kept:
         require_writable("kept", Path(settings.kept))
@@ -149,9 +196,9 @@ def _existing(config: Path | None) -> Path:
     return config
 
 
-def _tell_start(trainer: Trainer, notes: Sequence[str], num_examples: int, told: Screen) -> None:
+def _tell_start(trainer: Trainer, num_examples: int, told: Screen) -> None:
     """Notes, and how large the run is."""
-    for line in notes:
+    for line in trainer.notes():
         told.print(line)
     size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
     told.print(

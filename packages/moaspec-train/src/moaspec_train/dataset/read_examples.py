@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -158,3 +158,12 @@ def _cut(examples: Iterable[Example], max_length: int, report: ReadReport) -> It
             continue
         report.cut += len(example) > max_length
         yield kept
+
+
+def examples_of_answers(rows: Iterable[Mapping[str, Any]], max_length: int) -> list[Example]:
+    """The examples of rows that `regenerate` wrote, as `read_examples` reads them from a file."""
+    found: list[Example] = []
+    for row in rows:
+        example = Example(row["prompt_ids"], row["response_ids"])
+        found.append(_appended(found, example) if row["turn"] else example)
+    return list(_cut(found, max_length, ReadReport()))

@@ -24,6 +24,18 @@ REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
 def regenerate(writer: Writer, conversations: Sequence[Conversation], journal: Journal) -> None:
     """Generate the responses of all conversations that are not in the journal yet.
 
+    Raises:
+        DataError, TrainingError: see `written_groups`.
+    """
+    for _ in written_groups(writer, conversations, journal):
+        pass
+
+
+def written_groups(
+    writer: Writer, conversations: Sequence[Conversation], journal: Journal
+) -> Iterator[list[OutputRow]]:
+    """The rows of each group that is not in the journal yet, when they are in it.
+
     Each assistant turn becomes a row of `id` (the conversation's own, or its number), `source`,
     `turn`, `prompt_ids`, `response_ids`, `stop_reason` and, for conversations in messages,
     `messages` up to and with that turn. Each turn follows the target's own earlier turns. Assistant
@@ -46,6 +58,7 @@ def regenerate(writer: Writer, conversations: Sequence[Conversation], journal: J
     writer.finished = journal.kept
     for rows in writer.write_groups(groups):
         journal.commit(rows)
+        yield rows
 
 
 def check_prompts(
@@ -162,9 +175,13 @@ def short_prompt(target: TargetSpec, conversations: Sequence[Conversation]) -> l
     """The shortest prompt of the first conversations; `check_prompts` has kept them all."""
     template = ChatTemplate(target.tokenizer)
     return min(
-        (_prompt(template, _first_request(conversation)) for conversation in conversations[:32]),
-        key=len,
+        (first_prompt(template, conversation) for conversation in conversations[:32]), key=len
     )
+
+
+def first_prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    """What the target answers first, of a conversation that `check_prompts` has kept."""
+    return _prompt(template, _first_request(conversation))
 
 
 def _next_prompt(

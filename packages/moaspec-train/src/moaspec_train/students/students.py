@@ -116,6 +116,9 @@ class Student(ABC):
     def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
         """Initialise a new module from the target and the examples of these ids."""
 
+    def add(self, examples: Sequence[Example]) -> None:  # noqa: B027 - baselines take any length
+        """Expect examples that were not there at the start."""
+
     @abstractmethod
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Make a training pass with `model`, the wrapped `module`."""
@@ -245,6 +248,10 @@ class MoAStudent(Student):
                 nn.init.eye_(adapter.linear.weight)
                 _, scale = non_massive_states(layer_inputs(result, n)[0])
                 adapter.scale.fill_(scale)
+
+    def add(self, examples: Sequence[Example]) -> None:
+        if self.module.config.trained_positions:
+            record_length(self.module, examples)
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Run all exits; while LSA is frozen its means are read from the cache."""
