@@ -31,6 +31,7 @@ from moaspec_train.stopping import StopCause, StopCondition
 from moaspec_train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec_train.students.losses import LossSums
 from moaspec_train.students.students import BaselineStudent, MoAStudent, Student
+from moaspec_train.students.target_activations import target_fingerprint
 from moaspec_train.training_state import StateFiles, damaged_state
 
 log = logging.getLogger("moaspec.trainer")
@@ -86,6 +87,7 @@ class Trainer:
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
         self.about: dict[str, Any] = {}
+        self._target_hash = target_fingerprint(target, packed=bool(config.prompts))
         self.best: BestStep | None = None
         if saved is None:
             self.student.start(self.data.train_ids)
@@ -330,7 +332,7 @@ class Trainer:
         identity = {
             **settings,
             "examples": self.data.fingerprint(examples),
-            "target": self.student.activations.target_hash,
+            "target": self._target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found

@@ -12,6 +12,7 @@ step s has the weight EARLY_STEPS / (EARLY_STEPS + s), until that is below that 
 
 
 UPDATES = "updates"
+"""Name of their number in a saved state."""
 
 
 class WeightAverage:

@@ -5,17 +5,20 @@ drafter trains on all answers so far, the newest first, at a constant rate; what
 exported is an average of its weights. How fast this machine writes and how fast it trains decide
 which of the two comes next (`passes_that_pay`).
 
-Each part is saved as soon as it is made: answers in `answers.jsonl`, their states in `kept`,
-weights in `state/`. So a killed run goes on where it was. Elsewhere, with the drafter alone as
-`initial`, a run goes on from its weights and with the next prompts.
+Each part is saved when it is made: answers in `answers.jsonl`, their states in `kept`, weights in
+`state/`. A stop loses the answers under way, a kill also the steps since the last save: at most a
+minute's. Elsewhere, with the drafter alone as `initial`, a run goes on from its weights and with
+the next prompts.
 """
 
 import dataclasses
 import json
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression
@@ -42,11 +45,16 @@ from moaspec_train.trainer import Trainer
 log = logging.getLogger("moaspec.write_and_train")
 
 SAVE_EVERY_S = 45.0
-"""A kill loses this much, and a step or the unfinished answers of a group."""
+"""Seconds between two saved states, or between two looks for finished answers to save."""
 TELL_EVERY_S = 60.0
 MEASURING_SHARE, LONGEST_WAIT_S = 0.05, 900.0
-"""Of the time, for held-out measurements; and seconds to wait for one at most."""
-WRITTEN_TOGETHER, GROUP_SIZE = 64, 128
+"""Share of the time for held-out measurements; and the longest time between two, in seconds."""
+FIRST_TOGETHER, MOST_TOGETHER, GROUP_SIZE = 16, 64, 128
+"""Answers that are decoded together: before the speed is known, and at most; and those of a group,
+after which training may go on."""
+ANSWER_S = 40.0
+"""Seconds that the longest answer may take: what a stop can lose. It bounds the answers that are
+decoded together."""
 AVERAGE_STEPS = 100
 REPEATS = 5.0
 """The n-th pass over a text teaches exp(-(n - 1) / REPEATS) of the first one: the law of arXiv
@@ -130,14 +138,13 @@ class Answers:
     ) -> None:
         self._target, self._config, self._conversations = target, config, conversations
         self._advance = advance
-        self._options = WriterOptions(
-            max_new_tokens=config.max_new_tokens,
-            batch_size=WRITTEN_TOGETHER,
-            group_size=GROUP_SIZE,
+        options = WriterOptions(
+            max_new_tokens=config.max_new_tokens, batch_size=FIRST_TOGETHER, group_size=GROUP_SIZE
         )
-        self._writer = ResponseWriter(target, None, self._options)
+        self._writer = ResponseWriter(target, None, options)
         settings = self._writer.settings(prompts=fingerprint(conversations))
-        self._journal = Journal(Path(config.output) / "answers.jsonl", settings)
+        del settings["batch_size"]  # goes by the speed, and changes no answer
+        self._journal = _journal(Path(config.output), settings)
         self.examples: list[Example] = []
         self._saved_tokens = self._new_tokens = 0
         with self._journal.path.open(encoding="utf-8") as file:
@@ -148,6 +155,10 @@ class Answers:
     def tokens(self) -> int:
         """Of all answers so far, those under way included."""
         return self._saved_tokens + self._new_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._conversations)
 
     @property
     def asked(self) -> int:
@@ -166,13 +177,24 @@ class Answers:
     def begin(self, keeper: AnswerKeeper | None) -> None:
         """Let `keeper` keep what training reads of the following answers."""
         self._writer = ResponseWriter(
-            self._target, None, self._options, keeper=keeper, advance=self._progress
+            self._target, None, self._writer.options, keeper=keeper, advance=self._progress
         )
         self._groups = written_groups(self._writer, self._conversations, self._journal)
         self._saved_s = time.monotonic()
 
-    def write_group(self) -> list[Example]:
-        """The next answers; what was finished of them is saved where this is interrupted."""
+    def write_group(self, per_s: float) -> list[Example]:
+        """Write the next answers. If that is interrupted, those that are finished are saved.
+
+        Args:
+            per_s: tokens a second that were written so far; 0 if that is not known.
+
+        Returns:
+            Their examples; those without a loss are left out.
+        """
+        if per_s:
+            together = int(per_s * ANSWER_S / self._config.max_new_tokens)
+            together = min(max(together, 1), MOST_TOGETHER)
+            self._writer.options = dataclasses.replace(self._writer.options, batch_size=together)
         try:
             return self._take(next(self._groups, []))
         except BaseException:
@@ -231,10 +253,17 @@ class WriteAndTrain:
         self._output.mkdir(parents=True, exist_ok=True)
         self._earlier = _EarlierRuns.of(config.initial, fingerprint(conversations))
         left = conversations[self._earlier.answered :]
+        if not left:
+            raise InputError(
+                f"All {len(conversations)} prompts were answered for {config.initial} before: give "
+                "other prompts."
+            )
         self._answers = Answers(target, self._config, left, self._wrote)
         self._trainer: Trainer | None = None
         self._writing, self._training = _Speed(), _Speed()
         self._tau: float | None = None
+        self._saved_step = -1
+        self._told: set[str] = set()
 
     def run(self, *, seconds: float | None = None) -> StopCause:
         """Go on until a signal or the time limit; then save, and write the drafter.
@@ -260,27 +289,42 @@ class WriteAndTrain:
         config, answers = self._config, self._answers
         answers.begin(None)
         held_out = 0 if self._held_out else config.held_out
-        wanted = held_out + config.batch_size
-        while len(self._data) + len(answers.examples) < wanted:
-            if answers.all_written:
+        while not self._is_enough(held_out):
+            if answers.all_written or answers.num_prompts < held_out:
                 raise InputError(
-                    f"These prompts give {len(answers.examples)} answers, too few for "
+                    f"{answers.num_prompts} prompts give too few different answers for "
                     f"held_out={held_out} and batch_size={config.batch_size}: give more prompts."
                 )
-            if not self._write_group():
+            self._write_group()
+            if self._stop.due is not StopCause.FINISHED:
                 return None
         if not config.initial:
-            config = dataclasses.replace(config, initial=str(self._first_drafter()))
+            # Its vocabulary stays, whatever answers come.
+            sizes = dataclasses.replace(config.sizes, draft_vocab=0)
+            config = dataclasses.replace(config, initial=str(self._first_drafter()), sizes=sizes)
         self._trainer = Trainer(
             self._target,
             [*self._data, *answers.examples[held_out:]],
             config,
             held_out=self._held_out or answers.examples[:held_out],
         )
-        self._available = _loss_tokens([*self._data, *answers.examples[held_out:]])
+        # What came with a drafter was trained on before.
+        known = [] if self._config.initial else self._data
+        self._available = _loss_tokens([*known, *answers.examples[held_out:]])
         self._trained_at_start = self._trainer.tokens
         answers.begin(self._keeper(self._trainer))
         return self._trainer
+
+    def _is_enough(self, held_out: int) -> bool:
+        """Whether there are answers to measure on, and others for a step."""
+        answers = self._answers.examples
+        if len(answers) < held_out:
+            return False
+        measured = {one.token_ids for one in self._held_out or answers[:held_out]}
+        others = [
+            one for one in (*self._data, *answers[held_out:]) if one.token_ids not in measured
+        ]
+        return len(others) >= self._config.batch_size
 
     def _first_drafter(self) -> Path:
         """A new drafter, whose vocabulary is that of answers and prompts."""
@@ -291,8 +335,10 @@ class WriteAndTrain:
         examples = [*written, *self._answers.prompts()]
         student = MoAStudent(self._target, self._config, examples, range(len(examples)))
         student.start(range(len(written)))
-        student.save(student.module.cpu().state_dict(), directory, {"steps": 0, "loss_tokens": 0})
-        return directory
+        scratch = directory.with_name("first.partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        student.save(student.module.cpu().state_dict(), scratch, {"steps": 0, "loss_tokens": 0})
+        return scratch.rename(directory)
 
     def _keeper(self, trainer: Trainer) -> AnswerKeeper | None:
         module, length = trainer.student.module, self._config.max_length
@@ -308,13 +354,8 @@ class WriteAndTrain:
             self._measure(trainer, StepMetrics(trainer.step, trainer.tokens, 0, 0, 0, 0, 0))
         self._next_measurement_s = time.monotonic() + TELL_EVERY_S
         self._save(trainer)
-        told_full = False
         while self._stop.due is StopCause.FINISHED:
-            is_full = self._is_full()
-            if is_full and not told_full:
-                log.warning("The disk space of this run is used up: it writes no more answers.")
-            told_full = is_full
-            if not is_full and self._wants_answers():
+            if self._wants_answers(trainer):
                 self._save(trainer)
                 new = self._write_group()
                 trainer.add(new)
@@ -324,21 +365,36 @@ class WriteAndTrain:
         self._save(trainer)
         trainer.export()
 
-    def _wants_answers(self) -> bool:
+    def _wants_answers(self, trainer: Trainer) -> bool:
         """Whether the answers so far have been trained on as often as it pays."""
         passes = passes_that_pay(self._writing.per_s, self._training.per_s)
-        return not self._answers.all_written and self._trained >= passes * self._available
+        if trainer.tokens < passes * self._available:
+            return False
+        if self._answers.all_written:
+            self._warn_once("All prompts are answered. Training goes on with what there is.")
+            return False
+        if self._is_full():
+            self._warn_once("The disk space of this run is used up: it writes no more answers.")
+            return False
+        return True
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            log.warning(sentence)
 
     def _is_full(self) -> bool:
         if self._disk_bytes == math.inf:
             return False
-        return sum(map(_bytes_in, {self._output, self._kept})) >= self._disk_bytes
+        is_inside = self._kept.resolve().is_relative_to(self._output.resolve())
+        places = [self._output] if is_inside else [self._output, self._kept]
+        return sum(map(_bytes_in, places)) >= self._disk_bytes
 
     def _write_group(self) -> list[Example]:
         """Write answers; none where the run shall stop."""
         self._wrote_s = time.monotonic()
         try:
-            return self._answers.write_group()
+            return self._answers.write_group(self._writing.per_s)
         except _StopWritingError:
             return []
 
@@ -366,12 +422,20 @@ class WriteAndTrain:
 
     def _measure(self, trainer: Trainer, metrics: StepMetrics) -> None:
         started = time.monotonic()
+        self._describe(trainer)
         found = trainer.log_step(metrics, measure=True).held_out_tau or {}
         self._tau = next(iter(found.values()), None)
         wait = (time.monotonic() - started) / MEASURING_SHARE
         self._next_measurement_s = time.monotonic() + min(max(wait, TELL_EVERY_S), LONGEST_WAIT_S)
 
     def _save(self, trainer: Trainer) -> None:
+        self._describe(trainer)
+        if trainer.step != self._saved_step:
+            trainer.save()
+        self._saved_step, self._saved_s = trainer.step, time.monotonic()
+
+    def _describe(self, trainer: Trainer) -> None:
+        """What exported drafters say of themselves, for runs that go on from them."""
         trainer.about = {
             "earlier_loss_tokens": self._earlier.trained,
             "prompts": {
@@ -379,8 +443,6 @@ class WriteAndTrain:
                 "answered": self._earlier.answered + self._answers.asked,
             },
         }
-        trainer.save()
-        self._saved_s = time.monotonic()
 
     @property
     def _trained(self) -> int:
@@ -453,6 +515,8 @@ def continuous_settings(config: TrainConfig) -> TrainConfig:
         )
     if config.staircase:
         raise InputError("staircase goes by the number of steps, which --continuous has not.")
+    if config.max_new_tokens < 2:
+        raise InputError("max_new_tokens must be 2 or more: a token alone teaches nothing.")
     if not config.held_out and not config.held_out_data:
         raise InputError("--continuous keeps the best drafter on held-out text: set held_out.")
     return dataclasses.replace(
@@ -495,8 +559,9 @@ def tau_per_doubling(rows: Sequence[Mapping[str, Any]], earlier: int) -> float |
     points = []
     for row in rows:
         tau = next(iter((row.get("held_out_tau") or {}).values()), None)
-        if tau is not None and row["tokens"]:
-            points.append((math.log2(earlier + row["tokens"]), tau))
+        tokens = earlier + row["tokens"]
+        if tau is not None and tokens:
+            points.append((math.log2(tokens), tau))
     points = [point for point in points if point[0] >= points[-1][0] - 2]
     if len(points) < 3 or points[-1][0] - points[0][0] < LEAST_SPAN:
         return None
@@ -509,4 +574,18 @@ def _loss_tokens(examples: Sequence[Example]) -> int:
 
 
 def _bytes_in(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _journal(output: Path, settings: Mapping[str, Any]) -> Journal:
+    try:
+        return Journal(output / "answers.jsonl", settings)
+    except InputError as error:
+        raise InputError(
+            f"{error} A run with other prompts or settings needs another output; "
+            f"initial={output / 'drafter'} goes on from its drafter."
+        ) from error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import chat_tokenizers
 import moaspec
+from moaspec.backends.fast_target import accelerate
 from moaspec.target.target import Target
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.errors import InputError
@@ -26,6 +27,7 @@ from moaspec_train.dataset.regenerate import fingerprint, first_prompt, regenera
 from moaspec_train.dataset.response_writer import ResponseWriter, WriterOptions
 from moaspec_train.run_config import TrainConfig
 from moaspec_train.stopping import StopCause
+from moaspec_train.students.target_activations import target_fingerprint
 from moaspec_train.trainer import Trainer
 from moaspec_train.write_and_train import (
     Progress,
@@ -53,7 +55,8 @@ def target() -> Target:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of four answers, new ones after one pass over the others, everything saved at once."""
     monkeypatch.setattr(write_and_train, "GROUP_SIZE", 4)
-    monkeypatch.setattr(write_and_train, "WRITTEN_TOGETHER", 2)
+    monkeypatch.setattr(write_and_train, "FIRST_TOGETHER", 2)
+    monkeypatch.setattr(write_and_train, "MOST_TOGETHER", 2)
     monkeypatch.setattr(write_and_train, "SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(write_and_train, "TELL_EVERY_S", 0.0)
     monkeypatch.setattr(write_and_train, "passes_that_pay", lambda *_: 1)
@@ -229,32 +232,72 @@ def test_a_killed_run_goes_on_in_another_directory(
     assert all(math.isfinite(row["loss"]) for row in log)
 
 
+@pytest.mark.parametrize("name", ["drafter", "best"])
 def test_with_the_drafter_alone_the_next_prompts_are_answered(
-    target: Target, tmp_path: Path
+    name: str, target: Target, tmp_path: Path
 ) -> None:
+    """And trained on as soon as they are there, however much it was trained before."""
     run(target, tmp_path / "a", until(6))
-    drafter = tmp_path / "a/drafter"
+    drafter = tmp_path / "a" / name
     about = json.loads((drafter / "config.json").read_text())["training"]
     answered = about["prompts"]["answered"]
     assert 0 < answered < len(PROMPTS)
     _, told = run(target, tmp_path / "b", until(2), initial=str(drafter), kept=str(tmp_path / "k"))
-    assert told[0].trained >= about["loss_tokens"]
+    assert told[0].trained >= about["loss_tokens"] + about["earlier_loss_tokens"]
     template = ChatTemplate(target.tokenizer)
     asked = [first_prompt(template, one) for one in PROMPTS[answered:]]
     new = [row["prompt_ids"] for row in rows(tmp_path / "b") if not row["turn"]]
     assert new == asked[: len(new)]
+    assert len(new) <= 8  # two groups
+
+
+def test_prompts_that_were_all_answered_are_refused(target: Target, tmp_path: Path) -> None:
+    run(target, tmp_path / "a", until(60))
+    with pytest.raises(InputError, match=f"All {len(PROMPTS)} prompts were answered"):
+        run(target, tmp_path / "b", until(1), initial=str(tmp_path / "a/drafter"))
+
+
+def test_a_group_without_examples_does_not_end_a_run(target: Target, tmp_path: Path) -> None:
+    """Answers may all be longer than an example; the next ones may not."""
+    long = [chat_tokenizers.talk(" ".join(f"w{i}" for i in range(20, 60)))] * 8
+    whole = WriteAndTrain(target, settings(tmp_path, max_length=30), [*long, *PROMPTS])
+    with pytest.MonkeyPatch.context() as patch:
+        step = Trainer.train_step
+        patch.setattr(Trainer, "train_step", lambda trainer: (step(trainer), until(3)(trainer))[0])
+        assert whole.run() is StopCause.INTERRUPTED
+    assert (tmp_path / "drafter").exists()
+
+
+def test_a_drafter_that_reuses_layers_learns_too(
+    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(target, tmp_path, until(3), num_target_layers=(1,))
+    assert [text for text in caplog.messages if "reads each answer again" in text]
+    moaspec.load_drafter(tmp_path / "drafter", target=target)
+
+
+def test_a_run_goes_on_with_a_target_that_is_laid_out_otherwise(target: Target) -> None:
+    """Which matrices are packed depends on the CPU."""
+    packed = chat_tokenizers.target(seed=7)
+    accelerate(packed)
+    assert target_fingerprint(packed, packed=True) == target_fingerprint(target, packed=True)
+    other = chat_tokenizers.target(seed=8)
+    assert target_fingerprint(other, packed=True) != target_fingerprint(target, packed=True)
 
 
 def test_a_full_disk_ends_the_writing_only(
     target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = WriteAndTrain(target, settings(tmp_path), PROMPTS, disk_bytes=1)
+    run(target, tmp_path, until(3))
+    used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    before = len(rows(tmp_path))
+    whole = WriteAndTrain(target, settings(tmp_path), PROMPTS, disk_bytes=used)
     with pytest.MonkeyPatch.context() as patch:
         step = Trainer.train_step
         patch.setattr(Trainer, "train_step", lambda trainer: (step(trainer), until(9)(trainer))[0])
         whole.run()
-    assert len({row["id"] for row in rows(tmp_path)}) == 4
-    assert [text for text in caplog.messages if "disk space" in text]
+    assert len(rows(tmp_path)) == before
+    assert len([text for text in caplog.messages if "disk space" in text]) == 1
 
 
 @pytest.mark.parametrize(
@@ -265,6 +308,8 @@ def test_a_full_disk_ends_the_writing_only(
         ({"staircase": True}, "staircase"),
         ({"held_out": 0}, "held_out"),
         ({"held_out": 40}, "more prompts"),
+        ({"batch_size": 40}, "more prompts"),
+        ({"max_new_tokens": 1}, "max_new_tokens"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

@@ -74,8 +74,14 @@ class ContinuousOptions:
 
         with status("Reading prompts"):
             found = list(read_conversations(settings.prompts, refuse, ReadReport()))
+        longest = settings.max_length - 2  # an answer needs two tokens, to learn one
         with status(f"Checking {len(found)} prompts"):
-            conversations = check_prompts(target, found, refuse)
+            conversations = check_prompts(target, found, refuse, longest=longest)
+        if len(conversations) < len(found):
+            console.err.print(
+                f"{len(found) - len(conversations)} prompts are left out: they have more than "
+                f"{longest} tokens (max_length={settings.max_length})."
+            )
         run = WriteAndTrain(
             target,
             settings,
@@ -87,11 +93,7 @@ class ContinuousOptions:
         )
         with show_log_records(console.err, console.err.print):
             cause = run.run(seconds=seconds)
-        output = Path(settings.output)
-        console.out.print(
-            f"Stopped, and all is saved: the best drafter on held-out text is {output / 'best'}, "
-            f"the last one {output / 'drafter'}. Run the same command again to go on."
-        )
+        console.out.print(_ending(Path(settings.output)))
         codes = {StopCause.INTERRUPTED: INTERRUPTED, StopCause.TERMINATED: TERMINATED}
         raise typer.Exit(codes.get(cause, EXIT_UNFINISHED))
 
@@ -100,20 +102,31 @@ class _Lines:
     """Prints a line for each report, and once that more training does not pay."""
 
     def __init__(self) -> None:
-        self._paid = True
+        self._told_end = False
 
     def __call__(self, progress: Progress) -> None:
         console.err.print(line(progress))
-        if self._paid and not progress.pays:
+        if not self._told_end and not progress.pays:
+            self._told_end = True
             console.err.print(
-                "Another doubling of the trained tokens no longer pays: stop with Ctrl-C, or go on "
-                "with other prompts or a larger drafter."
+                "Another doubling of the trained tokens no longer pays. Stop with Ctrl-C; other "
+                "prompts or a larger drafter need another output."
             )
-        self._paid = progress.pays
+
+
+def _ending(output: Path) -> str:
+    """What a stopped run has, and how to go on."""
+    found = [
+        f"{what} is {output / name}"
+        for name, what in (("best", "the best drafter on held-out text"), ("drafter", "the last"))
+        if (output / name).exists()
+    ]
+    has = ", ".join(found) or f"answers are in {output}, and no drafter yet"
+    return f"Stopped and saved: {has}. Run the same command again to go on."
 
 
 def line(progress: Progress) -> str:
-    """The line of a minute."""
+    """A progress as one line."""
     minutes = round(progress.seconds / 60)
     parts = [
         f"{minutes // 60}:{minutes % 60:02}",
@@ -130,6 +143,8 @@ def line(progress: Progress) -> str:
 
 
 def _tokens(count: int) -> str:
+    if count < 1e4:
+        return str(count)
     return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
 
 

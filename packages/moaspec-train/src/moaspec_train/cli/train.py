@@ -63,15 +63,19 @@ def train(
     more to do. Several processes: torchrun -m moaspec train ...
 
     Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
-    data='["responses.jsonl"]' steps=500 --for 8m; moaspec train --continuous qwen2.5-coder.yaml
-    prompts='["prompts.jsonl"]' --for 8h --disk 40GB; moaspec train llama-3-8b.yaml --dry-run
-    --gpu 8xh100
+    data='["responses.jsonl"]' steps=500 --for 8m; moaspec train --continuous
+    qwen2.5-coder-0.5b.yaml prompts='["prompts.jsonl"]' --for 8h --disk 40GB; moaspec train
+    llama-3-8b.yaml --dry-run --gpu 8xh100
     """
     if init:
         _write_recipe(config)
         return
     config = _existing(config)
     if dry_run:
+        if continuously.continuous:
+            raise InputError(
+                "--dry-run plans `steps` over `data`, which --continuous has not: leave one out."
+            )
         _show_plan(config, overrides or [], gpu)
         return
     seconds = None if for_ is None else parse_duration(for_)

@@ -51,12 +51,12 @@ class AnswerKeeper(Proposer):
         if reused:
             raise InputError(
                 f"States are kept for drafters with num_target_layers=0; this one reuses {reused} "
-                "layers of the target. Leave --keep out; training computes them."
+                "layers of the target. Training computes them where none are kept."
             )
         if isinstance(target.layers, HybridLayers) or not PositionRules.of(target).are_plain:
             raise InputError(
                 f"States of {target.name} cannot be kept while it writes, because its keys do not "
-                "depend on positions alone. Leave --keep out; training computes them."
+                "depend on positions alone. Training computes them where none are kept."
             )
         self._target, self._max_length = target, max_length
         # What training reads with: the same probe, and the same means.

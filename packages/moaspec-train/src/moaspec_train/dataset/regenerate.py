@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,14 +66,22 @@ def check_prompts(
     target: TargetSpec,
     conversations: Sequence[Conversation],
     on_malformed: Callable[[DataError], None],
+    *,
+    longest: float = math.inf,
 ) -> list[Conversation]:
-    """Return the conversations that the target can answer, before the long run starts."""
+    """The conversations that the target can answer, before the long run starts.
+
+    Args:
+        longest: tokens of a prompt; those with more are left out.
+    """
     kept, template = [], ChatTemplate(target.tokenizer)
     for conversation in conversations:
         try:
             request = _first_request(conversation)
-            _require_room(target, request, _prompt(template, request))
-            kept.append(conversation)
+            ids = _prompt(template, request)
+            _require_room(target, request, ids)
+            if len(ids) <= longest:
+                kept.append(conversation)
         except DataError as error:
             on_malformed(error)
     return kept

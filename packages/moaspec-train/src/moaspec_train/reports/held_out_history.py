@@ -40,6 +40,8 @@ def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
     points: list[tuple[float, float]] = []
     since: list[float] = []
     for row in rows:
+        if not row["step"]:  # nothing is trained yet
+            continue
         since.append(float(row["accuracy"]))
         if row.get("held_out_accuracy"):
             points.append((fmean(since), fmean(row["held_out_accuracy"])))

@@ -9,7 +9,7 @@ Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidde
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,10 +54,19 @@ def _before_widths(identity: TargetIdentity, before: Collection[int]) -> dict[st
     return {f"before{n}": identity.hidden_size for n in before}
 
 
-def target_fingerprint(target: Target) -> str:
-    """Hash of the target's shape and of some values of each of its tensors."""
+def target_fingerprint(target: Target, *, packed: bool = False) -> str:
+    """Hash of the target's shape and of some values of each of its tensors.
+
+    Args:
+        packed: whether matrices may be laid out for kernels, as this CPU likes them; then the hash
+            is of norms and embeddings.
+    """
     digest = hashlib.sha256(repr(target.identity).encode())
-    for name, parameter in target.model.named_parameters():
+    tensors = dict(target.model.named_parameters())
+    if packed:
+        tensors = {name: one for name, one in tensors.items() if name.endswith("norm.weight")}
+        tensors["embeddings"] = target.embed(probe_batch(target).input_ids_BT.to(target.device))
+    for name, parameter in tensors.items():
         values = parameter.detach().flatten()
         sample = values[:: max(1, len(values) // HASHED_WEIGHTS)]
         digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
@@ -153,11 +162,6 @@ class TargetActivations:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
             self._store = find_store(directory, target, widths, self._compute)
             self._store.require_room([one.token_ids for one in examples], "activation_cache=false")
-
-    @cached_property
-    def target_hash(self) -> str:
-        """See `target_fingerprint`."""
-        return target_fingerprint(self.target)
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
