@@ -12,8 +12,8 @@ from moaspec_edge.protocol.websocket_transport import SUBPROTOCOL
 FIELDS = {
     "DescribeRequest": "packing",
     "Description": (
-        "protocol target drafter sampling_version num_target_layers max_tokens max_drafted name engine "
-        "chains_only newest"
+        "protocol target drafter sampling_version num_target_layers max_tokens max_drafted name "
+        "engine chains_only newest"
     ),
     "TargetIdentity": (
         "model_type num_layers hidden_size num_kv_heads head_dim vocab_size tokenizer_hash adapter"
@@ -31,7 +31,8 @@ FIELDS = {
     "Range": "start stop",
     "ClientMessage": "session turn open draft heartbeat resume fetch close",
     "Open": (
-        "protocol sampling_version target drafter codec num_target_layers sampling token_ids prompt_length held"
+        "protocol sampling_version target drafter codec num_target_layers sampling token_ids "
+        "prompt_length held"
     ),
     "Draft": "base tokens parents further",
     "Heartbeat": "number",
