@@ -186,7 +186,7 @@ BROKEN_LINES = (
         EDGE + "protocol/wire.py",
         'SOURCES: tuple[Source, ...] = ("target", "draft", "copy")',
         'SOURCES: tuple[Source, ...] = ("draft", "target", "copy")',
-        (EDGE_TESTS + "protocol", EDGE_TESTS + "test_hostile.py"),
+        (EDGE_TESTS + "protocol",),
     ),
     BrokenLine(
         "outage",
@@ -194,7 +194,7 @@ BROKEN_LINES = (
         EDGE + "server/server_session.py",
         "self.records.sent = PositionSet(runs)",
         "self.records.sent = self.records.sent or PositionSet(runs)",
-        (EDGE_TESTS + "test_cut.py", EDGE_TESTS + "test_faults.py"),
+        (EDGE_TESTS + "server/test_resumed_activations.py", EDGE_TESTS + "test_cut.py"),
     ),
     BrokenLine(
         "outage, drafts",
@@ -202,7 +202,7 @@ BROKEN_LINES = (
         EDGE + "device/remote_verifier.py",
         "            pending.resent = True\n            self._keep_provisional(pending)",
         "            self._keep_provisional(pending)",
-        (EDGE_TESTS + "device", EDGE_TESTS + "test_cut.py", EDGE_TESTS + "test_faults.py"),
+        (EDGE_TESTS + "device/test_remote_verifier.py", EDGE_TESTS + "test_cut.py"),
     ),
     BrokenLine(
         "GGUF tensors",
@@ -226,7 +226,7 @@ BROKEN_LINES = (
         MAIN + "target/weights/int8_rows.py",
         "self.scale_R[rows]",
         "self.scale_R[: len(rows)]",
-        (MAIN_TESTS + "target/weights",),
+        (EDGE_TESTS + "device/test_bundle.py",),
     ),
     BrokenLine(
         "LoRA",
