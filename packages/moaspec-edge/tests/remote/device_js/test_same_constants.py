@@ -102,7 +102,7 @@ def test_defaults_of_sampling_are_pythons() -> None:
 
 def defaults(file: str, start: str) -> dict[str, Any]:
     """The values of an object of TypeScript, by their names in Python."""
-    values = {"true": True, "false": False, "undefined": None, "new Map()": {}}
+    values: dict[str, Any] = {"true": True, "false": False, "undefined": None, "new Map()": {}}
     body = (SOURCE / file).read_text(encoding="utf-8").split(start)[1].split("\n", 1)[1]
     found = {}
     for line in body.splitlines():
