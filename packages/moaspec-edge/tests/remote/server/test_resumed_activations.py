@@ -46,7 +46,7 @@ async def answered(
             size = len(part.data) // max(1, part.count)
             for i in range(part.count):
                 records[part.start + i] = part.data[i * size : (i + 1) * size]
-        if over:  # so what it had to say came before the answer to this heartbeat
+        if over:  # all answers came before the one to this heartbeat
             return tokens, records
         (session,) = at.sessions
         missing = session.records and [*session.records.sent.gaps(len(PROMPT))]
