@@ -4,13 +4,16 @@
     python scripts/try_wheels.py --python python3.13 moaspec-core moaspec-edge
 
 Environments have what the wheel asks for and nothing else: no compiler, no checkout, an empty
-cache. A table says what each takes. It needs pip, an index and some gigabytes of disk.
+cache. A table says what each takes. It needs pip, an index, and disk for one
+environment at a time: two gigabytes with PyTorch's build for CPUs, ten with the one for CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,7 +94,7 @@ def main() -> None:
         wheels = build(place / "wheels")
         rows = []
         for name in args.names or CASES:
-            with server(place, wheels, wanted=CASES[name].needs_server):
+            with server(place, wheels, args.python, wanted=CASES[name].needs_server):
                 rows.append(try_case(name, CASES[name], place, wheels, args.python))
     print(f"{'distribution':<18}{'wheel MB':>10}{'packages':>10}{'installed MB':>14}  commands")
     for row in rows:
@@ -103,9 +106,9 @@ def build(directory: Path) -> dict[str, Path]:
     for project in PROJECTS:
         say(f"Building {project.name}")
         run([*PIP_WHEEL, "--wheel-dir", str(directory), str(project)])
-    found = {path.name.split("-")[0].replace("_", "-"): path for path in directory.glob("*.whl")}
-    assert found.keys() == {project.name for project in PROJECTS}, found
-    return found
+    # A file's name has "_" for each "-" and "." of the distribution's.
+    found = {path.name.split("-")[0]: path for path in directory.glob("*.whl")}
+    return {project.name: found[re.sub(r"[-.]", "_", project.name)] for project in PROJECTS}
 
 
 def environment(place: Path, wheels: dict[str, Path], case: Case, python: str) -> Path:
@@ -131,6 +134,7 @@ def try_case(name: str, case: Case, place: Path, wheels: dict[str, Path], python
     (packages,) = (place / name).glob("lib/python*/site-packages")
     installed = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
     number = len(list(packages.glob("*.dist-info"))) - 1  # without pip
+    shutil.rmtree(place / name)
     size = wheels[name].stat().st_size
     return (
         f"{name:<18}{size / 1e6:>10.2f}{number:>10}{installed / 1e6:>14.0f}  "
@@ -139,16 +143,15 @@ def try_case(name: str, case: Case, place: Path, wheels: dict[str, Path], python
 
 
 @contextmanager
-def server(place: Path, wheels: dict[str, Path], *, wanted: bool) -> Iterator[None]:
+def server(place: Path, wheels: dict[str, Path], python: str, *, wanted: bool) -> Iterator[None]:
     """A server on this machine, and a bundle for its devices, from an environment of its own."""
     if not wanted:
         yield
         return
     say("Installing a server for the device")
     extras = {"moaspec-edge": "[server,export]"}
-    binaries = environment(
-        place / "server", wheels, Case(("moaspec-edge", DRAFTER), (), extras=extras), sys.executable
-    )
+    case = Case(("moaspec-edge", DRAFTER), (), extras=extras)
+    binaries = environment(place / "server", wheels, case, python)
     moaspec = str(binaries / "moaspec")
     alias = "smollm2-135m"
     export = ["checkpoint", "export-device", alias, alias, str(place / "bundle")]
@@ -167,6 +170,7 @@ def server(place: Path, wheels: dict[str, Path], *, wanted: bool) -> Iterator[No
     finally:
         process.terminate()
         process.wait()
+        shutil.rmtree(place / "server")
 
 
 def clean(place: Path, binaries: Path) -> dict[str, str]:

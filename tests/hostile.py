@@ -75,7 +75,7 @@ class Hostile:
         known = self.random.random() < 0.8
         return pb.Open(
             protocol=identity.PROTOCOL if known else self._number(),
-            law=identity.SAMPLING_VERSION,
+            sampling_version=identity.SAMPLING_VERSION,
             target=self._identity if known else pb.TargetIdentity(model_type="other"),
             drafter=self.random.choice((self._drafter, self._drafter, "", "another")),
             codec=self.random.choice((1, 2, 3, 0)),  # type: ignore[arg-type]

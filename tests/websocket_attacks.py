@@ -117,7 +117,7 @@ def opening(name: bytes) -> pb.ClientMessage:
     message.open.MergeFrom(
         pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.SAMPLING_VERSION,
+            sampling_version=identity.SAMPLING_VERSION,
             target=identity.to_message(serving.target().identity),
             sampling=wire.sampling_message(GREEDY),
             token_ids=tiny.PROMPTS[0],

@@ -370,7 +370,7 @@ describe.skipIf(!hasPython)("a real server", () => {
   test("a server describes itself", async () => {
     const { manifest } = await loadDevice(fromDirectory(join(directory, "bundle")), ort);
     const description = await transport().describe(30_000);
-    expect(description).toMatchObject({ protocol: manifest.protocol, law: manifest.law, engine: "torch" });
+    expect(description).toMatchObject({ protocol: manifest.protocol, samplingVersion: manifest.sampling_version, engine: "torch" });
     expect(description.drafter).toBe(manifest.fingerprint);
   });
 

@@ -77,7 +77,7 @@ export class FakeDrafter implements Drafter {
 
 export const MANIFEST: Manifest = {
   protocol: 1,
-  law: 2,
+  sampling_version: 2,
   target: {
     model_type: "fake",
     num_layers: 1,

@@ -31,7 +31,8 @@ function facts(of: Map<string, Uint8Array>) {
     name,
     { bytes: data.length, sha256: createHash("sha256").update(data).digest("hex") },
   ]);
-  return { ...MANIFEST, format: "moaspec-device-onnx", format_version: 1, files: Object.fromEntries(described) };
+  const versions = { format_version: 1, law: MANIFEST.sampling_version };
+  return { ...MANIFEST, ...versions, format: "moaspec-device-onnx", files: Object.fromEntries(described) };
 }
 
 /** Reads a bundle with this manifest; notes the names that are asked for. */
@@ -91,7 +92,7 @@ const MANIFESTS: Record<string, unknown> = {
   "another version": { ...good, format_version: 2 },
   "a version as text": { ...good, format_version: "1" },
   "another protocol": { ...good, protocol: 2 },
-  "another law of sampling": { ...good, law: 3 },
+  "another version of sampling": { ...good, law: 3 },
   "versions as markup": { ...good, protocol: "<script>".repeat(100), law: null },
   "no files": { ...good, files: {} },
   "files as a list": { ...good, files: [graph] },

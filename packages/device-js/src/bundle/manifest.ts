@@ -42,7 +42,7 @@ export interface CacheSizes {
 /** The manifest of an ONNX bundle; see `moaspec_edge/device_onnx/manifest.py`. */
 export interface Manifest {
   readonly protocol: number;
-  readonly law: number;
+  readonly sampling_version: number;
   readonly target: TargetIdentity;
   readonly fingerprint: string;
   readonly self_attention: CacheSizes;
@@ -96,6 +96,7 @@ export function parseManifest(json: Uint8Array): Manifest {
       `The bundle has another format than ${FORMAT_VERSION}: export it again, or upgrade this package.`,
     );
   }
+  // Files call the version of sampling "law", since the first bundles.
   const versions = [found.value("protocol"), found.value("law")];
   if (versions[0] !== PROTOCOL || versions[1] !== SAMPLING_VERSION) {
     const got = JSON.stringify(versions).slice(0, 80);
@@ -108,7 +109,7 @@ export function parseManifest(json: Uint8Array): Manifest {
   const target = targetIdentity(found.object("target"));
   const manifest: Manifest = {
     protocol: PROTOCOL,
-    law: SAMPLING_VERSION,
+    sampling_version: SAMPLING_VERSION,
     target,
     fingerprint: found.text("fingerprint"),
     self_attention: cacheSizes(found.object("self_attention")),

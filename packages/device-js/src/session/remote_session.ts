@@ -67,7 +67,7 @@ export class RemoteSession {
       maxPositions: manifest.max_positions,
       opening: {
         protocol: manifest.protocol,
-        law: manifest.law,
+        samplingVersion: manifest.sampling_version,
         target: targetMessage(manifest.target),
         drafter: manifest.fingerprint,
         codec: CODEC_NUMBERS[this.options.codec],

@@ -51,7 +51,7 @@ def opening(token_ids: list[int], grammar: str = "") -> bytes:
     """The first frame of a device that wants no activations."""
     asked = pb.Open(
         protocol=identity.PROTOCOL,
-        law=identity.SAMPLING_VERSION,
+        sampling_version=identity.SAMPLING_VERSION,
         target=identity.to_message(tiny.target().identity),
         sampling=pb.Sampling(top_p=1.0, repetition_penalty=1.0, grammar=grammar),
         token_ids=token_ids,

@@ -270,7 +270,7 @@ def test_sessions_belong_to_their_credentials() -> None:
 def _opening() -> pb.Open:
     return pb.Open(
         protocol=identity.PROTOCOL,
-        law=identity.SAMPLING_VERSION,
+        sampling_version=identity.SAMPLING_VERSION,
         target=identity.to_message(tiny.target().identity),
         sampling=pb.Sampling(top_p=1.0, repetition_penalty=1.0),
         token_ids=[1, 2],

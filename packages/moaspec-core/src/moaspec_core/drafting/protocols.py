@@ -22,7 +22,8 @@ from moaspec_core.sampling.params import GREEDY, Alternatives, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-Need = Literal["kv", "hidden"]
+Need = Literal["kv", "final_states"]
+"""Of each token: keys and values of all target layers, or the states after the final norm."""
 Features = Any
 """The output of a proposer's `encode` and input of its `append_features`; opaque to other code."""
 
@@ -164,7 +165,7 @@ class Proposer(Protocol):
         Args:
             _activations_1N: of N tokens, those of several requests one after another: keys and
                 values (1, N, L, K) for a proposer that needs "kv", final states (1, N, E) for
-                "hidden".
+                "final_states".
             _position_ids_1N: their positions.
             counts: how many of the N belong to each request.
 

@@ -232,9 +232,9 @@ class Engine:
 
     async def _prefill_chunk(self, request: RequestState, size: int) -> None:
         started_s = time.perf_counter()
-        (found,) = await self._verifier.verify([request.prompt_chunk(size)])
+        (result,) = await self._verifier.verify([request.prompt_chunk(size)])
         request.num_verified += size
-        request.result.num_reused_tokens -= found.num_read_again
+        request.result.num_reused_tokens -= result.num_read_again
         request.result.timing.prefill_s += time.perf_counter() - started_s
 
     async def _prefill(self, requests: Sequence[RequestState]) -> list[Event]:
@@ -249,9 +249,9 @@ class Engine:
         verified = await self._verifier.verify(prompts)
         events = self._emit(requests, prompts, verified)
         elapsed_s = time.perf_counter() - started_s
-        for request, found in zip(requests, verified, strict=True):
+        for request, result in zip(requests, verified, strict=True):
             request.result.timing.prefill_s += elapsed_s
-            request.result.num_reused_tokens -= found.num_read_again
+            request.result.num_reused_tokens -= result.num_read_again
         return events
 
     async def _round(self, requests: Sequence[RequestState]) -> list[Event]:
@@ -268,7 +268,7 @@ class Engine:
         for request in requests:
             request.add_seconds(drafted_s - started_s, verify_s, verified)
         if times is not None:
-            _record(times, requests, started_s, max(found.encode_s for found in verified))
+            _record(times, requests, started_s, max(result.encode_s for result in verified))
         return events
 
     def _draft(self, requests: Sequence[RequestState]) -> list[DraftTree]:
@@ -426,10 +426,10 @@ class Engine:
 
 def _shared_times(requests: Sequence[RequestState]) -> ObservedTimes | None:
     """The observed times that the policies of all requests share; None if they share none."""
-    found = [None if request.policy is None else request.policy.times for request in requests]
-    if found[0] is not None and all(times is found[0] for times in found):
-        return found[0]
-    for times in found:
+    all_times = [None if request.policy is None else request.policy.times for request in requests]
+    if all_times[0] is not None and all(times is all_times[0] for times in all_times):
+        return all_times[0]
+    for times in all_times:
         if times is not None:
             times.begin_round(shared=False)
     return None

@@ -264,8 +264,8 @@ class RequestState:
         for i, token in enumerate(tokens, start=1):
             if token in self.stop_token_ids:
                 return list(tokens[:i]), "stop_token"
-            if self.stop and (found := self.stop.push(token)):
-                self.result.stop_string = found
+            if self.stop and (stop_string := self.stop.push(token)):
+                self.result.stop_string = stop_string
                 return list(tokens[:i]), "stop_string"
             if i >= self.num_remaining:
                 return list(tokens[:i]), "max_new_tokens"

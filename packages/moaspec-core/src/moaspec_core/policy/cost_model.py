@@ -351,7 +351,7 @@ class KnownCosts:
     ) -> None:
         self.table, self.rates_D = table, AcceptanceRates(prior).rates
         self.times = times
-        self._found: dict[tuple[int, int, int], RoundCosts] = {}
+        self._costs: dict[tuple[int, int, int], RoundCosts] = {}  # by context, requests, step
         self._excess, self._step = 1.0, 0
 
     @property
@@ -365,13 +365,13 @@ class KnownCosts:
         if self._excess != self.excess:
             self._excess, self._step = self.excess, round(EXCESS_STEPS * log2(self.excess))
         step = self._step
-        found = self._found.get((context, num_requests, step))
-        if found is None:
+        costs = self._costs.get((context, num_requests, step))
+        if costs is None:
             excess = 2.0 ** (step / EXCESS_STEPS)
             table = self.table.with_excess(excess, num_requests)
-            found = RoundCosts(table, self.rates_D, context, num_requests, excess=excess)
-            self._found[context, num_requests, step] = found
-        return found
+            costs = RoundCosts(table, self.rates_D, context, num_requests, excess=excess)
+            self._costs[context, num_requests, step] = costs
+        return costs
 
 
 class FadingRate:

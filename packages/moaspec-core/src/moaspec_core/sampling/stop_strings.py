@@ -82,8 +82,8 @@ class StopStrings:
         if not piece:
             return None
         text = self._tail + piece
-        found = [
+        ends = [
             (text.find(string) + len(string), string) for string in self._strings if string in text
         ]
         self._tail = text[-self._keep :] if self._keep else ""
-        return min(found)[1] if found else None
+        return min(ends)[1] if ends else None

@@ -177,7 +177,7 @@ class RemoteSession:
         """The fields that all messages that open a turn share."""
         return pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.SAMPLING_VERSION,
+            sampling_version=identity.SAMPLING_VERSION,
             target=identity.to_message(self.device.target.identity),
             drafter=self.device.fingerprint or "",
             codec=wire.CODEC_NUMBERS[self.options.codec],

@@ -16,6 +16,7 @@ MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "drafter.onnx"
 FORMAT = "moaspec-device-onnx"
 FORMAT_VERSION = 1
+SAMPLING_VERSION_KEY = "law"  # in files, since the first bundles
 MOST = 2**24
 """Largest number of positions, heads or dimensions that a manifest may state."""
 MAX_WIDTH = 2**16
@@ -46,7 +47,7 @@ class Manifest:
     """What is known of an ONNX bundle.
 
     Attributes:
-        protocol, law: versions of messages and of seeded sampling, for `Open`.
+        protocol, sampling_version: of messages and of seeded sampling, for `Open`.
         target: fields of the `TargetIdentity` that the server must have.
         fingerprint: of the drafter whose encoder the server must have.
         weights: see `onnx_ops.Weights`.
@@ -65,7 +66,7 @@ class Manifest:
     """
 
     protocol: int
-    law: int
+    sampling_version: int
     target: dict[str, Any]
     fingerprint: str
     weights: str
@@ -85,6 +86,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write it as JSON."""
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        values[SAMPLING_VERSION_KEY] = values.pop("sampling_version")
         text = json.dumps(values, indent=2) + "\n"
         (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
@@ -117,6 +119,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         )
     try:
         versions = values.pop("versions", None)
+        values["sampling_version"] = values.pop(SAMPLING_VERSION_KEY)
         manifest = Manifest(**values, versions=None if versions is None else Versions(**versions))
         damaged = _damaged_file(directory, manifest)
         _check_numbers(manifest)

@@ -162,7 +162,7 @@ def _write(
     vocabulary = target.vocab_size if ids is None else len(ids)
     Manifest(
         protocol=PROTOCOL,
-        law=SAMPLING_VERSION,
+        sampling_version=SAMPLING_VERSION,
         target=dataclasses.asdict(target.identity),
         fingerprint=fingerprint(drafter),
         opset=OPSET,

@@ -88,7 +88,7 @@ class OnnxDevice(Device):
     def __init__(self, directory: str | Path, *, threads: int = 1) -> None:
         self._drafter = OnnxDrafter(directory, threads=threads)
         manifest = self._drafter.manifest
-        versions = manifest.protocol, manifest.law
+        versions = manifest.protocol, manifest.sampling_version
         if versions != (PROTOCOL, SAMPLING_VERSION):
             raise InputError(
                 f"The bundle at {directory} is for protocol {versions}; this is "

@@ -10,7 +10,7 @@ PROTOCOL = 1  # version of the messages in target.proto
 SAMPLING_VERSION = 2
 """Version of seeded sampling in `sampling/choose.py`: equal versions choose equal tokens.
 
-Version 2 added `TokenRules`. Messages call it `law`.
+Version 2 added `TokenRules`.
 """
 
 

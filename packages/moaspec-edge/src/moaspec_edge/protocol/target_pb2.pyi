@@ -25,11 +25,11 @@ class DescribeRequest(_message.Message):
     def __init__(self, packing: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only", "newest")
+    __slots__ = ("protocol", "target", "drafter", "sampling_version", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only", "newest")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
-    LAW_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TARGET_LAYERS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -40,7 +40,7 @@ class Description(_message.Message):
     protocol: int
     target: TargetIdentity
     drafter: str
-    law: int
+    sampling_version: int
     num_target_layers: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
     max_drafted: int
@@ -48,7 +48,7 @@ class Description(_message.Message):
     engine: str
     chains_only: bool
     newest: str
-    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ..., newest: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., sampling_version: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ..., newest: _Optional[str] = ...) -> None: ...
 
 class TargetIdentity(_message.Message):
     __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash", "adapter")
@@ -171,9 +171,9 @@ class ClientMessage(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., turn: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol", "law", "target", "drafter", "codec", "num_target_layers", "sampling", "token_ids", "prompt_length", "held")
+    __slots__ = ("protocol", "sampling_version", "target", "drafter", "codec", "num_target_layers", "sampling", "token_ids", "prompt_length", "held")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    LAW_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -183,7 +183,7 @@ class Open(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    law: int
+    sampling_version: int
     target: TargetIdentity
     drafter: str
     codec: Codec
@@ -192,7 +192,7 @@ class Open(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     held: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, protocol: _Optional[int] = ..., law: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., num_target_layers: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., sampling_version: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., num_target_layers: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Draft(_message.Message):
     __slots__ = ("base", "tokens", "parents", "further")

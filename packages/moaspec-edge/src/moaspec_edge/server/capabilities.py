@@ -80,7 +80,7 @@ class Capabilities:
             protocol=identity.PROTOCOL,
             target=identity.to_message(self._target.identity),
             drafter=self._fingerprint,
-            law=identity.SAMPLING_VERSION,
+            sampling_version=identity.SAMPLING_VERSION,
             num_target_layers=self.layers,
             max_tokens=self.max_tokens,
             max_drafted=self._engine.max_drafted,
@@ -98,9 +98,10 @@ class Capabilities:
             RefusedError: another target, drafter or protocol than the server's.
         """
         asked = message.open
-        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
+        versions = asked.protocol, asked.sampling_version
+        if versions != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
-                f"The device speaks protocol {asked.protocol} with sampling {asked.law}, this "
+                f"The device speaks protocol {versions[0]} with sampling {versions[1]}, this "
                 f"server {identity.PROTOCOL} with {identity.SAMPLING_VERSION}. Update the older."
             )
         target = identity.from_message(asked.target)

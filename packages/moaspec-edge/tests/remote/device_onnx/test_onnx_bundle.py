@@ -59,7 +59,7 @@ def test_what_a_bundle_records(made: Path) -> None:
     manifest = read_manifest(made)
     target = load_target(made.parent / "target")
     drafter = load_drafter(made.parent / "drafter", target=target)
-    assert (manifest.protocol, manifest.law) == (PROTOCOL, SAMPLING_VERSION)
+    assert (manifest.protocol, manifest.sampling_version) == (PROTOCOL, SAMPLING_VERSION)
     assert manifest.fingerprint == fingerprint(drafter)
     assert manifest.target["vocab_size"] == target.vocab_size
     assert manifest.draft_vocabulary == manifest.top == tiny.VOCAB // 2

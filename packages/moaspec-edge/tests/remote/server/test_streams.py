@@ -56,7 +56,7 @@ class Client:
         """Open the turn; returns the text with its first token."""
         opening = pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.SAMPLING_VERSION,
+            sampling_version=identity.SAMPLING_VERSION,
             target=identity.to_message(tiny.target().identity),
             sampling=wire.sampling_message(sampling),
             token_ids=PROMPT,

@@ -42,7 +42,7 @@ class AnswerKeeper(Proposer):
         TrainingError: the directory cannot be written.
     """
 
-    needs: frozenset[Need] = frozenset({"hidden"})
+    needs: frozenset[Need] = frozenset({"final_states"})
 
     def __init__(
         self, target: Target, drafter: MoADrafter, directory: Path, *, max_length: int

@@ -221,8 +221,8 @@ class GraphSafeWriter(KVWriter):
 
     @cached_property
     def _index(self) -> slice | Tensor:
-        found = neighbours(self.slots.rows_B)
-        return self.places[0][:, 0] if found is None else found
+        adjacent = neighbours(self.slots.rows_B)
+        return self.places[0][:, 0] if adjacent is None else adjacent
 
     @cached_property
     def _put(self) -> Callable[[int, Tensor, Tensor], None]:
@@ -296,8 +296,8 @@ class StoredMemory:
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Rows as an index: adjacent rows as a slice, which copies nothing."""
-    found = neighbours(rows)
-    return torch.tensor(rows, device=device) if found is None else found
+    adjacent = neighbours(rows)
+    return torch.tensor(rows, device=device) if adjacent is None else adjacent
 
 
 def neighbours(rows: Sequence[int]) -> slice | None:

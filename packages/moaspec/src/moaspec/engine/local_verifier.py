@@ -108,7 +108,7 @@ class LocalVerifier(Verifier):
         self._texts: dict[int, list[int]] = {}
         self.prompt_window = 0 if caching is None else caching.prompt_window
         self._encoded: dict[int, tuple[int, int]] = {}  # by row, first and end
-        self._hidden = HiddenStates() if "hidden" in self._needs else None
+        self._hidden = HiddenStates() if "final_states" in self._needs else None
         self._target_s = 0.0  # passes and head of the current call
         rules = PositionRules.of(target)
         self._rules = None if rules.are_plain else rules
@@ -144,8 +144,8 @@ class LocalVerifier(Verifier):
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_s = 0.0
         rows = self._prefill(requests)
-        found = self._in_one_call(rows[0]) if len(rows) == 1 else None
-        states, chosen = found or (self._states(rows), None)
+        in_one_call = self._in_one_call(rows[0]) if len(rows) == 1 else None
+        states, chosen = in_one_call or (self._states(rows), None)
         decisions = self._decide(rows, states, chosen)
         if self._hidden is not None:
             for row, states_TE, decision in zip(rows, states, decisions, strict=True):
@@ -199,10 +199,10 @@ class LocalVerifier(Verifier):
         with self._timed():
             self.cache.reserve(cache_row + 1, visible)
             slots = Slots(self.cache.data, [cache_row], [row.start], visible)
-            found = self._text_pass.run(
+            result = self._text_pass.run(
                 row.tokens, parents, slots, finished=finished, choices=choices
             )
-        return None if found is None else ([found[0]], found[1])
+        return None if result is None else ([result[0]], result[1])
 
     def _states(self, rows: Sequence[PassRow]) -> list[Tensor]:
         """One pass over all rows: the final states of each one's tokens, (n, E)."""

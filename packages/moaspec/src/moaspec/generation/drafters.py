@@ -95,13 +95,13 @@ def check_drafter(
     Raises:
         InputError: it is a language model, which has no such checkpoint.
     """
-    found = check_any_drafter(name, model, tokenizer=tokenizer)
-    if isinstance(found, str):
+    checked = check_any_drafter(name, model, tokenizer=tokenizer)
+    if isinstance(checked, str):
         raise InputError(
             f"{name} is a language model, and this command takes drafters that were trained for "
             "their target. Models draft in generate, chat, serve, check and eval."
         )
-    return found
+    return checked
 
 
 def check_any_drafter(

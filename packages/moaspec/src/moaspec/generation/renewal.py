@@ -31,17 +31,17 @@ class Renewal:
         """New settings, or None to keep them, also where measuring fails: requests go on."""
         started_s = time.monotonic()
         try:
-            found = self._renew(shaping, stopped)
+            settings = self._renew(shaping, stopped)
         except Exception as error:  # noqa: BLE001 - as where memory is short
             LOG.warning("Costs were not measured while idle: %s", error)
-            found = None
-        if found is not None:
+            settings = None
+        if settings is not None:
             LOG.info(
                 "Costs were measured while idle, in %.1f s: later requests draft by them, with "
                 "N = %s (before: %s).",
                 time.monotonic() - started_s,
-                found.num_target_layers,
+                settings.num_target_layers,
                 shaping.num_target_layers,
             )
         self._due_s = time.monotonic() + self._renewal_s
-        return found
+        return settings

@@ -96,9 +96,9 @@ def renewed_shaping(
     fits = shaping.times is None or shaping.times.fits
     if not measure_again(target, drafter, used, layers, fits=fits, stopped=stopped):
         return None
-    found = shaping_for(
+    settings = shaping_for(
         target, drafter, free_branches=shaping.free_branches, num_target_layers=layers
     )
-    if (found.costs, found.num_target_layers) == (shaping.costs, used):
+    if (settings.costs, settings.num_target_layers) == (shaping.costs, used):
         return None
-    return replace(found, beside=shaping.beside)
+    return replace(settings, beside=shaping.beside)

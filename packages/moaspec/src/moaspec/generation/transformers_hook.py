@@ -230,13 +230,13 @@ def _settings(
     if not config.do_sample:
         return prepared, SamplingParams(seed=seed)
     processors = LogitsProcessorList(prepared)
-    found: dict[str, Any] = {"temperature": 1.0}
+    settings: dict[str, Any] = {"temperature": 1.0}
     for kind, name in reversed(_WARPERS):
         if processors and type(processors[-1]) is kind and _is_ordinary(processors[-1]):
-            found[name] = getattr(processors.pop(), name)
+            settings[name] = getattr(processors.pop(), name)
     # From torch's generator, so that `torch.manual_seed` repeats a call, as it does without us.
     seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
-    return processors, SamplingParams(seed=seed, **found)
+    return processors, SamplingParams(seed=seed, **settings)
 
 
 def _end_tokens(criteria: StoppingCriteriaList) -> list[int]:

@@ -197,7 +197,7 @@ class DraftDecoder(nn.Module):
             x_BTE = layer(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, mask_B1TT))
         normed_BTE = last.input_layernorm(x_BTE)
         key, value = last.key_value(normed_BTE, cos_sin)
-        angles = [queries.of(one.squeeze(1))[:, None] for one in cos_sin]
+        angles = [queries.of(angle.squeeze(1))[:, None] for angle in cos_sin]
         query = last.self_attn.query(queries.of(normed_BTE), (angles[0], angles[1]))
         attended = masked_attention(query, key, value, queries.of_mask(mask_B1TT))
         return last.finish(queries.of(x_BTE), merge_heads(attended))

@@ -79,7 +79,7 @@ def test_lossless_when_sampled(kind: str) -> None:
 
 def test_what_they_need() -> None:
     target = tiny.target()
-    assert baseline_drafting(new("eagle"), target).needs == {"hidden"}
+    assert baseline_drafting(new("eagle"), target).needs == {"final_states"}
     assert baseline_drafting(new("independent"), target).needs == frozenset()
     assert isinstance(baseline_drafting(new("eagle"), target), EagleProposer)
     assert isinstance(baseline_drafting(new("independent"), target), IndependentProposer)

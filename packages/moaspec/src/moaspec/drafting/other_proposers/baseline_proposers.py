@@ -19,7 +19,7 @@ from moaspec_core.drafting.protocols import Features, Need, RequestText
 class EagleProposer(TreeProposer):
     """Needs the target's final state of every verified token."""
 
-    needs: frozenset[Need] = frozenset({"hidden"})
+    needs: frozenset[Need] = frozenset({"final_states"})
     token_offset = 1
 
     def __init__(self, module: EagleDrafter, target: Target) -> None:

@@ -57,8 +57,8 @@ class ModelProposer(TreeProposer):
         trees = [DraftTree()] * len(rows)
         ready = [i for i, row in enumerate(rows) if self._is_read(row, shape, len(rows))]
         if ready:
-            found = super().propose([rows[i] for i in ready], shape)
-            for i, tree in zip(ready, found, strict=True):
+            drafted = super().propose([rows[i] for i in ready], shape)
+            for i, tree in zip(ready, drafted, strict=True):
                 trees[i] = tree
         return trees
 
