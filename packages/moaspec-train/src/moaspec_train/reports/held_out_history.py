@@ -40,7 +40,7 @@ def overfitting(rows: Sequence[Mapping[str, Any]]) -> str | None:
     points: list[tuple[float, float]] = []
     since: list[float] = []
     for row in rows:
-        if not row["step"]:  # nothing is trained yet
+        if row.get("step") == 0:  # nothing is trained yet
             continue
         since.append(float(row["accuracy"]))
         if row.get("held_out_accuracy"):
