@@ -274,6 +274,7 @@ PUBLISHED: dict[str, tuple[PreTrainedConfig, float, float]] = {
         8.12e6,
     ),
 }
+PUBLISHED["qwen2.5-coder-0.5b"] = (PUBLISHED["qwen2.5-0.5b"][0], 494e6, 18.5e6)
 PUBLISHED["first-try"] = PUBLISHED["smollm2-135m"]
 
 
