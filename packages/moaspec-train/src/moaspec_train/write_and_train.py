@@ -1,8 +1,8 @@
-"""`moaspec train --continuous`: write answers and train on them by turns; keep the best drafter.
+"""`moaspec train --continuous`: alternate writing answers and training; keep the best drafter.
 
-The target answers a group of prompts and keeps what training reads of them (`AnswerKeeper`). The
-drafter trains on all answers so far, the newest first, at a constant rate; what is measured and
-exported is an average of its weights. How fast this machine writes and how fast it trains decide
+The target answers a group of prompts, and `AnswerKeeper` stores its states for training. The
+drafter trains on all answers so far, the newest first, at a constant rate. An average of its
+weights is measured and exported. How fast this machine writes and how fast it trains decide
 which of the two comes next (`passes_that_pay`).
 
 Each part is saved when it is made: answers in `answers.jsonl`, their states in `kept`, weights in
@@ -175,7 +175,7 @@ class Answers:
         return [Example((), first_prompt(template, one)[:length]) for one in self._conversations]
 
     def begin(self, keeper: AnswerKeeper | None) -> None:
-        """Let `keeper` keep what training reads of the following answers."""
+        """Store the states of the following answers by `keeper`."""
         self._writer = ResponseWriter(
             self._target, None, self._writer.options, keeper=keeper, advance=self._progress
         )
@@ -183,7 +183,7 @@ class Answers:
         self._saved_s = time.monotonic()
 
     def write_group(self, per_s: float) -> list[Example]:
-        """Write the next answers. If that is interrupted, those that are finished are saved.
+        """Write the next answers; an interruption saves the finished ones.
 
         Args:
             per_s: tokens a second that were written so far; 0 if that is not known.
@@ -299,7 +299,7 @@ class WriteAndTrain:
             if self._stop.due is not StopCause.FINISHED:
                 return None
         if not config.initial:
-            # Its vocabulary stays, whatever answers come.
+            # Later answers do not change its vocabulary.
             sizes = dataclasses.replace(config.sizes, draft_vocab=0)
             config = dataclasses.replace(config, initial=str(self._first_drafter()), sizes=sizes)
         self._trainer = Trainer(
@@ -349,7 +349,7 @@ class WriteAndTrain:
             return None
 
     def _alternate(self, trainer: Trainer) -> None:
-        """Write and train by turns, until the run shall stop."""
+        """Alternate writing and training until the run shall stop."""
         if trainer.best is None:
             self._measure(trainer, StepMetrics(trainer.step, trainer.tokens, 0, 0, 0, 0, 0))
         self._next_measurement_s = time.monotonic() + TELL_EVERY_S
@@ -475,7 +475,7 @@ class WriteAndTrain:
 
 @dataclass(frozen=True)
 class _EarlierRuns:
-    """What was done for the drafter that a run begins with.
+    """Earlier work for the initial drafter.
 
     Attributes:
         trained: tokens with loss.
@@ -529,7 +529,7 @@ def continuous_settings(config: TrainConfig) -> TrainConfig:
 
 
 def passes_that_pay(written_per_s: float, trained_per_s: float) -> int:
-    """Times to train on a text before new ones are written: those that teach most an hour.
+    """Passes over a text before new ones are written: the number that teaches most an hour.
 
     With p passes a token costs 1 / `written_per_s` + p / `trained_per_s` seconds. See `REPEATS` for
     what it teaches.
