@@ -139,7 +139,8 @@ class _CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         scored = self.scored[index // self._body.num_choices]
         first, *others = self._jobs[index].prompt_ids
         writer = TextWriter(self._context.info.tokenizer, specials=False)
-        update = Update(token_ids=(first, *others), sources=("target",) * (1 + len(others)))
+        ids = self._jobs[index].prompt_ids
+        update = Update(token_ids=ids, sources=tuple("target" for _ in ids))
         pieces = writer.take(update)
         texts = [piece.text for piece in pieces]
         return [
