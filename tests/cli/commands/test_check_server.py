@@ -17,6 +17,7 @@ import endpoints
 import serving
 import tiny
 from commands import Cli
+from moaspec.target.target import Target
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,11 @@ ALWAYS = ("--limit", "4", "--max-new-tokens", "16", "--widths", "1,4", "--seed",
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the target of `serving`, for the reference."""
-    target, path = serving.target(), tmp_path_factory.mktemp("bytes") / "model"
+    return _saved(serving.target(), tmp_path_factory.mktemp("bytes") / "model")
+
+
+def _saved(target: Target, path: Path) -> Path:
+    assert target.tokenizer is not None
     target.model.save_pretrained(path)
     target.tokenizer.save_pretrained(path)
     return path
@@ -202,9 +207,7 @@ def test_other_weights_are_not_judged(cli: Cli, served: serving.Served, tmp_path
         if weight.dim() == 2:  # rounded to few steps, as by quantisation
             step = weight.data.abs().max() / 7
             weight.data = (weight.data / step).round() * step
-    target.model.save_pretrained(tmp_path / "rounded")
-    target.tokenizer.save_pretrained(tmp_path / "rounded")
-    found = checked(cli, served.url, tmp_path / "rounded", 2)
+    found = checked(cli, served.url, _saved(target, tmp_path / "rounded"), 2)
     assert found["verdict"] == "unknown"
     assert any("its weights are others" in cause for cause in found["causes"])
 

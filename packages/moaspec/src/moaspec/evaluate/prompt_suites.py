@@ -75,8 +75,9 @@ def read_prompts(
     Args:
         suite: "bundled", "bundled-code", "paper", "spec-bench" or "speed-bench" (the last three
             below `$MOASPEC_SUITES`), a file in a format of `moaspec.data`, a directory of such
-            files, or `hub:owner/name` (see `moaspec.hub.HUB`; split "test" by default). Each row has `turns`,
-            a list of texts, or another format of docs/data.md, whose user messages are the turns;
+            files, or `hub:owner/name` (see `moaspec.hub.HUB`; split "test" by default). Each row
+            has `turns`, a list of texts, or another format of docs/data.md, whose user messages are
+            the turns;
             `question_id`, `category` and `reference` (or `answer`) are optional.
         limit: largest number of prompts of each file, spread over its categories.
         max_turns: largest number of turns of a conversation.

@@ -1,1 +1,1 @@
-"""Other servers: what they write, and whether it is the model's own text."""
+"""Other servers: their texts, judged and compared."""

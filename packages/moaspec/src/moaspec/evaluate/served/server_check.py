@@ -62,7 +62,7 @@ class CheckedAnswer:
 
     @property
     def shown(self) -> tuple[Any, ...]:
-        """What is compared between legs: ids, else characters."""
+        """The text as legs are compared by: ids, else characters."""
         return (self.text.text,) if self.text.token_ids is None else self.text.token_ids
 
 
@@ -111,10 +111,10 @@ class ServerCheck:
     answers: list[CheckedAnswer] = field(default_factory=list)
 
     async def legs(self) -> list[Leg]:
-        """The ways in which this server can be asked; the first one is the baseline.
+        """The legs that this server allows; the first one is the baseline.
 
         Raises:
-            ServerError: it can be asked in none.
+            ServerError: it allows none.
         """
         takes_ids = await self.server.takes_token_ids(self.prompts[0].prompt_ids)
         if not takes_ids and not self.has_template:
