@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+import chat_tokenizers
 import endpoints
 import serving
 import tiny
@@ -57,6 +58,9 @@ def proxy(url: str, change: Change, ask: Change | None = None) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             sent = asked if ask is None else ask(self.path, asked, {})
+            if not sent:
+                self._send(httpx.Response(422, content=b'{"error": "unexpected fields"}'))
+                return
             answer = httpx.post(url + self.path, json=sent, timeout=60)
             if answer.status_code == httpx.codes.OK:
                 changed = change(self.path, asked, answer.json())
@@ -231,6 +235,21 @@ def test_text_is_tokenised_again(cli: Cli, served: serving.Served, model: Path) 
     unjudged = sum(leg["unjudged_texts"] for leg in found["legs"])
     assert unjudged > 0  # random bytes are seldom text
     assert output.code == (0 if found["tokens"] else 2)
+
+
+def strict(_path: str, asked: Fields, _answer: Fields) -> Fields:
+    """Refuse fields that OpenAI does not have."""
+    return {} if {"return_token_ids", "repetition_penalty"} & set(asked) else asked
+
+
+def test_a_server_without_ids_that_refuses_fields(cli: Cli, tmp_path: Path) -> None:
+    """Whose text is certain: it has one token for each word."""
+    words = chat_tokenizers.target(seed=7)
+    model = _saved(words, tmp_path / "words")
+    with endpoints.moaspec_server(words) as url, proxy(url, without_ids, strict) as plain:
+        found = checked(cli, plain, model, 0)
+    assert found["tokens"] > 0
+    assert found["wrong"] == 0
 
 
 def test_bad_input(cli: Cli, served: serving.Served, model: Path) -> None:

@@ -6,7 +6,7 @@ in its own endpoint and beside log-probabilities. The text of others is tokenise
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,12 @@ GREEDY_FIELDS: Mapping[str, Any] = {
     "repetition_penalty": 1.0,  # of vLLM, SGLang and moaspec, against a model's own default
     "seed": 0,
 }
+OPTIONAL_FIELDS = (
+    ("repetition_penalty", "return_token_ids"),
+    ("logprobs", "top_logprobs"),
+)
+"""Fields that some servers refuse, in the order in which they are left out."""
+
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "moaspec": {"moaspec": {"speculation": False}},
     "llamacpp": {"speculative.types": "none", "speculative.n_max": 0},
@@ -77,6 +83,7 @@ class AskedServer:
     def __init__(self, url: str, model: str | None = None, key: str = "") -> None:
         self._server = HttpClient("URL", url, key, connect_s=CONNECT_S, connections=CONNECTIONS)
         self.model, self.owner, self.about = model or "", "", dict[str, Any]()
+        self._left_out: dict[Route, set[str]] = {"completions": set(), "chat": set()}
 
     def __str__(self) -> str:
         return str(self._server)
@@ -122,10 +129,30 @@ class AskedServer:
     async def takes_token_ids(self, prompt_ids: Sequence[int]) -> bool:
         """Whether its completions continue exactly these token ids."""
         try:
-            answer = await self.complete(prompt_ids, 1)
+            answer = await self._probed(
+                "completions", lambda: self.complete(prompt_ids, 1, more={"logprobs": 1})
+            )
         except ServerError:
             return False
         return answer.prompt_tokens in (None, len(prompt_ids))
+
+    async def prepare_chats(self) -> None:
+        """Find which fields chats take; ServerError where there are none."""
+        hello: list[Message] = [{"role": "user", "content": "Hello."}]
+        await self._probed("chat", lambda: self.chat(hello, 2, more={"logprobs": 1}))
+
+    async def _probed(
+        self, route: Route, ask: Callable[[], Coroutine[Any, Any, ServedText]]
+    ) -> ServedText:
+        """An answer, after leaving out optional fields until the server takes the rest."""
+        for more in (*OPTIONAL_FIELDS, ()):
+            try:
+                return await ask()
+            except ServerError:
+                if not more:
+                    raise
+                self._left_out[route].update(more)
+        raise AssertionError("the last attempt returns or raises")
 
     async def complete(
         self, prompt_ids: Sequence[int], max_tokens: int, *, more: Fields | None = None
@@ -140,21 +167,22 @@ class AskedServer:
             probabilities = fields.pop("logprobs", 0)
             own = {"n_predict": max_tokens, "return_tokens": True, "n_probs": probabilities}
             return await self._text("/completion", {**fields, **own})
-        own = {"max_tokens": max_tokens, **self._ids_fields()}
-        return await self._text("/v1/completions", {**fields, **own})
+        own = {"max_tokens": max_tokens, "return_token_ids": True}
+        return await self._text("/v1/completions", self._taken("completions", {**fields, **own}))
 
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, *, more: Fields | None = None
     ) -> ServedText:
         """Answer a conversation greedily; see `complete`."""
         fields = {"model": self.model, "messages": list(messages), **GREEDY_FIELDS, **(more or {})}
-        fields |= {"max_tokens": max_tokens, **self._ids_fields()}
+        fields |= {"max_tokens": max_tokens, "return_token_ids": True}
         if self.owner == "llamacpp" or "logprobs" in fields:
             fields |= {"logprobs": True, "top_logprobs": 1}
-        return await self._text("/v1/chat/completions", fields)
+        return await self._text("/v1/chat/completions", self._taken("chat", fields))
 
-    def _ids_fields(self) -> Fields:
-        return {"return_token_ids": True}
+    def _taken(self, route: Route, fields: Fields) -> Fields:
+        """The fields that this route of the server takes."""
+        return {name: fields[name] for name in fields if name not in self._left_out[route]}
 
     async def _text(self, path: str, fields: Fields) -> ServedText:
         answer = await self._read("POST", path, fields)

@@ -14,7 +14,6 @@ from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.served.asked_server import AskedServer
 from moaspec.evaluate.served.server_speculation import Speculation, read_counters
 
-WARM_UP_TOKENS = 4
 ALL = "all"
 
 
@@ -61,7 +60,7 @@ async def race(
 ) -> AsyncIterator[EndpointAnswer]:
     """Ask both servers for the first turn of each prompt, alone; they take turns to be first."""
     for server in servers:
-        await server.chat([{"role": "user", "content": "Hello."}], WARM_UP_TOKENS)
+        await server.prepare_chats()
     for number, prompt in enumerate(prompts):
         order = range(len(servers)) if number % 2 == 0 else reversed(range(len(servers)))
         for index in order:

@@ -122,6 +122,8 @@ class ServerCheck:
                 f"{self.server} takes no token ids at /v1/completions, and the model has no chat "
                 "template for /v1/chat/completions."
             )
+        if self.has_template:
+            await self.server.prepare_chats()
         route: Route = "completions" if takes_ids else "chat"
         wide = [width for width in sorted(set(self.widths)) if width > 1]
         legs = [Leg("alone, cold", route, logprobs=True), Leg("alone, again", route)]
