@@ -40,9 +40,9 @@ OPTIONAL_FIELDS = (
 
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "moaspec": {"moaspec": {"speculation": False}},
-    "llamacpp": {"speculative.types": "none", "speculative.n_max": 0},
 }
-"""Fields that switch drafts off for one request, by the owner that a server names."""
+"""Fields that switch drafts off for one request, by the owner that a server names. (llama.cpp
+ignores its own ones: its answers count as many drafts with them.)"""
 
 
 @dataclass(frozen=True, kw_only=True)

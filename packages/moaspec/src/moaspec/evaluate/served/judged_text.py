@@ -20,6 +20,8 @@ from moaspec.evaluate.correctness.equality import (
 from moaspec.evaluate.served.asked_server import ServedText
 from moaspec.target.target import Target
 
+NOT_TOLD = 0.0
+"""llama.cpp's log-probability of every accepted draft, which says nothing."""
 LENGTH_REASONS = ("length", "max_tokens")
 
 
@@ -148,8 +150,12 @@ class TextJudge:
         apart, rounding = (), ()
         if len(text.logprobs) >= len(ids) > 0:
             pairs = zip(text.logprobs, done.right_logprobs, done.rounded_logprobs, strict=False)
-            both = [(abs(said - right), abs(rounded - right)) for said, right, rounded in pairs]
-            apart, rounding = zip(*both, strict=True)
+            both = [
+                (abs(said - right), abs(rounded - right))
+                for said, right, rounded in pairs
+                if said != NOT_TOLD
+            ]
+            apart, rounding = zip(*both, strict=True) if both else ((), ())
         return Judged(
             tuple(ids), tuple(gaps), done.limit, wrong_end, unsure, tuple(apart), tuple(rounding)
         )

@@ -16,15 +16,16 @@ from typing import Any, Literal
 
 from moaspec.evaluate.correctness.equality import first_difference
 from moaspec.evaluate.served.asked_server import AskedServer, Route, ServedText, together
-from moaspec.evaluate.served.judged_text import Judged, TextJudge
+from moaspec.evaluate.served.judged_text import NOT_TOLD, Judged, TextJudge
 from moaspec.evaluate.served.server_speculation import Speculation
 from moaspec_core.errors import ServerError
 
 NUMBERS_APART = 4.0
 """How many times further than rounding the server's log-probabilities are from float32's, in the
-median, where its weights are others. (Llama.cpp, which rounds activations to 8 bits, is at 1 to 2
-with the same GGUF; SmolLM2 in bf16 against its Q4_1 file is beyond 20.)"""
+median, where its weights are others. (Of SmolLM2: llama.cpp, which rounds activations to 8 bits, is
+at 1.5 to 1.9 with the same GGUF; weights rounded to 4 bits are at 20, to 8 bits at 1.0.)"""
 
+MOST_CERTAIN = 0.05  # share of tokens whose log-probability may round to 0
 FLOAT32_APART = 1e-4
 """Distance of two sums in float32 in another order, in nats."""
 
@@ -249,8 +250,21 @@ class ServerResult:
 
     @cached_property
     def causes(self) -> list[str]:
-        """What the faults depend on, one sentence each."""
-        return [*self._prompt_causes(), *(self._fault_causes() if self.wrong else ())]
+        """Notes on the server, and conditions of the faults; one sentence each."""
+        faults = self._fault_causes() if self.wrong else ()
+        return [*self._notes(), *self._prompt_causes(), *faults]
+
+    def _notes(self) -> Iterable[str]:
+        values = [value for one in self.answers for value in one.text.logprobs]
+        untold = values.count(NOT_TOLD)
+        if untold > MOST_CERTAIN * len(values):
+            yield (
+                f"{untold} of its {len(values)} log-probabilities are exactly 0, as llama.cpp "
+                "gives for accepted drafts: they are not the model's, and are left out here."
+            )
+        for leg in self.legs:
+            if not leg.leg.drafts and leg.speculation.drafted:
+                yield f"{leg.leg.name}: it drafted all the same; its switch had no effect."
 
     def _prompt_causes(self) -> Iterable[str]:
         for one in self.answers:
