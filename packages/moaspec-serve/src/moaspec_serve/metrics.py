@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -30,6 +31,7 @@ class Metrics:
         )
         self._rounds = Counter("moaspec_rounds", "Verifications.", registry=self.registry)
         self._drafted = Counter("moaspec_drafted_tokens", "Drafts.", registry=self.registry)
+        self._vllm = _VllmCounters(source.info.name, self.registry)
         self._first = self._histogram("moaspec_first_token_seconds", "Until the first token.")
         self._total = self._histogram("moaspec_text_seconds", "Until the last token.")
 
@@ -47,6 +49,7 @@ class Metrics:
             self._tokens.labels(source).inc(number)
         self._rounds.inc(counts.rounds)
         self._drafted.inc(counts.drafted)
+        self._vllm.count(prompt_tokens, counts)
         if counts.first_s is not None:
             self._first.observe(counts.first_s - counts.started_s)
             self._total.observe(time.perf_counter() - counts.started_s)
@@ -56,6 +59,28 @@ class Metrics:
 
     def _histogram(self, name: str, description: str) -> Histogram:
         return Histogram(name, description, buckets=_SECONDS, registry=self.registry)
+
+
+class _VllmCounters:
+    """Counters under vLLM's names, for dashboards and tools that read these."""
+
+    def __init__(self, model: str, registry: CollectorRegistry) -> None:
+        def counter(name: str, description: str) -> Counter:
+            made = Counter(f"vllm:{name}", description, ["model_name"], registry=registry)
+            return made.labels(model)
+
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("generation_tokens", "Tokens of texts.")
+        self._rounds = counter("spec_decode_num_drafts", "Verifications with drafts.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Drafts of any proposer.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Accepted ones among them.")
+
+    def count(self, prompt_tokens: int, counts: TokenCounts) -> None:
+        self._prompt.inc(prompt_tokens)
+        self._generated.inc(counts.tokens)
+        self._rounds.inc(counts.drafting_rounds)
+        self._drafted.inc(counts.proposed)
+        self._accepted.inc(counts.accepted_drafts)
 
 
 class _Gauges(Collector):
@@ -78,4 +103,14 @@ class _Gauges(Collector):
         if learning is not None:
             for name, value in dataclasses.asdict(learning).items():
                 gauges[f"moaspec_learning_{name}"] = float(value)
-        return [GaugeMetricFamily(name, name, value=value) for name, value in gauges.items()]
+        own = [GaugeMetricFamily(name, name, value=value) for name, value in gauges.items()]
+        return [*own, *self._vllm(load.active, load.waiting)]
+
+    def _vllm(self, active: int, waiting: int) -> Iterator[GaugeMetricFamily]:
+        """The same under vLLM's names."""
+        for name, value in (("running", active), ("waiting", waiting)):
+            made = GaugeMetricFamily(
+                f"vllm:num_requests_{name}", f"Texts that are {name}.", labels=["model_name"]
+            )
+            made.add_metric([self._source.info.name], value)
+            yield made

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import OpenAI
 
 import moaspec
@@ -155,6 +156,34 @@ def test_alternatives_of_completions(served: Served) -> None:
         # Bytes that are parts of characters share one text.
         assert len(top) == (1 if set(top) == {"\ufffd"} else 2)
         assert max(top.values()) == top[token] == chosen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(served: Served, stream: bool) -> None:
+    """The prompt's numbers are transformers' own, as lm-eval's scored tasks need them."""
+    target, ids = serving.target(), [[65, 66, 200, 67], [70, 71]]
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0}
+    asked |= {"echo": True, "logprobs": 1, "stream": stream}
+    answer: Any = served.openai().completions.create(**asked)
+    choices = [one for event in answer for one in event.choices] if stream else answer.choices
+    for index, prompt in enumerate(ids):
+        own = [one.logprobs for one in choices if one.index == index and one.logprobs]
+        parts = [one.model_dump() for one in own]
+        found = {
+            name: [value for part in parts for value in part[name] or [None] * len(part["tokens"])]
+            for name in ("tokens", "token_logprobs", "top_logprobs")
+        }
+        with torch.inference_mode():
+            logits_TV = target.model(torch.tensor([prompt])).logits[0].float()
+        log_p_TV = logits_TV.log_softmax(-1)
+        expected = [float(log_p_TV[i, token]) for i, token in enumerate(prompt[1:])]
+        assert len(found["tokens"]) == len(prompt) + 1
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        # Passes of other kernels add in another order.
+        assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+        for i, tops in enumerate(found["top_logprobs"][1:-1]):
+            assert max(tops.values()) == pytest.approx(float(log_p_TV[i].max()), abs=1e-4)
+            assert found["token_logprobs"][1 + i] in tops.values()
 
 
 def test_completions_stream(client: OpenAI) -> None:

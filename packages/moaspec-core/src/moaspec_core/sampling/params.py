@@ -20,6 +20,20 @@ from moaspec_core.tokens.token_rules import NO_RULES, TokenRules
 Alternatives = tuple[tuple[int, float], ...]
 """The most probable tokens at one place and their log-probabilities, the best first."""
 
+
+@dataclass(frozen=True)
+class TextLogprobs:
+    """Of each token of a text but its first one, which nothing comes before.
+
+    Attributes:
+        logprobs: of the token itself.
+        top_logprobs: the most probable tokens at its place.
+    """
+
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[Alternatives, ...]
+
+
 if TYPE_CHECKING:
     from torch import Tensor
 

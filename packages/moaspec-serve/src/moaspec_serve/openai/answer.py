@@ -158,6 +158,11 @@ class Answer(Generic[Body]):
             return None
         return {"choices": [choice.extension() for choice in self._choices]}
 
+    def _vllm_metrics(self) -> dict[str, Any]:
+        """The field `metrics` under vLLM's names; empty without drafts."""
+        found = TokenCounts.total([choice.counts for choice in self._choices]).vllm_metrics()
+        return {} if found is None else {"metrics": found}
+
     def _usage(self) -> dict[str, Any]:
         """Token usage of the request. A prompt with several choices counts one time."""
         counts, n = [choice.counts for choice in self._choices], self._body.num_choices
@@ -193,6 +198,7 @@ class ChoicesAnswer(Answer[ChoicesBody]):
             "object": self.whole_object,
             "choices": [self._choice(choice) for choice in self._choices],
             "usage": self._usage(),
+            **self._vllm_metrics(),
             **({} if extension is None else {"moaspec": extension}),
         }
 
@@ -217,7 +223,7 @@ class ChoicesAnswer(Answer[ChoicesBody]):
 
     def _last_events(self) -> Iterator[dict[str, Any]]:
         if self._tells_usage:
-            yield {**self._chunk(), "usage": self._usage()}
+            yield {**self._chunk(), "usage": self._usage(), **self._vllm_metrics()}
 
     @property
     def _tells_usage(self) -> bool:

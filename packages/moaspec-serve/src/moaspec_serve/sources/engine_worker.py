@@ -167,6 +167,24 @@ class EngineWorker:
         if not queued.ended:
             self._inbox.put(lambda: self._drop(queued))
 
+    def use_place(self, client: str, command: Callable[[], None]) -> None:
+        """Run a command between two steps, and count it as a text of a client meanwhile.
+
+        It must not raise.
+
+        Raises:
+            BusyError: there are not enough free places now.
+        """
+        self._places.take(client, 1)
+
+        def run() -> None:
+            try:
+                command()
+            finally:
+                self._places.free(client)
+
+        self._inbox.put(run)
+
     def between_steps(self, command: Callable[[], None]) -> None:
         """Run a command in the worker's thread, between two steps. It must not raise."""
         self._inbox.put(command)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from moaspec.backends.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.other_proposers.model_proposer import ModelProposer
 from moaspec.engine.local_verifier import client_rows
+from moaspec.engine.text_logprobs import text_logprobs
 from moaspec.generation.drafters import load_drafter
 from moaspec.generation.local_engine import local_parts
 from moaspec.generation.renewal import Renew
@@ -23,6 +24,7 @@ from moaspec_core.drafting.protocols import CachingProposer, Proposer
 from moaspec_core.engine.engine import Engine
 from moaspec_core.errors import InputError
 from moaspec_core.policy.policies import DraftSettings
+from moaspec_core.sampling.params import TextLogprobs
 from moaspec_serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
 from moaspec_serve.sources.source import Cancel, Job, Load, Report, SourceInfo, TextSource, Update
 
@@ -140,6 +142,38 @@ class LocalSource(TextSource):
                 self._worker.cancel(item)
 
         return cancel
+
+    async def score(self, jobs: Sequence[Job]) -> list[TextLogprobs]:
+        for job in jobs:
+            self.info.check(job)
+        return [await self._scored(job) for job in jobs]
+
+    async def _scored(self, job: Job) -> TextLogprobs:
+        """Of one prompt, between two steps of the engine."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[TextLogprobs] = loop.create_future()
+
+        def settle(result: TextLogprobs | Exception) -> None:
+            if found.done():  # cancelled: the client has left
+                return
+            if isinstance(result, Exception):
+                found.set_exception(result)
+            else:
+                found.set_result(result)
+
+        def command() -> None:
+            result: TextLogprobs | Exception
+            try:
+                if found.cancelled():
+                    return
+                result = text_logprobs(self._target, job.prompt_ids, job.sampling.top_logprobs)
+            except Exception as error:  # noqa: BLE001 - reported to the request
+                result = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result)
+
+        self._worker.use_place(job.client, command)
+        return await found
 
     @property
     def learning(self) -> LearningStatus | None:

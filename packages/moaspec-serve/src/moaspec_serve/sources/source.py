@@ -16,7 +16,7 @@ from moaspec_core.errors import BusyError, InputError
 from moaspec_core.sampling.generation_defaults import GenerationDefaults
 from moaspec_core.sampling.grammar import Grammar, GrammarProcessor, Grammars
 from moaspec_core.sampling.incremental_text import TokenBytes
-from moaspec_core.sampling.params import Alternatives, SamplingParams
+from moaspec_core.sampling.params import Alternatives, SamplingParams, TextLogprobs
 
 if TYPE_CHECKING:
     from moaspec_core.engine.device_target import DeviceTarget
@@ -159,6 +159,19 @@ class TextSource(Protocol):
 
     @property
     def load(self) -> Load: ...
+
+    async def score(self, jobs: Sequence[Job]) -> list[TextLogprobs]:
+        """Log-probabilities of each job's prompt, with the job's number of alternatives.
+
+        Raises:
+            InputError: a job is invalid, or the target is elsewhere.
+            BusyError: the source is full.
+        """
+        del jobs
+        raise InputError(
+            "echo with logprobs needs the target in this process (moaspec serve); a device has it "
+            "not. Leave one of them out."
+        )
 
     @property
     def learning(self) -> "LearningStatus | None":

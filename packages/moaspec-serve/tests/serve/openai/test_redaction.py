@@ -20,7 +20,7 @@ from moaspec_edge.protocol.transport import Connection
 from moaspec_serve.openai.chat_input import ChatInput
 from moaspec_serve.openai.redaction import AnswerRestorer, RequestRedactor
 from moaspec_serve.server_context import ServeSettings
-from moaspec_serve.sources.source import Cancel, Job, LinkState, Load, Report, Update
+from moaspec_serve.sources.source import Cancel, Job, LinkState, Load, Report, TextSource, Update
 from moaspec_serve.sources.text_writer import Piece
 from serving import LONGEST, MODEL, Served
 
@@ -38,7 +38,7 @@ def say(text: str) -> Any:
 SETTINGS = ServeSettings(make_vault=Vault)
 
 
-class Parrot:
+class Parrot(TextSource):
     """A source that repeats its prompt, one byte at a time; and what it was given."""
 
     def __init__(self) -> None:

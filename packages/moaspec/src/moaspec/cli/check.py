@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moaspec.cli.check_server import ServerOptions, check_server
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.reader_check import check_reader
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -30,16 +31,24 @@ if TYPE_CHECKING:
 
 @options.with_options
 def check(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="A server to check; default: decoding in this process."),
+    ] = None,
     *,
     asked: options.LoadOptions,
     suite: Annotated[str, "bundled, a JSONL file or a directory of them."] = "bundled",
     thorough: Annotated[
         bool, "Check all methods, and with --dtype auto float32 too; it takes several minutes."
     ] = False,
-    limit: Annotated[int | None, "Prompts per suite; default: 1, with --thorough 2."] = None,
-    max_new_tokens: Annotated[
-        int | None, "Maximum number of new tokens; default: 16, with --thorough 32."
+    limit: Annotated[
+        int | None,
+        "Prompts per suite; default: 1, with --thorough 2, with a URL 8, and more repeat them.",
     ] = None,
+    max_new_tokens: Annotated[
+        int | None, "Maximum number of new tokens; default: 16, with --thorough 32, with a URL 64."
+    ] = None,
+    server: ServerOptions,
     generation_config: options.GenerationConfig = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -55,15 +64,65 @@ def check(
     code 1 if a token is further off than rounding explains. A GGUF file is also compared with
     llama.cpp's reading of it, if xllamacpp is installed.
 
+    With a URL an OpenAI-compatible server is checked instead: vLLM, SGLang, llama.cpp, LM Studio,
+    Ollama, moaspec serve. It is asked for greedy texts, alone and many at once, with cold and warm
+    prefixes, without drafts where it has a switch. --model names the weights that it runs, and
+    --dtype its dtype (auto: bfloat16). Exit code 1 if a token is wrong, 2 if its weights are others
+    than the reference's. $MOASPEC_API_KEY is sent as its key.
+
     Example: moaspec check --thorough --limit 12 --max-new-tokens 64
+
+    Example: moaspec check http://localhost:8000 --model Qwen/Qwen3-0.6B --out report
     """
+    _refuse_bad(limit, max_new_tokens, url, server, thorough=thorough)
+    if url is not None:
+        check_server(
+            url,
+            asked,
+            server,
+            suite=suite,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            as_json=as_json,
+        )
+    else:
+        _check_here(
+            asked,
+            suite=suite,
+            thorough=thorough,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            generation_config=generation_config,
+            as_json=as_json,
+        )
+
+
+def _refuse_bad(
+    limit: int | None, new: int | None, url: str | None, server: ServerOptions, *, thorough: bool
+) -> None:
+    """InputError for options out of range, or without effect."""
+    if any(number is not None and number < 1 for number in (limit, new)):
+        raise InputError(f"--limit and --max-new-tokens must be at least 1, got {limit} and {new}.")
+    if url is not None and thorough:
+        raise InputError("--thorough does not go with a URL; raise --limit instead.")
+    if url is None and server != ServerOptions():
+        raise InputError("--server-model, --widths, --seed and --out go with a server's URL.")
+
+
+def _check_here(
+    asked: options.LoadOptions,
+    *,
+    suite: str,
+    thorough: bool,
+    limit: int | None,
+    max_new_tokens: int | None,
+    generation_config: options.GenerationConfig,
+    as_json: bool,
+) -> None:
+    """Check decoding in this process."""
     limit = (2 if thorough else 1) if limit is None else limit
     if max_new_tokens is None:
         max_new_tokens = 32 if thorough else 16
-    if min(limit, max_new_tokens) < 1:
-        raise InputError(
-            f"--limit and --max-new-tokens must be at least 1, got {limit} and {max_new_tokens}."
-        )
     prompts, model = read_prompts(suite, limit=limit), asked.model
     with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from moaspec.cli.eval_endpoints import compare_endpoints
 from moaspec.cli.report_tables import show, show_comparison
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.report import REPORT
@@ -40,8 +41,8 @@ def evaluate(
     *,
     suite: Annotated[
         str,
-        "bundled, bundled-code, paper, spec-bench, a JSONL file, a directory of them, or "
-        "hub:OWNER/NAME.",
+        "bundled, bundled-code, paper, spec-bench, speed-bench, a JSONL file, a directory of them, "
+        "or hub:OWNER/NAME.",
     ] = "bundled",
     methods: Annotated[
         str, "Methods to time, commas between; see docs/evaluation.md."
@@ -59,6 +60,11 @@ def evaluate(
     ] = None,
     generation_config: GenerationConfig = "auto",
     device: Device = "cpu",
+    endpoints: Annotated[
+        tuple[str, str] | None,
+        "URLs of two OpenAI-compatible servers, compared in place of methods: speed, and tau and "
+        "acceptance as they report them, by category of the suite.",
+    ] = None,
     cost: Annotated[
         bool,
         checkout_option(
@@ -89,6 +95,8 @@ def evaluate(
 
     Their texts are compared, too.
 
+    Example: moaspec eval --endpoints http://localhost:8000 http://localhost:8001 --suite spec-bench
+
     Example: moaspec eval --suite prompts/ --limit 20 --dtype bfloat16 --threads 2 --out results
     """
     if context.invoked_subcommand is not None:
@@ -99,6 +107,9 @@ def evaluate(
         context.with_resource(writing(out))
     read = {"suite": suite, "limit": limit}
     prompts = [] if cost else read_prompts(suite, limit=limit)
+    if endpoints is not None:
+        compare_endpoints(endpoints, prompts, max_new_tokens, out, as_json=as_json)
+        return
     study = _study(cost=cost, cut=cut, max_new_tokens=max_new_tokens, accuracy=accuracy)
     if study is not None:
         study.check(prompts)
@@ -141,14 +152,16 @@ def evaluate(
             generation_defaults(generation_config),
         )
         check_methods([*timed, *untimed], sources)
-        dtype = chosen_dtype(
-            asked.dtype,
-            device=device,
-            model=asked.model,
-            adapter=asked.adapter,
-            tokenizer=asked.tokenizer,
+        sources = replace(
+            sources,
+            dtype=chosen_dtype(
+                asked.dtype,
+                device=device,
+                model=asked.model,
+                adapter=asked.adapter,
+                tokenizer=asked.tokenizer,
+            ),
         )
-        sources = replace(sources, dtype=dtype)
         around = {**asdict(sources), **surroundings()}
         info = {**settings.as_dict(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
@@ -205,8 +218,18 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if apart and options["temperature"]:
         raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
+    _check_endpoints(options)
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
+
+
+def _check_endpoints(options: dict[str, Any]) -> None:
+    """Refuse options of methods beside servers."""
+    apart = options["cost"] or options["cut"] is not None or options["tau_only"]
+    if options["endpoints"] is not None and (apart or options["temperature"]):
+        raise InputError(
+            "--endpoints goes with --suite, --limit, --max-new-tokens, --out and --json only."
+        )
 
 
 def _study(*, cost: bool, cut: int | None, max_new_tokens: int, accuracy: bool) -> Any:

@@ -57,6 +57,13 @@ NAMED = {
     "spec-bench": NamedSuite(
         "spec_bench.jsonl", (), "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
     ),
+    "speed-bench": NamedSuite(
+        "speed_bench.jsonl",
+        (),
+        "the configuration `qualitative` of the data set nvidia/SPEED-Bench, after its prepare "
+        "script, as JSON lines with question_id, category and turns (under NVIDIA's evaluation "
+        "licence: it is not redistributed)",
+    ),
 }
 
 
@@ -66,10 +73,11 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        suite: "bundled", "bundled-code", "paper" or "spec-bench" (the last two below
-            `$MOASPEC_SUITES`), a file in a format of `moaspec.data`, a directory of such files, or
-            `hub:owner/name` (see `moaspec.hub.HUB`; split "test" by default). Each row has `turns`,
-            a list of texts, or another format of docs/data.md, whose user messages are the turns;
+        suite: "bundled", "bundled-code", "paper", "spec-bench" or "speed-bench" (the last three
+            below `$MOASPEC_SUITES`), a file in a format of `moaspec.data`, a directory of such
+            files, or `hub:owner/name` (see `moaspec.hub.HUB`; split "test" by default). Each row
+            has `turns`, a list of texts, or another format of docs/data.md, whose user messages are
+            the turns;
             `question_id`, `category` and `reference` (or `answer`) are optional.
         limit: largest number of prompts of each file, spread over its categories.
         max_turns: largest number of turns of a conversation.

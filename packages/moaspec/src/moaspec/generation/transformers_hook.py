@@ -172,7 +172,9 @@ def _check_assistant(assistant: Any) -> None:
     if assistant is not None:
         raise InputError(
             "generate got both assistant_model and custom_generate, and only one of them can "
-            "draft. Leave assistant_model out, or call generate without custom_generate."
+            "draft. Leave assistant_model out, and give the drafter to custom_generate: of "
+            "moaspec.load_drafter, or a small model as moaspec.ModelProposer(model, target). Or "
+            "call generate without custom_generate."
         )
 
 

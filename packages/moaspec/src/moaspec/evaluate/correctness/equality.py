@@ -110,11 +110,11 @@ def audit(
     stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
     sampling = sampling.bound(stops, max_new_tokens)
     text, gaps, errors = [*prompt_ids, *token_ids], [], [torch.empty(0)]
-    for position, right_V, rounded_V in _logits(target, text, len(prompt_ids)):
+    for position, right_V, rounded_V in trusted_logits(target, text, len(prompt_ids)):
         prefix = Prefix(sampling, text[:position], len(prompt_ids))
         scores_V = processed(right_V, prefix)
         gaps.append(_gap(scores_V, prefix, text[position]))
-        errors.append(_errors(scores_V, processed(rounded_V, prefix)))
+        errors.append(rounding_errors(scores_V, processed(rounded_V, prefix)))
     deviation = float(torch.cat(errors).square().mean().sqrt())
     # `max` drops a NaN limit, of NaN logits.
     limit = max(FLOAT32_TIE, DEVIATIONS * deviation)
@@ -184,7 +184,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def _logits(
+def trusted_logits(
     target: Target, text: Sequence[int], start: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield position, float32 and rounded logits for every position from `start` on.
@@ -270,7 +270,7 @@ def _in_float32(target: Target) -> Iterator[None]:
             parameter.data = data
 
 
-def _errors(right_V: Tensor, rounded_V: Tensor) -> Tensor:
+def rounding_errors(right_V: Tensor, rounded_V: Tensor) -> Tensor:
     """Rounding error of the distances of the best tokens from the best score, (R,)."""
     rivals_R = right_V.topk(min(RIVALS, len(right_V))).indices
     rivals_R = rivals_R[right_V[rivals_R].isfinite()]

@@ -1,0 +1,1 @@
+"""Other servers: their texts, judged and compared."""
