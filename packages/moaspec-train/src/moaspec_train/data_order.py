@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec_train.run_config import TrainConfig, staircase_probability
+
+FORM = "2:"  # before a hash of examples
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,8 @@ class DataOrder:
         self._generator = torch.Generator().manual_seed(config.seed + 1)
         self._digest = hashlib.sha256()
         self._queue: list[list[int]] = []  # batches of this epoch, the next one last
-        self._held_out = {example.token_ids for example in held_out}
-        examples = [one for one in examples if one.token_ids not in self._held_out]
+        self._held_out = {one.tokens.tobytes() for one in held_out}
+        examples = [one for one in examples if one.tokens.tobytes() not in self._held_out]
         self.examples = list[Example]()
         self.held_out_ids = self._append(held_out)
         self.train_ids = self._append(examples)
@@ -128,7 +131,7 @@ class DataOrder:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Train on more examples, before the rest of this epoch; not on those that are held out."""
-        ids = self._append([one for one in examples if one.token_ids not in self._held_out])
+        ids = self._append([one for one in examples if one.tokens.tobytes() not in self._held_out])
         self.train_ids += ids
         self._queue += self._batches(ids)
 
@@ -137,7 +140,7 @@ class DataOrder:
         first = len(self.examples)
         self.examples += examples
         for example in examples:
-            self._digest.update(repr(example.pieces).encode())
+            self._digest.update(_bytes(example))
         return list(range(first, len(self.examples)))
 
     def next_batch(self, step: int) -> TrainBatch:
@@ -167,12 +170,21 @@ class DataOrder:
         )
         return [[ids[i] for i in batch] for batch in batches]
 
-    def fingerprint(self, count: int | None = None) -> str:
-        """A hash of the first `count` examples, or of all."""
-        if count is None:
-            return self._digest.hexdigest()[:16]
-        first = hashlib.sha256(b"".join(repr(one.pieces).encode() for one in self.examples[:count]))
-        return first.hexdigest()[:16]
+    def fingerprint(self, count: int | None = None, *, like: str = FORM) -> str:
+        """A hash of the first `count` examples, or of all.
+
+        Args:
+            like: another hash, whose form is taken: earlier versions had another one.
+        """
+        if not like.startswith(FORM):
+            texts = "".join(repr(one.pieces) for one in self.examples[:count])
+            return hashlib.sha256(texts.encode()).hexdigest()[:16]
+        digest = self._digest
+        if count is not None:
+            digest = hashlib.sha256()
+            for one in self.examples[:count]:
+                digest.update(_bytes(one))
+        return FORM + digest.hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
         """The position in the epoch, as JSON."""
@@ -190,6 +202,12 @@ class DataOrder:
             raise ValueError("the order names examples that are not there")
         added = self.train_ids[bisect_left(self.train_ids, state.get("examples", sys.maxsize)) :]
         self._queue = queue + (self._batches(added) if added else [])
+
+
+def _bytes(example: Example) -> bytes:
+    return np.asarray([len(example.ends), *example.ends], np.int32).tobytes() + bytes(
+        example.tokens.data
+    )
 
 
 def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:

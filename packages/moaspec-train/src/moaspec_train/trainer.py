@@ -18,7 +18,7 @@ from torch import Tensor
 from moaspec.target.target import Target
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
-from moaspec_train.data_order import DataOrder, TrainBatch, split_batch
+from moaspec_train.data_order import FORM, DataOrder, TrainBatch, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
 from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
@@ -320,16 +320,17 @@ class Trainer:
         tau = decoded_tau(directory, self.target, prompts) if decode else None
         write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
 
-    def _resume_conditions(self, examples: int | None = None) -> dict[str, Any]:
+    def _resume_conditions(self, examples: int | None = None, **saved: Any) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON.
 
         Args:
             examples: of the saved run, which are the first ones; None for all.
+            **saved: the facts of the saved run.
         """
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
             **settings,
-            "examples": self.data.fingerprint(examples),
+            "examples": self.data.fingerprint(examples, like=str(saved.get("examples", FORM))),
             "target": self.student.activations.target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
@@ -337,7 +338,7 @@ class Trainer:
 
     def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
         was = info.get("run", {})
-        now = self._resume_conditions(info.get("order", {}).get("examples"))
+        now = self._resume_conditions(info.get("order", {}).get("examples"), **was)
         was.setdefault("target", now["target"])  # states of an earlier version do not name it
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:

@@ -106,7 +106,7 @@ def fetch(
     Raises:
         TrainingError: the store cannot be written.
     """
-    texts = [examples[i].token_ids for i in batch.example_ids]
+    texts = [examples[i].tokens for i in batch.example_ids]
     found = [store.get(ids) for ids in texts]
     missing = [row for row, arrays in enumerate(found) if arrays is None]
     if missing:
@@ -152,7 +152,7 @@ class TargetActivations:
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
             self._store = find_store(directory, target, widths, self._compute)
-            self._store.require_room([one.token_ids for one in examples], "activation_cache=false")
+            self._store.require_room([one.tokens for one in examples], "activation_cache=false")
 
     @cached_property
     def target_hash(self) -> str:
@@ -233,7 +233,7 @@ class LayerMeanCache:
         probed = TargetActivations(target, (), None, activations.before)
         compute = partial(self._compute, probed)
         self.store = find_store(directory, target, widths, compute)
-        self.store.require_room([one.token_ids for one in activations.examples], "frozen_lsa=0")
+        self.store.require_room([one.tokens for one in activations.examples], "frozen_lsa=0")
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""
