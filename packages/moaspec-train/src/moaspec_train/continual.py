@@ -193,7 +193,7 @@ class ContinualTrainer:
         self._strategy.begin(learning_rate(settings, self.steps))
         for part in split_batch(whole, min(passes, len(self._batch))):
             result = self._student.run(
-                self._strategy.model, part.to(self.target.device), self.steps
+                self._strategy.model, part.with_places().to(self.target.device), self.steps
             )
             loss, _ = self._student.loss(result, whole)
             self._strategy.backward(loss)

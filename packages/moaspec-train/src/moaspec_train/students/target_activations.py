@@ -187,7 +187,9 @@ class TargetActivations:
 
     def _compute(self, batch: Batch) -> dict[str, Tensor]:
         return _arrays(
-            self.target.capture(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+            self.target.capture(
+                batch.input_ids_BT, batch.attention_mask_BT, self.before, right_padded=True
+            )
         )
 
 

@@ -504,13 +504,11 @@ def test_a_lost_server_leaves_its_conversations_to_the_others(
         rows, _ = write(target, f"{first},{second}", tmp_path / "a.jsonl", conversations=talks)
     assert len(rows) == 20
     assert asked[1] > 15
-    with (
-        fake(dies(0, 0)) as first,
-        fake(dies(0, 1)) as second,
-        pytest.raises(ServerError, match="unloaded"),
-    ):
-        asked[:] = [-1, -4]
-        write(target, f"{first},{second}", tmp_path / "b.jsonl", conversations=talks)
+    asked[:] = [-1, -4]
+    with fake(dies(0, 0)) as first, fake(dies(0, 1)) as second:
+        urls = f"{first},{second}"
+        with pytest.raises(ServerError, match="unloaded"):
+            write(target, urls, tmp_path / "b.jsonl", conversations=talks)
 
 
 def test_a_long_answer_does_not_keep_a_server_idle(target: Target, tmp_path: Path) -> None:
