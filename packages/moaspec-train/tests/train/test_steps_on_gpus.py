@@ -80,7 +80,12 @@ def test_a_step_waits_once_whatever_its_size(
         # AdamW keeps its number of steps on the CPU, and reads it there.
         monkeypatch.setattr(optimizer, "step", lambda: None)
     read: list[Tensor] = []  # by `tolist`, which is no operation
-    monkeypatch.setattr(Tensor, "tolist", lambda x: [read.append(x), to_list(x)][1])
+
+    def tolist(values: Tensor) -> Any:
+        read.append(values)
+        return to_list(values)
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
     with Waits() as waits:
         run.train_step()
     assert not waits.counts

@@ -214,7 +214,8 @@ class EndpointWriter(Writer):
         Args:
             asked: the request that a lost server has left; None for a new conversation.
         """
-        step = asked or await self._aside(next_step, task, None)
+        step: WriteRequest | list[OutputRow]
+        step = await self._aside(next_step, task, None) if asked is None else asked
         while isinstance(step, WriteRequest):
             try:
                 result = await self._answer(server, step)

@@ -97,7 +97,11 @@ class Example:
         return sum(end - start for start, end in self.responses)
 
     @classmethod
-    def from_mask(cls, token_ids: Sequence[int] | Tokens, written: Sequence[bool | int]) -> Example:
+    def from_mask(
+        cls,
+        token_ids: Sequence[int] | Tokens,
+        written: Sequence[bool | int] | npt.NDArray[np.bool_],
+    ) -> Example:
         """Build an example whose responses are the runs of marked tokens.
 
         Tokens after the last response are dropped.
@@ -148,7 +152,12 @@ def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
         real[row, : len(example)] = 1
         for start, end in example.responses:
             response[row, start:end] = True
-    return Batch(*map(torch.from_numpy, (ids, real, response)), tuple(example_ids))
+    return Batch(
+        torch.from_numpy(ids),
+        torch.from_numpy(real),
+        torch.from_numpy(response),
+        tuple(example_ids),
+    )
 
 
 def epoch_batches(

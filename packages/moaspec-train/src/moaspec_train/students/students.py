@@ -230,7 +230,8 @@ class MoAStudent(Student):
         else:
             module = super()._make_module(counted)
         if config.device == "cuda" and config.sharding == "none" and not config.frozen_lsa:
-            module.encoder.mean_over_layers = compile_mean(module.encoder)
+            encoder: Any = module.encoder
+            encoder.mean_over_layers = compile_mean(encoder)
         return module
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ from moaspec_train.dataset.concurrency import FIRST, Concurrency
 
 def asked(pace: Concurrency, answers: int, tokens_per_s: Callable[[int], float]) -> list[int]:
     """Limits after each answer of a server that gives each of n requests a share of its speed."""
-    now, limits, number = 0.0, [], 0
+    now, number = 0.0, 0
+    limits: list[int] = []
     running: list[tuple[float, int]] = []
     while len(limits) < answers:
         while pace.running < pace.limit:
