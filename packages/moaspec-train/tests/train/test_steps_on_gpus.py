@@ -17,8 +17,8 @@ import tiny
 from moaspec.model.moa import TargetEncoder
 from moaspec_core.errors import TrainingError
 from moaspec_train.accelerators import compile_mean
-from moaspec_train.data_order import DataOrder, NextBatch, split_rows
-from moaspec_train.dataset.examples import Example
+from moaspec_train.data_order import WIDTH, DataOrder, NextBatch, _padded, split_rows
+from moaspec_train.dataset.examples import Example, map_tensors
 from moaspec_train.run_config import TrainConfig
 from moaspec_train.trainer import MOST_SKIPPED, Trainer
 
@@ -36,6 +36,23 @@ def config(output: Path, **changes: Any) -> TrainConfig:
 
 def trainer(output: Path, **changes: Any) -> Trainer:
     return Trainer(tiny.target(), EXAMPLES, config(output, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"activation_cache": True}, {"frozen_lsa": 1.0}, {"num_target_layers": (0, 1)}]
+)
+def test_more_pads_change_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    """GPUs get rows of few different lengths, also where activations come from the disk."""
+    run = trainer(tmp_path, batch_size=3, **changes)
+    plain = run.data.next_batch(0)
+    few_shapes = map_tensors(plain, lambda x: _padded(x) if x.ndim == 2 else x)
+    assert few_shapes.batch.input_ids_BT.shape[1] % WIDTH == 0
+    found, expected = (
+        run.student.run(run.strategy.model, part, 0).exits for part in (few_shapes, plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one.drafted_ME, other.drafted_ME)
+        assert_close(one.target_ME, other.target_ME)
 
 
 class Waits(TorchDispatchMode):

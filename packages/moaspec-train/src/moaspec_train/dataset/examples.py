@@ -6,9 +6,9 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Tokens = npt.NDArray[np.int32]
+COUNTED_AT_ONCE = 1024  # examples
 
 
 class Example:
@@ -229,9 +230,27 @@ def coverage(examples: Iterable[Example], vocabulary: Tensor | None) -> float | 
 
 
 def response_counts(examples: Iterable[Example]) -> Counter[int]:
-    """Count the response tokens."""
-    counts = Counter[int]()
-    for example in examples:
-        for start, end in example.responses:
-            counts.update(example.tokens[start:end].tolist())
-    return counts
+    """Count the response tokens; the first one to occur comes first."""
+    counts, first = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by token
+    place = 0
+    for some in batched(examples, COUNTED_AT_ONCE):
+        tokens = np.concatenate([one.tokens[one.response_mask] for one in some])
+        more = max(0, int(tokens.max(initial=-1)) + 1 - len(counts))
+        counts, first = np.pad(counts, (0, more)), np.pad(first, (0, more))
+        new = counts == 0
+        counts += np.bincount(tokens, minlength=len(counts))
+        # Of a token that occurs several times the last assignment holds: here its first place.
+        places = np.zeros_like(first)
+        places[tokens[::-1]] = np.arange(place, place + len(tokens))[::-1]
+        first[new] = places[new]
+        place += len(tokens)
+    found = np.flatnonzero(counts)
+    ids = found[first[found].argsort()]
+    return Counter(dict(zip(ids.tolist(), counts[ids].tolist(), strict=True)))
+
+
+def batched(examples: Iterable[Example], size: int) -> Iterator[tuple[Example, ...]]:
+    """As `itertools.batched`, which Python 3.11 lacks."""
+    rest = iter(examples)
+    while some := tuple(islice(rest, size)):
+        yield some

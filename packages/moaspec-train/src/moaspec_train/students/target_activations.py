@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -118,9 +119,12 @@ def fetch(
             arrays = {name: x[number, : len(ids)] for name, x in arrays_BT.items()}
             found[row] = store.put(ids, arrays)
     rows = [arrays for arrays in found if arrays is not None]
-    device = batch.input_ids_BT.device
+    device, width = batch.input_ids_BT.device, batch.input_ids_BT.shape[1]
+    more = max(0, width - max(map(len, texts)))  # the batch may have more pads
     return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True).to(device)
+        name: F.pad(
+            pad_sequence([row[name] for row in rows], batch_first=True), (0, 0, 0, more)
+        ).to(device)
         for name in rows[0]
     }
 
