@@ -104,8 +104,9 @@ def test_the_run_of_a_node_from_prompts_to_a_drafter_that_serves(tmp_path: Path)
     rows = [json.loads(line) for line in (out / "run/log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["gradient_norm"] < 1e3 for row in rows)
-    assert "vllm serve smollm2-135m" in done.stdout
     drafter = out / "run/best"
+    (served,) = (line for line in done.stdout.splitlines() if line.startswith("vllm serve "))
+    assert str(drafter) in served
     assert f"moaspec serve --model smollm2-135m --drafter {drafter}" in done.stdout
     target = moaspec.load_target("smollm2-135m")
     assert moaspec.load_drafter(drafter, target=target).draft_token_ids is not None
