@@ -178,8 +178,10 @@ class EndpointWriter(Writer):
         self._advance(0, 0)
         while not self.finished.keys() >= set(group):
             self._news.clear()
+            # Python 3.11's `wait_for` may swallow Ctrl-C that comes together with the news.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), CHECK_S)
+                async with asyncio.timeout(CHECK_S):
+                    await self._news.wait()
             if self._error is not None:
                 raise self._error
             self._advance(0, 0)
