@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from endpoints import Fields, completion, fake, moaspec_server
 from moaspec.target import registry
 from moaspec.target.target import Target
 from moaspec_train.cli.writing_progress import WritingProgress
+from moaspec_train.dataset.journal import Journal
 
 SMALL = ("--max-new-tokens", "8", "--batch", "2")
 
@@ -227,6 +229,46 @@ def test_sigterm_while_no_answer_comes(cli: Cli, model: str, prompts: str, tmp_p
         ended.set()
     assert done.code == 143
     assert "1 conversations of the next groups beside it" in done.err
+
+
+def test_finished_conversations_are_kept_before_the_run_ends(
+    cli: Cli, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long answer of the first group does not leave the others to a kill."""
+    out, kept = tmp_path / "out.jsonl", list[int]()
+
+    def first_last(fields: Fields) -> tuple[int, Any]:
+        if fields["max_tokens"] > 4 and word(fields) == 10:
+            deadline = time.monotonic() + 60
+            while max(kept, default=0) < 11 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return good(fields)
+
+    def keep(journal: Journal, finished: Any) -> None:
+        real(journal, finished)
+        kept.append(len(finished))
+
+    real = Journal.keep
+    monkeypatch.setattr(Journal, "keep", keep)
+    monkeypatch.setattr("moaspec_train.cli.writing_progress.KEEP_EVERY_S", 0.1)
+    arguments = ("data", "regenerate", prompts, "--model", model, "--out", str(out), *SMALL)
+    with fake(first_last) as url:
+        assert cli(*arguments, "--endpoint", url).code == 0
+    assert max(kept) == 11
+    assert rows(out) == ALL
+
+
+def test_several_servers(cli: Cli, model: str, url: str, prompts: str, tmp_path: Path) -> None:
+    """Named by several options or with commas; the rows are those of one server."""
+    one, two, three = (tmp_path / f"{n}.jsonl" for n in range(3))
+    name = ("data", "regenerate", prompts, "--model", model, "--max-new-tokens", "8")
+    assert cli(*name, "--out", str(one), "--endpoint", url).code == 0
+    assert cli(*name, "--out", str(two), "--endpoint", f"{url}, {url}/v1").code == 0
+    done = cli(*name, "--out", str(three), "--endpoint", url, "--endpoint", f"{url}/v1")
+    assert done.code == 0
+    assert one.read_bytes() == two.read_bytes() == three.read_bytes()
+    twice = cli(*name, "--out", str(tmp_path / "x.jsonl"), "--endpoint", f"{url},{url}")
+    assert (twice.code, "twice" in twice.error) == (2, True)
 
 
 def test_a_server_that_goes_away_costs_no_finished_conversation(

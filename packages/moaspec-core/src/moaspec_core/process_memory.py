@@ -40,6 +40,11 @@ def prepare_process() -> None:
     sys.setswitchinterval(SWITCH_S)
     for name, capacity in KERNEL_CACHES.items():
         os.environ.setdefault(name, capacity)
+    allow_open_files()
+
+
+def allow_open_files() -> None:
+    """Allow this process `OPEN_FILES`, or as many as the system lets it have."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not on Windows
         import resource
 

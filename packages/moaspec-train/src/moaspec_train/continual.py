@@ -165,7 +165,7 @@ class ContinualTrainer:
         """
         self.texts += 1
         example = Example(prompt_ids, response_ids).cut(self.config.max_length)
-        if example is None or len(example.response_ids) < MIN_RESPONSE_TOKENS:
+        if example is None or example.num_response_tokens < MIN_RESPONSE_TOKENS:
             return None
         if is_held_out(prompt_ids):
             if len(self._held_out) < self.config.held_out:
@@ -193,7 +193,7 @@ class ContinualTrainer:
         self._strategy.begin(learning_rate(settings, self.steps))
         for part in split_batch(whole, min(passes, len(self._batch))):
             result = self._student.run(
-                self._strategy.model, part.to(self.target.device), self.steps
+                self._strategy.model, part.with_places().to(self.target.device), self.steps
             )
             loss, _ = self._student.loss(result, whole)
             self._strategy.backward(loss)

@@ -11,16 +11,25 @@ from __future__ import annotations
 import hashlib
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moaspec.model.moa import Queries
 from moaspec_core.errors import InputError
 from moaspec_train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec_train.run_config import TrainConfig, staircase_probability
+
+FORM = "2:"  # before a hash of examples
+WIDTH = 64  # of which tokens of a row are a multiple on a GPU, which plans each shape anew
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,9 +97,53 @@ class TrainBatch:
     batch: Batch
     blocks: Blocks
     staircase_B: Tensor | None  # bool, rows whose SA sees its own block only; None for none
+    found: Places | None = None  # see `places`
+
+    @cached_property
+    def num_loss_tokens(self) -> int:
+        return int(self.blocks.loss_BT.sum())
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Without pads."""
+        return int(self.batch.attention_mask_BT.sum())
+
+    @property
+    def places(self) -> Places:
+        """Of a batch `with_places`."""
+        assert self.found is not None
+        return self.found
+
+    def with_places(self) -> TrainBatch:
+        """With the places of its tokens, which waits for a GPU that has the batch."""
+        if self.found is not None:
+            return self
+        queries = Queries.chosen(self.blocks.loss_BT)
+        real_T = self.batch.attention_mask_BT.flatten().nonzero()[:, 0]
+        return replace(self, found=Places(queries, real_T))
+
+    def prepared(self, device: torch.device) -> TrainBatch:
+        """The batch as `to` moves it without a wait: with places, for a GPU in pinned memory."""
+        if device.type != "cuda":
+            return self.with_places()
+        few_shapes = map_tensors(self, lambda x: _padded(x) if x.ndim == 2 else x)
+        return map_tensors(few_shapes.with_places(), Tensor.pin_memory)
 
     def to(self, device: torch.device) -> TrainBatch:
-        return map_tensors(self, lambda tensor: tensor.to(device))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens of a pass are, found on the CPU.
+
+    Attributes:
+        queries: those with loss.
+        real_T: int64, those that are no pads, in (B, T), flattened.
+    """
+
+    queries: Queries
+    real_T: Tensor
 
 
 class DataOrder:
@@ -116,8 +169,8 @@ class DataOrder:
         self._generator = torch.Generator().manual_seed(config.seed + 1)
         self._digest = hashlib.sha256()
         self._queue: list[list[int]] = []  # batches of this epoch, the next one last
-        self._held_out = {example.token_ids for example in held_out}
-        examples = [one for one in examples if one.token_ids not in self._held_out]
+        self._held_out = {one.tokens.tobytes() for one in held_out}
+        examples = [one for one in examples if one.tokens.tobytes() not in self._held_out]
         self.examples = list[Example]()
         self.held_out_ids = self._append(held_out)
         self.train_ids = self._append(examples)
@@ -128,7 +181,7 @@ class DataOrder:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Train on more examples, before the rest of this epoch; not on those that are held out."""
-        ids = self._append([one for one in examples if one.token_ids not in self._held_out])
+        ids = self._append([one for one in examples if one.tokens.tobytes() not in self._held_out])
         self.train_ids += ids
         self._queue += self._batches(ids)
 
@@ -137,7 +190,7 @@ class DataOrder:
         first = len(self.examples)
         self.examples += examples
         for example in examples:
-            self._digest.update(repr(example.pieces).encode())
+            self._digest.update(_bytes(example))
         return list(range(first, len(self.examples)))
 
     def next_batch(self, step: int) -> TrainBatch:
@@ -167,12 +220,21 @@ class DataOrder:
         )
         return [[ids[i] for i in batch] for batch in batches]
 
-    def fingerprint(self, count: int | None = None) -> str:
-        """A hash of the first `count` examples, or of all."""
-        if count is None:
-            return self._digest.hexdigest()[:16]
-        first = hashlib.sha256(b"".join(repr(one.pieces).encode() for one in self.examples[:count]))
-        return first.hexdigest()[:16]
+    def fingerprint(self, count: int | None = None, *, like: str = FORM) -> str:
+        """A hash of the first `count` examples, or of all.
+
+        Args:
+            like: another hash, whose form is taken: earlier versions had another one.
+        """
+        if not like.startswith(FORM):
+            texts = "".join(repr(one.pieces) for one in self.examples[:count])
+            return hashlib.sha256(texts.encode()).hexdigest()[:16]
+        digest = self._digest
+        if count is not None:
+            digest = hashlib.sha256()
+            for one in self.examples[:count]:
+                digest.update(_bytes(one))
+        return FORM + digest.hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
         """The position in the epoch, as JSON."""
@@ -192,25 +254,102 @@ class DataOrder:
         self._queue = queue + (self._batches(added) if added else [])
 
 
+def _bytes(example: Example) -> bytes:
+    return np.asarray([len(example.ends), *example.ends], np.int32).tobytes() + bytes(
+        example.tokens.data
+    )
+
+
+class NextBatch(Generic[T]):
+    """Takes batches of an order; the next one is prepared in a thread while a device computes.
+
+    Args:
+        prepare: makes of a step's rows what a step needs.
+        ahead: False prepares nothing before it is asked for.
+    """
+
+    def __init__(
+        self, order: DataOrder, prepare: Callable[[TrainBatch], T], *, ahead: bool
+    ) -> None:
+        self._order, self._prepare = order, prepare
+        self._pool = ThreadPoolExecutor(1, "batches") if ahead else None
+        self._waiting: tuple[int, Future[T], dict[str, Any]] | None = None
+
+    def take(self, step: int) -> T:
+        """What the batch of this step is prepared to."""
+        if self._waiting is None or self._waiting[0] != step:
+            self.give_back()
+            found = self._make(step)
+        else:
+            found, self._waiting = self._waiting[1].result(), None
+        if self._pool is not None:
+            before = self._order.state()
+            self._waiting = (step + 1, self._pool.submit(self._make, step + 1), before)
+        return found
+
+    def give_back(self) -> None:
+        """Set the order to what follows the last batch that was taken."""
+        if self._waiting is not None:
+            _, future, before = self._waiting
+            self._waiting = None
+            future.result()
+            self._order.restore(before)
+
+    def _make(self, step: int) -> T:
+        return self._prepare(self._order.next_batch(step))
+
+
+def _padded(x_BT: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x_BT, (0, -x_BT.shape[1] % WIDTH))
+
+
 def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
-    """Split rows into `number` passes, sorted by length to reduce padding.
+    """Split rows into `number` passes of similar size, pads included, by length.
 
     Passes without rows get one row without loss, because every process must take part in every
     pass.
     """
     lengths = part.batch.attention_mask_BT.sum(1).tolist()
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # If passes are unequal, the larger ones hold the shortest rows.
-    ends = [-(-len(rows) * (i + 1) // number) for i in range(number)]
-    groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    groups = split_rows(rows, lengths, number)
     return [
         _select_rows(part, group) if group else _without_loss(_select_rows(part, rows[:1]))
         for group in groups
     ]
 
 
-def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
+def split_rows(rows: Sequence[int], lengths: Sequence[int], number: int) -> list[Sequence[int]]:
+    """Split rows, shortest first, into `number` groups whose largest has as few tokens as can be.
+
+    Pads count. Groups are empty where there are fewer rows.
+    """
+    sizes = [lengths[row] for row in rows]
+    low, high = max(sizes, default=0), sum(sizes) + len(sizes) * max(sizes, default=0)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cuts(sizes, middle)) <= number else (middle + 1, high)
+    cuts = _cuts(sizes, low)
+    while len(cuts) < number and (wide := [c for c in cuts if c[1] - c[0] > 1]):
+        start, end = max(wide, key=lambda cut: (cut[1] - cut[0]) * sizes[cut[1] - 1])
+        at = cuts.index((start, end))
+        cuts[at : at + 1] = [(start, (start + end + 1) // 2), ((start + end + 1) // 2, end)]
+    cuts += [(len(rows), len(rows))] * (number - len(cuts))
+    return [rows[start:end] for start, end in cuts]
+
+
+def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Ends of groups of at most so many tokens, the longest filled first."""
+    cuts, end = list[tuple[int, int]](), len(sizes)
+    while end:
+        start = max(0, end - max(1, most // max(1, sizes[end - 1])))
+        cuts.append((start, end))
+        end = start
+    return cuts[::-1]
+
+
+def _select_rows(part: TrainBatch, rows: Sequence[int]) -> TrainBatch:
     """Select rows and cut padding that only the other rows needed."""
+    rows = list(rows)
     longest = int(part.batch.attention_mask_BT[rows].sum(1).max())
     chosen = map_tensors(part, lambda x: x[rows, :longest] if x.ndim == 2 else x[rows])
     example_ids = tuple(part.batch.example_ids[row] for row in rows)

@@ -52,6 +52,8 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
                 f"The tracker {name!r} is not installed (pip install {name}) or not known to "
                 f"accelerate ({known}). Install it, or leave it out of trackers."
             )
+    if config.device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for tens of ms
     # accelerate keeps the precision of an earlier run in this process.
     AcceleratorState._reset_state()
     return Accelerator(
@@ -88,11 +90,10 @@ def _refuse_plugins() -> None:
 
 
 def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """Sum values over all processes; the result is on the CPU."""
+    """Sum values over all processes, in float64."""
     if accelerator.num_processes == 1:
-        return values
-    moved = values.to(accelerator.device, torch.float64)
-    return accelerator.reduce(moved, reduction="sum").cpu()
+        return values.double()
+    return accelerator.reduce(values.to(accelerator.device, torch.float64), reduction="sum")
 
 
 class ParallelStrategy:
@@ -147,17 +148,31 @@ class ParallelStrategy:
         Returns:
             The norm before clipping. If it is not finite, weights are unchanged.
         """
-        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        norm = float(self.clipped(clip))
         if math.isfinite(norm):
-            for optimizer in self.optimizers:
-                optimizer.step()
-            if self._average:
-                self._average.update()
+            self.step()
         return norm
+
+    def clipped(self, clip: float) -> Tensor:
+        """Clip the gradients' norm; the norm before, on the device."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), clip)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        """Make an optimiser step."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self._average:
+            self._average.update()
 
     def averaged(self) -> AbstractContextManager[None]:
         """The module has the average as its weights, if there is one."""
         return self._average.in_place() if self._average else nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gather the weights on the CPU, for all processes; all must call it."""
+        found = self.module.state_dict()
+        return {f"model.{name}": gather_tensor(value) for name, value in found.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Gather weights, moments and the average on the CPU, for all processes.
@@ -166,10 +181,7 @@ class ParallelStrategy:
 
         All processes must call it.
         """
-        tensors = {
-            f"model.{name}": gather_tensor(value)
-            for name, value in self.module.state_dict().items()
-        }
+        tensors = self.weights()
         for name, parameter in self.module.named_parameters():
             for kind, value in self.moments(parameter).items():
                 tensors[f"optimizer.{kind}.{name}"] = gather_tensor(value)

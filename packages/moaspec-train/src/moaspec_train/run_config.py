@@ -5,7 +5,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from moaspec_train.students.losses import LossWeights
 
 _COUNTS = (
     *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
-    *("warm_start_tokens", "max_new_tokens"),
+    *("warm_start_tokens", "max_new_tokens", "keep_states"),
 )
 _AMOUNTS = (
     *("held_out", "batch_tokens", "pass_tokens", "warmup_steps", "decay_steps", "weight_decay"),
@@ -45,7 +44,9 @@ _RANGES = {
 
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_NUMBER = 1 << 20, 10_000, 100
 """Of a configuration: bytes, values where aliases repeat them, and characters of a number."""
-MAX_CPU_PASS_TOKENS = 512  # tokens of a pass on a CPU: enough rows for products at full speed
+PASS_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Tokens of a pass, by device: on a CPU enough rows for products at full speed, on a GPU enough to
+keep it busy while the next operations are launched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class TrainConfig:
             tokens, pads included, instead of `batch_size` examples.
         accumulation: minimum number of passes of a process in a step.
         pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where larger passes gain
-            nothing and need more padding, and no limit on a GPU. It changes rounding only.
+            nothing and need more padding, and 8,192 on a GPU. It changes rounding only.
         steps: optimiser steps.
         learning_rate: peak, reached after `warmup_steps`; then a cosine decay.
         final_lr: where the decay ends, as a fraction of the peak.
@@ -107,6 +108,8 @@ class TrainConfig:
         num_target_layers: N, the number of target layers that drafts reuse. Several values train
             one drafter with an exit for each; the first one is its default.
         save_every: steps between saved states.
+        keep_states: number of saved states that are kept. A run resumes from the last one; delete
+            it, and the run resumes from the one before.
         shard_mb: largest file of a state or checkpoint, in MB of 10^6 bytes; 0 for no limit.
         seed: of initial weights, order and blocks.
         threads: torch threads; 0 leaves torch's default.
@@ -155,6 +158,7 @@ class TrainConfig:
     drafter: Literal["moa", "eagle", "independent"] = "moa"
     num_target_layers: tuple[int, ...] = (0,)
     save_every: int = 200
+    keep_states: int = 1
     shard_mb: float = 0.0
     seed: int = 0
     threads: int = 0
@@ -503,8 +507,8 @@ def launched_processes() -> int:
 
 def num_passes(config: TrainConfig, tokens: int, processes: int) -> int:
     """Passes of each process in a step of this many tokens, at least."""
-    limit = MAX_CPU_PASS_TOKENS if config.device == "cpu" else sys.maxsize
-    return max(config.accumulation, -(-tokens // ((config.pass_tokens or limit) * processes)))
+    limit = config.pass_tokens or PASS_TOKENS[config.device]
+    return max(config.accumulation, -(-tokens // (limit * processes)))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

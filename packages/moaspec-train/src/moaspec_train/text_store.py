@@ -32,6 +32,7 @@ from torch import Tensor
 
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
+from moaspec_train.dataset.examples import Tokens
 
 log = logging.getLogger("moaspec.text_store")
 
@@ -97,10 +98,10 @@ class TextStore:
     def bytes_per_token(self) -> int:
         return bytes_per_token(self._widths)
 
-    def __contains__(self, token_ids: Sequence[int]) -> bool:
+    def __contains__(self, token_ids: Sequence[int] | Tokens) -> bool:
         return key_of(token_ids) in self._entries
 
-    def require_room(self, texts: Sequence[Sequence[int]], without: str) -> None:
+    def require_room(self, texts: Sequence[Tokens], without: str) -> None:
         """Refuse texts for which the disk is too small.
 
         Args:
@@ -120,7 +121,7 @@ class TextStore:
                 f"with {without}."
             )
 
-    def get(self, token_ids: Sequence[int]) -> dict[str, Tensor] | None:
+    def get(self, token_ids: Sequence[int] | Tokens) -> dict[str, Tensor] | None:
         """The arrays of a text, (T, width) bf16 each; None if it is not there as it was written."""
         key = key_of(token_ids)
         if key not in self._entries:
@@ -137,7 +138,9 @@ class TextStore:
         self._entries.pop(key, None)
         return None
 
-    def put(self, token_ids: Sequence[int], arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def put(
+        self, token_ids: Sequence[int] | Tokens, arrays: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Append a text.
 
         Args:
@@ -238,7 +241,7 @@ def _claimed_part(directory: Path) -> tuple[int, Path]:
     raise AssertionError
 
 
-def key_of(token_ids: Sequence[int]) -> bytes:
+def key_of(token_ids: Sequence[int] | Tokens) -> bytes:
     """What a text is found by."""
     return hashlib.sha256(np.asarray(token_ids, np.int32).tobytes()).digest()[:16]
 

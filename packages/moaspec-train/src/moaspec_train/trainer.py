@@ -7,7 +7,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch import Tensor
 from moaspec.target.target import Target
 from moaspec_core.errors import InputError, TrainingError
 from moaspec_core.support.locks import claimed
-from moaspec_train.data_order import DataOrder, TrainBatch, split_batch
+from moaspec_train.accelerators import fast_products, peak_memory
+from moaspec_train.data_order import FORM, DataOrder, NextBatch, TrainBatch, split_batch
 from moaspec_train.dataset.examples import Example
 from moaspec_train.parallelism import new_accelerator, new_strategy, split_state, sum_over_processes
 from moaspec_train.reports.held_out_history import BestStep, held_out_score, overfitting
@@ -46,6 +49,18 @@ LARGE_STATE_BYTES = 1e9
 """Saving a larger state takes seconds, and a record tells of it."""
 
 MOMENT = "head_moment"  # name of the head's input moment among the tensors of a saved state
+
+
+MOST_SKIPPED = 5  # batches in a row that are not finite, after which a run ends
+
+
+@dataclass(frozen=True)
+class _StepBatch:
+    """A step's rows: this process's passes, all of them, and the share of pads in the passes."""
+
+    parts: Sequence[TrainBatch]
+    whole: TrainBatch
+    padding: float
 
 
 class Trainer:
@@ -79,11 +94,11 @@ class Trainer:
         with self.accelerator.main_process_first():
             self.output.mkdir(parents=True, exist_ok=True)
         self.data = DataOrder(examples, config, held_out)
-        self.states = StateFiles(self.output / "state", config.shard_bytes)
+        self.states = StateFiles(self.output / "state", config.shard_bytes, config.keep_states)
         saved = self.states.load()
         kind = MoAStudent if config.drafter == "moa" else BaselineStudent
         self.student: Student = kind(target, config, self.data.examples, self.data.train_ids)
-        self.step = self.tokens = 0
+        self.step = self.tokens = self.skipped = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._head_moment_EE: Tensor | None = None
         self.about: dict[str, Any] = {}
@@ -95,9 +110,15 @@ class Trainer:
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl")
+        device = self.accelerator.device
+        self._next = NextBatch(self.data, self._prepared, ahead=device.type != "cpu")
+        self._saver = ThreadPoolExecutor(1, "saving")
+        self._saving: Future[None] | None = None
+        self._facts: dict[str, float] = {}
 
     def add(self, examples: Sequence[Example]) -> None:
         """Train on more examples from now on."""
+        self._next.give_back()
         self.data.add(examples)
         self.student.add(examples)
 
@@ -127,8 +148,9 @@ class Trainer:
                     metrics = self.log_step(self.timed_step(), measure=due)
                     ending = self._agree(stop.due)
                     if due or ending is not StopCause.FINISHED:
-                        self.save()
+                        self.save(wait=False)
                     report(metrics)
+            self.wait_for_save()
             self.export(decode=ending is StopCause.FINISHED)
         return ending
 
@@ -163,7 +185,8 @@ class Trainer:
         """Train a step; TrainingError as in `train_step`."""
         started = time.perf_counter()
         parts = self.train_step()
-        return step_metrics(self.step, self.tokens, time.perf_counter() - started, parts)
+        elapsed = time.perf_counter() - started
+        return step_metrics(self.step, self.tokens, elapsed, parts, self._facts)
 
     def log_step(self, metrics: StepMetrics, *, measure: bool) -> StepMetrics:
         """Log a step; with `measure`, measure held-out text first and export the best weights."""
@@ -190,41 +213,78 @@ class Trainer:
     def train_step(self) -> LossSums:
         """One optimiser step over all processes and accumulation steps.
 
+        A batch whose loss or gradients are not finite is skipped and counted.
+
         Returns:
             Sums over the whole step.
 
         Raises:
-            TrainingError: loss or gradients are not finite; the weights are unchanged.
+            TrainingError: `MOST_SKIPPED` batches in a row are not finite; the weights are
+                unchanged.
         """
-        whole = self.data.next_batch(self.step)
-        self.strategy.begin(learning_rate(self.config, self.step))
-        sums, mine = torch.zeros(5, dtype=torch.float64), self._micro_batches(whole)
-        for number, part in enumerate(mine, start=1):
-            with self.strategy.gradient_sync(last=number == len(mine)):
-                sums += self._backward(part, whole).as_tensor()
-        parts = LossSums(*sum_over_processes(self.accelerator, sums).tolist())
-        norm = self.strategy.update(self.config.clip) if math.isfinite(parts.total) else math.nan
-        if not math.isfinite(norm):
+        rate = learning_rate(self.config, self.step)
+        for _ in range(MOST_SKIPPED):
+            batch = self._next.take(self.step)
+            self.strategy.begin(rate)
+            parts, norm = self._gradients(batch)
+            if math.isfinite(parts.total) and math.isfinite(norm):
+                break
+            self.skipped += 1
+            log.warning("Skipped a batch of step %d: its loss is %g", self.step + 1, parts.total)
+        else:
             raise TrainingError(
-                f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
-                f"{self.states.sentence()} Resume with a lower learning_rate; if that fails too, "
-                "the run had gone wrong before: begin again, in another output directory."
+                f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}), "
+                f"for {MOST_SKIPPED} batches in a row. {self.states.sentence()} Resume with a "
+                "lower learning_rate; if that fails too, the run had gone wrong before: begin "
+                "again, in another output directory."
             )
+        self.strategy.step()
         self.step += 1
         self.tokens += int(parts.count)
+        self._facts = {
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "padding": batch.padding,
+            "memory_gb": peak_memory(self.accelerator.device) / 1e9,
+            "skipped": self.skipped,
+        }
         return parts
 
-    def _micro_batches(self, whole: TrainBatch) -> list[TrainBatch]:
+    def _gradients(self, batch: _StepBatch) -> tuple[LossSums, float]:
+        """Compute a step's gradients, clipped; its sums, and the gradients' norm before.
+
+        A GPU is waited for once, at the end.
+        """
+        device, sums = self.accelerator.device, None
+        with fast_products(device):
+            for number, part in enumerate(batch.parts, start=1):
+                with self.strategy.gradient_sync(last=number == len(batch.parts)):
+                    found = self._backward(part.to(device), batch.whole)
+                    sums = found if sums is None else sums + found
+            norm = self.strategy.clipped(self.config.clip)
+        assert sums is not None
+        whole = sum_over_processes(self.accelerator, sums)
+        *values, size = torch.cat((whole, norm.double().reshape(1))).tolist()
+        return LossSums(*values), size
+
+    def _prepared(self, whole: TrainBatch) -> _StepBatch:
         """Split a step into this process's passes; every process has the same number."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
-        tokens = int(whole.batch.attention_mask_BT.sum())
-        passes = min(num_passes(self.config, tokens, processes), -(-rows // processes))
-        parts = split_batch(whole, passes * processes)[rank::processes]
-        return [part.to(self.accelerator.device) for part in parts]
+        passes = min(num_passes(self.config, whole.num_tokens, processes), -(-rows // processes))
+        parts = split_batch(whole, passes * processes)
+        padded = sum(part.batch.input_ids_BT.numel() for part in parts)
+        device = self.accelerator.device
+        mine = [part.prepared(device) for part in parts[rank::processes]]
+        whole.num_loss_tokens  # noqa: B018 - counted here, beside the device's work
+        return _StepBatch(mine, whole, max(0.0, 1 - whole.num_tokens / padded))
 
-    def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
-        """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
+    def _backward(self, part: TrainBatch, whole: TrainBatch) -> Tensor:
+        """Accumulate a pass's gradients of the mean loss over all tokens of the step.
+
+        Returns:
+            The pass's sums, (5,) on the device.
+        """
         result = self.student.run(self.strategy.model, part, self.step)
         loss, sums = self.student.loss(result, whole, processes=self.accelerator.num_processes)
         self.strategy.backward(loss)
@@ -259,13 +319,21 @@ class Trainer:
             },
         }
 
-    def save(self) -> None:
-        """Write the state for an exact resume, atomically."""
-        tensors = self._finite_state()
+    def save(self, *, wait: bool = True) -> None:
+        """Write the state for an exact resume, atomically.
+
+        Args:
+            wait: False writes in a thread while training goes on; errors of it come in the next
+                call, or in `wait_for_save`.
+        """
+        self._next.give_back()
+        self.wait_for_save()
+        tensors = self._finite(self.strategy.state())
         info = {
             "run": self._resume_conditions(),
             "step": self.step,
             "tokens": self.tokens,
+            "skipped": self.skipped,
             "order": self.data.state(),
             "acceptance": self._acceptance,
             "best": None if self.best is None else dataclasses.asdict(self.best),
@@ -276,12 +344,21 @@ class Trainer:
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
             if num_bytes >= LARGE_STATE_BYTES:
                 log.info("Saving step %d: %.1f GB", self.step, num_bytes / 1e9)
-            self.states.save(self.step, tensors, info)
+            if not wait and self.accelerator.device.type == "cpu":  # else they are copies
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            self._saving = self._saver.submit(self.states.save, self.step, tensors, info)
+            if wait:
+                self.wait_for_save()
         self.accelerator.wait_for_everyone()
 
-    def _finite_state(self) -> dict[str, Tensor]:
-        """Gather the state; TrainingError where a weight is not finite."""
-        tensors = self.strategy.state()
+    def wait_for_save(self) -> None:
+        """Wait until the last state is written; TrainingError if it cannot be."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def _finite(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These tensors; TrainingError where one is not finite."""
         wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if wrong:
             raise TrainingError(
@@ -298,7 +375,7 @@ class Trainer:
             decode: measure tau by decoding held-out prompts with it.
         """
         with self.strategy.averaged():
-            weights, *_ = split_state(self._finite_state())
+            weights, *_ = split_state(self._finite(self.strategy.weights()))
             if self.accelerator.is_main_process:
                 self._write(self.output / name, weights, decode=decode)
         self.accelerator.wait_for_everyone()
@@ -322,16 +399,17 @@ class Trainer:
         tau = decoded_tau(directory, self.target, prompts) if decode else None
         write_card(directory, self.student, self.config, info, self.log.rows(), tau=tau)
 
-    def _resume_conditions(self, examples: int | None = None) -> dict[str, Any]:
+    def _resume_conditions(self, examples: int | None = None, like: str = FORM) -> dict[str, Any]:
         """Facts that a resumed run must share with the saved one, as JSON.
 
         Args:
             examples: of the saved run, which are the first ones; None for all.
+            like: the saved hash of examples, whose form is taken.
         """
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {
             **settings,
-            "examples": self.data.fingerprint(examples),
+            "examples": self.data.fingerprint(examples, like=like),
             "target": self._target_hash,
         }
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
@@ -339,7 +417,8 @@ class Trainer:
 
     def _resume(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
         was = info.get("run", {})
-        now = self._resume_conditions(info.get("order", {}).get("examples"))
+        like = str(was.get("examples", FORM))
+        now = self._resume_conditions(info.get("order", {}).get("examples"), like)
         was.setdefault("target", now["target"])  # states of an earlier version do not name it
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
@@ -353,6 +432,7 @@ class Trainer:
         try:
             self.data.restore(info["order"])
             self.step, self.tokens = int(info["step"]), int(info["tokens"])
+            self.skipped = int(info.get("skipped", 0))
             self._acceptance = tuple(map(tuple, info["acceptance"]))
             self.best = info["best"] and BestStep(**info["best"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

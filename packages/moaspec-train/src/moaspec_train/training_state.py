@@ -1,7 +1,8 @@
 """State files for an exact resume: tensors in safetensors shards, one JSON file, and checksums.
 
 A state is written to a scratch directory, which is renamed to `step-NUMBER` when it is complete.
-Older states are removed after that, so a complete state exists whenever the run is killed.
+States before the last `keep_states` are removed after that, so a complete state exists whenever the
+run is killed.
 """
 
 import json
@@ -26,10 +27,15 @@ SUMS_FILE = "checksums.json"
 
 
 class StateFiles:
-    """The saved states of one run, in files of `shard_bytes` at most; 0 for no limit."""
+    """The last saved states of one run.
 
-    def __init__(self, directory: Path, shard_bytes: int = 0) -> None:
-        self.directory, self._shard_bytes = directory, shard_bytes
+    Args:
+        shard_bytes: largest file; 0 for no limit.
+        keep: number of states.
+    """
+
+    def __init__(self, directory: Path, shard_bytes: int = 0, keep: int = 1) -> None:
+        self.directory, self._shard_bytes, self._keep = directory, shard_bytes, keep
 
     def latest(self) -> Path | None:
         found = {int(path.name.removeprefix("step-")): path for path in self._states()}
@@ -66,9 +72,10 @@ class StateFiles:
             ) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        for path in self._states():
-            if path != final:
-                shutil.rmtree(path, ignore_errors=True)
+        others = [path for path in self._states() if path != final]
+        others.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+        for path in others[self._keep - 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read the newest state; None where there is none, TrainingError where it is damaged."""

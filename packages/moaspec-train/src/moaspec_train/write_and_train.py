@@ -570,7 +570,7 @@ def tau_per_doubling(rows: Sequence[Mapping[str, Any]], earlier: int) -> float |
 
 
 def _loss_tokens(examples: Sequence[Example]) -> int:
-    return sum(len(one.response_ids) for one in examples)
+    return sum(one.num_response_tokens for one in examples)
 
 
 def _bytes_in(directory: Path) -> int:

@@ -264,7 +264,9 @@ def test_the_warm_start_reads_each_example_once_and_tells_how_far_it_is(
 ) -> None:
     monkeypatch.setattr("moaspec_train.progress.REPORT_EVERY_S", 0.0)
     capture = Mock(side_effect=Target.capture)
-    monkeypatch.setattr(Target, "capture", lambda self, *rest: capture(self, *rest))
+    monkeypatch.setattr(
+        Target, "capture", lambda self, *rest, **named: capture(self, *rest, **named)
+    )
     with caplog.at_level("INFO"):
         run = trainer(tmp_path, frozen_lsa=1.0)
     assert capture.call_count == len(run.data.train_ids)

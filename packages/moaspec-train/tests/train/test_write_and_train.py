@@ -126,9 +126,9 @@ def test_it_answers_every_prompt_and_trains_on_what_it_keeps(
     asked: list[int] = []
     capture = Target.capture
 
-    def count(whole: Target, input_ids_BT: Tensor, *rest: Any) -> Any:
+    def count(whole: Target, input_ids_BT: Tensor, *rest: Any, **named: Any) -> Any:
         asked.append(len(input_ids_BT))
-        return capture(whole, input_ids_BT, *rest)
+        return capture(whole, input_ids_BT, *rest, **named)
 
     monkeypatch.setattr(Target, "capture", count)
     cause, told = run(target, tmp_path / "run", until(60))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import tiny
 from block_drafts import block_logits
-from moaspec.model.moa import MoADrafter, TargetPass
+from moaspec.model.moa import MoADrafter, Queries, TargetPass
 
 IDS = torch.tensor([[3, 7, 1, 9, 30, 2, 2, 8]])
 START = torch.tensor([[0, 1, 2, 2, 2, 2, 5, 5]])
@@ -120,7 +120,7 @@ def test_states_of_some_tokens(family: str, sizes: dict[str, Any]) -> None:
             mask,
             start,
             staircase_B=torch.tensor([True, False]),
-            wanted_BT=chosen,
+            wanted=None if chosen is None else Queries.chosen(chosen),
         )
         states = states[wanted] if chosen is None else states
         if chosen is not None and not chosen.any():

@@ -36,6 +36,16 @@ def claimed(path: str | os.PathLike[str], refusal: str) -> int:
     return file
 
 
+def waited_for(path: str | os.PathLike[str]) -> int:
+    """Lock a file as `claimed` does, as soon as no other process has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Refuse an output that another command of this user writes, from that command's start on.

@@ -118,7 +118,7 @@ def regenerate_command(
 ) -> None:
     """Let the target write responses.
 
-    Run the command again to continue after a stop. With --endpoint a server decodes, and no weights
+    Run the command again to continue after a stop. With --endpoint servers decode, and no weights
     are loaded here.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256;
@@ -135,8 +135,8 @@ def regenerate_command(
     rows = read_conversations(sources, malformed, report)
     with status("Reading rows"):
         found = list(islice(rows, limit and min(limit, sys.maxsize)))
-    endpoint = elsewhere.checked(options)
-    keeping.checked(options, elsewhere.endpoint)
+    endpoints = elsewhere.checked(options)
+    keeping.checked(options, elsewhere=bool(endpoints))
     defaults = generation_defaults(generation_config)
     spec = read_spec(options.model, defaults)
     from moaspec_train.dataset.regenerate import (
@@ -155,7 +155,7 @@ def regenerate_command(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
     make: Callable[..., Writer]
-    if endpoint is None:
+    if not endpoints:
         from moaspec_train.dataset.response_writer import ResponseWriter
 
         target, drafter = options.load(defaults)
@@ -163,7 +163,7 @@ def regenerate_command(
     else:
         from moaspec_train.dataset.endpoint_writer import EndpointWriter
 
-        make = partial(EndpointWriter, spec, endpoint, writing, tell=console.warn)
+        make = partial(EndpointWriter, spec, endpoints, writing, tell=console.warn)
     with (
         WritingProgress("conversations", len(conversations), seconds) as bar,
         make(advance=bar.add) as writer,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moaspec_train.dataset.response_writer import WriterOptions
 
 KEY = "MOASPEC_API_KEY"
+BATCH = 8  # conversations decoded together here
 GROUP_SIZE = 64  # conversations that are saved together
 LOCAL = ("drafter", "adapter", "dtype", "device", "threads")  # no effect with --endpoint
 
@@ -45,7 +46,11 @@ class WritingOptions:
     model: Model = MODEL
     drafter: Annotated[str | None, "Drafter, for speed: alias, directory or hub id."] = None
     system_prompts: Annotated[Path | None, "Text file, one system prompt per line."] = None
-    batch: Annotated[int, "Conversations decoded together, or asked of --endpoint together."] = 8
+    batch: Annotated[
+        int | None,
+        f"Conversations decoded together, {BATCH} by default; or asked of each --endpoint at once, "
+        "by default as many as it answers fastest.",
+    ] = None
     adapter: Adapter = None
     dtype: Dtype = "auto"
     device: Device = "cpu"
@@ -67,7 +72,8 @@ class WritingOptions:
 
         require_writable_file("--out", self.out)
         seconds = None if self.for_ is None else parse_duration(self.for_)
-        options = WriterOptions(batch_size=self.batch, group_size=GROUP_SIZE, **sampling)
+        batch = BATCH if self.batch is None else self.batch
+        options = WriterOptions(batch_size=batch, group_size=GROUP_SIZE, **sampling)
         asked = {name: value for name, value in asdict(options).items() if value is not None}
         known = {"target": self.model, "drafter": self.drafter, **asked}
         context.with_resource(writing(self.out))
@@ -108,14 +114,14 @@ class KeepingOptions:
     ] = None
     max_length: Annotated[int, "With --keep: tokens of a training example (`max_length`)."] = 768
 
-    def checked(self, writing: WritingOptions, endpoint: str | None) -> None:
+    def checked(self, writing: WritingOptions, *, elsewhere: bool) -> None:
         """Refuse options that do not go together, or a place that cannot be written."""
         if (self.keep is None) != (self.keep_for is None):
             raise InputError("--keep and --keep-for go together: a directory, and a drafter.")
         if self.keep is None:
             return
-        if endpoint is not None or writing.drafter is not None:
-            other = "--endpoint" if endpoint is not None else "--drafter"
+        if elsewhere or writing.drafter is not None:
+            other = "--endpoint" if elsewhere else "--drafter"
             raise InputError(f"--keep stores what the target computes here; leave {other} out.")
         if self.max_length < 1:
             raise InputError(f"--max-length must be at least 1, got {self.max_length}.")
@@ -137,35 +143,43 @@ class KeepingOptions:
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """The server that writes, if one does."""
+    """The servers that write, if there are some."""
 
     endpoint: Annotated[
-        str | None,
+        list[str] | None,
         "URL of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, moaspec serve) that "
-        f"writes in place of this process; --model is then read for its tokenizer. ${KEY}: key.",
+        "writes in place of this process; several times, or with commas, for several servers. "
+        f"--model is then read for its tokenizer. ${KEY}: key.",
     ] = None
-    endpoint_model: Annotated[str | None, "The server's name of the model, if it has several."] = (
-        None
-    )
+    endpoint_model: Annotated[
+        str | None, "The servers' name of the model, if they have several."
+    ] = None
 
-    def checked(self, writing: WritingOptions) -> Endpoint | None:
-        """The server, or None.
+    def checked(self, writing: WritingOptions) -> list[Endpoint]:
+        """The servers; none where this process writes.
 
         Raises:
-            InputError: no URL, or options that do not go together.
+            InputError: no URL, a URL twice, or options that do not go together.
         """
-        if self.endpoint is None:
+        urls = [url.strip() for one in self.endpoint or () for url in one.split(",")]
+        if not urls:
             if self.endpoint_model is not None:
                 raise InputError("--endpoint-model needs --endpoint.")
-            return None
+            return []
         for field in fields(writing):
             if field.name in LOCAL and getattr(writing, field.name) != field.default:
                 raise InputError(
                     f"--{field.name} is for decoding here, --endpoint decodes elsewhere."
                 )
+        twice = next((url for number, url in enumerate(urls) if url in urls[:number]), None)
+        if twice is not None:
+            raise InputError(f"--endpoint has {twice} twice: name each server once.")
+        from moaspec_core.process_memory import allow_open_files
         from moaspec_train.dataset.endpoint_client import Endpoint
 
-        return Endpoint(url=self.endpoint, model=self.endpoint_model, key=sent_api_key())
+        allow_open_files()
+        key, batch = sent_api_key(), writing.batch
+        return [Endpoint(url=u, model=self.endpoint_model, key=key, at_once=batch) for u in urls]
 
 
 def read_spec(model: str, generation_config: Literal["auto"] | None = "auto") -> TargetSpec:

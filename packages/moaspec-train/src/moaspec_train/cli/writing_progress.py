@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from moaspec_train.dataset.response_writer import OutputRow
 
 
+KEEP_EVERY_S = 60.0
+
+
 class _StopError(Exception):
     """A signal asks to stop, or the time that `--for` gave is over."""
 
@@ -36,6 +39,8 @@ class WritingProgress(ProgressBar):
         self._stop = StopCondition(seconds)
         self._tokens, self._finished, self._started = 0, 0, time.perf_counter()
         self._note = ""
+        self._keep: Callable[[], None] = lambda: None
+        self._kept_s = time.monotonic()
 
     def resume(self, done: int) -> None:
         super().resume(done)
@@ -57,6 +62,9 @@ class WritingProgress(ProgressBar):
         self._finished += finished
         completed = self.task.completed + finished if done is None else done
         self.update(completed=completed, text=self._text())
+        if time.monotonic() >= self._kept_s + KEEP_EVERY_S:
+            self._keep()
+            self._kept_s = time.monotonic()
         due = self._stop.due
         if due >= StopCause.INTERRUPTED or (due is StopCause.TIME and self._finished):
             raise _StopError
@@ -67,6 +75,8 @@ class WritingProgress(ProgressBar):
     ) -> Iterator[None]:
         """Keep finished conversations when the run ends early, and say which rows are saved.
 
+        They are also kept once a minute, for a run that is killed.
+
         The first Ctrl-C or SIGTERM and the end of the time let `add` raise.
 
         Args:
@@ -74,6 +84,7 @@ class WritingProgress(ProgressBar):
         """
         from moaspec_train.run_failures import explain_failures
 
+        self._keep = lambda: journal.keep(finished())
         try:
             with (
                 self._stop.on_signals(),

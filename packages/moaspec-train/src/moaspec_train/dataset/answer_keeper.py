@@ -108,15 +108,15 @@ class AnswerKeeper(Proposer):
         num_states = len(prompt_ids) + len(response_ids) - 1
         assert sum(map(len, states)) == num_states, "requests are kept in the order of their ends"
         kept = Example(prompt_ids, response_ids).cut(self._max_length)
-        if kept is None or kept.token_ids in self._store:
+        if kept is None or kept.tokens in self._store:
             return
         with self._target.limited_threads():
             if len(kept) == len(prompt_ids) + len(response_ids):
-                states.append(self._last_states(row, len(kept) - 1, kept.token_ids[-1]))
+                states.append(self._last_states(row, len(kept) - 1, int(kept.tokens[-1])))
             hidden_TE = torch.cat(states)[: len(kept)]
             kv_1TLK = self._cache.features(row, 0, len(kept))
             mean_TK = self._encoder.mean_over_layers(kv_1TLK)[0]
-        self._store.put(kept.token_ids, {"mean": mean_TK, "hidden": hidden_TE})
+        self._store.put(kept.tokens, {"mean": mean_TK, "hidden": hidden_TE})
 
     def _last_states(self, row: int, position: int, token: int) -> Tensor:
         """The pass over a text's last token, which decoding does not need: (1, E)."""

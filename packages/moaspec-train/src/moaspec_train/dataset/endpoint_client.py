@@ -23,6 +23,7 @@ from moaspec.http_client import (
 )
 from moaspec_core.errors import DataError, InputError, ServerError
 from moaspec_core.support.proxies import proxy_for
+from moaspec_train.dataset.concurrency import MOST, Concurrency
 
 CONNECT_S, LIST_S, ANSWER_S = 10.0, 60.0, 1800.0
 """An answer may take long: a request may stand in the server's queue behind many others."""
@@ -119,6 +120,7 @@ class Endpoint:
     # Before the first repeated attempt; it doubles with each further one. A server may ask for
     # another delay, but not for a shorter one than the first.
     first_delay_s: float = 1.0
+    at_once: int | None = None  # requests under way; None: as many as the server answers fastest
 
     def __post_init__(self) -> None:
         require_url("--endpoint", self.url)
@@ -129,20 +131,26 @@ class EndpointClient:
     """Asks one server; used inside an event loop.
 
     Args:
-        connections: requests under way at once.
         tell: called with a line when the server is waited for.
+
+    Attributes:
+        pace: the number of requests to have under way; the caller counts them.
     """
 
-    def __init__(self, endpoint: Endpoint, connections: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, endpoint: Endpoint, tell: Callable[[str], None]) -> None:
         self._endpoint, self._tell = endpoint, tell
         self._refused, self._told = 0, False
+        self.pace = Concurrency(endpoint.at_once)
         self._server = HttpClient(
             "--endpoint",
             endpoint.url,
             endpoint.key,
             connect_s=CONNECT_S,
-            connections=connections,
+            connections=endpoint.at_once or MOST,
         )
+
+    def __str__(self) -> str:
+        return str(self._server)
 
     async def close(self) -> None:
         await self._server.close()
@@ -234,6 +242,7 @@ class EndpointClient:
                 raise ServerError(
                     f"{self._server} has not answered for {PATIENCE_S:.0f} s ({cause}). {CONTINUE}"
                 )
+            self.pace.refused()
             self._tell_waiting(cause)
             await asyncio.sleep(delay_s if after_s is None else max(after_s, least_s))
             delay_s = min(2 * delay_s, MAX_DELAY_S)
@@ -262,7 +271,7 @@ class EndpointClient:
     def _tell_waiting(self, cause: str) -> None:
         if not self._told:
             self._told = True
-            self._tell(f"Waiting for the server ({cause}); requests are repeated.")
+            self._tell(f"Waiting for {self._server} ({cause}); requests are repeated.")
 
 
 def _parsed(form: type[AnswerT], body: bytes) -> AnswerT:

@@ -6,68 +6,118 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+Tokens = npt.NDArray[np.int32]
+COUNTED_AT_ONCE = 1024  # examples
 
 
-@dataclass(frozen=True, init=False)
 class Example:
     """One conversation as token ids: prompts and the target's responses in turn.
 
     Args:
         *pieces: prompt, response, prompt, response, ...: `Example(prompt_ids, response_ids)` is one
             turn. Only responses carry loss.
+
+    Attributes:
+        tokens: (T,) int32, all of them; it may be in a file that is mapped into memory.
+        ends: the end of each piece in `tokens`.
     """
 
-    pieces: tuple[tuple[int, ...], ...]
+    __slots__ = ("ends", "tokens")
 
-    def __init__(self, *pieces: Sequence[int]) -> None:
-        object.__setattr__(self, "pieces", tuple(map(tuple, pieces)))
+    def __init__(self, *pieces: Sequence[int] | Tokens) -> None:
+        arrays = [np.asarray(piece, np.int32) for piece in pieces]
+        self.tokens: Tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+        self.ends = tuple(accumulate(map(len, arrays)))
+
+    @classmethod
+    def of(cls, tokens: Tokens, ends: Iterable[int]) -> Example:
+        """The example of these attributes; `tokens` is not copied."""
+        one = cls.__new__(cls)
+        one.tokens, one.ends = tokens, tuple(ends)
+        return one
 
     def __len__(self) -> int:
-        return sum(map(len, self.pieces))
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Example):
+            return NotImplemented
+        return self.ends == other.ends and np.array_equal(self.tokens, other.tokens)
+
+    def __hash__(self) -> int:
+        return hash((self.ends, self.tokens.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Example{self.pieces}"
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        starts = (0, *self.ends)
+        return tuple(
+            tuple(self.tokens[start:end].tolist())
+            for start, end in zip(starts, self.ends, strict=False)
+        )
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        return self.pieces[0]
+        return tuple(self.tokens[: self.ends[0]].tolist())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces for token in piece)
+        return tuple(self.tokens.tolist())
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces[1::2] for token in piece)
+        return tuple(self.tokens[self.response_mask].tolist())
 
     @property
-    def response_mask(self) -> tuple[bool, ...]:
-        return tuple(i % 2 == 1 for i, piece in enumerate(self.pieces) for _ in piece)
+    def response_mask(self) -> npt.NDArray[np.bool_]:
+        """(T,) bool."""
+        mask = np.zeros(len(self.tokens), np.bool_)
+        for start, end in self.responses:
+            mask[start:end] = True
+        return mask
+
+    @property
+    def responses(self) -> list[tuple[int, int]]:
+        """Start and end of each response in `tokens`."""
+        return list(zip(self.ends[::2], self.ends[1::2], strict=False))
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(end - start for start, end in self.responses)
 
     @classmethod
-    def from_mask(cls, token_ids: Sequence[int], written: Sequence[bool | int]) -> Example:
+    def from_mask(
+        cls,
+        token_ids: Sequence[int] | Tokens,
+        written: Sequence[bool | int] | npt.NDArray[np.bool_],
+    ) -> Example:
         """Build an example whose responses are the runs of marked tokens.
 
         Tokens after the last response are dropped.
         """
-        pieces: list[list[int]] = [[]]
-        for token, mark in zip(token_ids, written, strict=True):
-            if bool(mark) != (len(pieces) % 2 == 0):
-                pieces.append([])
-            pieces[-1].append(token)
-        return cls(*pieces[: len(pieces) // 2 * 2])
+        tokens, mask = np.asarray(token_ids, np.int32), np.asarray(written, np.bool_)
+        borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+        return cls.of(tokens[: borders[-1] if borders else 0], borders)
 
     def cut(self, max_length: int) -> Example | None:
         """The first `max_length` tokens; None if no response of two tokens is left.
 
         A response of one token carries no loss, because no token follows it.
         """
-        kept = Example.from_mask(self.token_ids[:max_length], self.response_mask[:max_length])
-        return kept if any(len(piece) >= 2 for piece in kept.pieces[1::2]) else None
+        kept = Example.from_mask(self.tokens[:max_length], self.response_mask[:max_length])
+        return kept if any(end - start >= 2 for start, end in kept.responses) else None
 
 
 @dataclass(frozen=True)
@@ -96,12 +146,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
     """Right-pad examples into one batch."""
     chosen = [examples[i] for i in example_ids]
-    ids = [torch.tensor(example.token_ids) for example in chosen]
-    masks = [torch.tensor(example.response_mask) for example in chosen]
+    shape = (len(chosen), max(map(len, chosen)))
+    ids, real, response = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
+    for row, example in enumerate(chosen):
+        ids[row, : len(example)] = example.tokens
+        real[row, : len(example)] = 1
+        for start, end in example.responses:
+            response[row, start:end] = True
     return Batch(
-        pad_sequence(ids, batch_first=True),
-        pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
-        pad_sequence(masks, batch_first=True),
+        torch.from_numpy(ids),
+        torch.from_numpy(real),
+        torch.from_numpy(response),
         tuple(example_ids),
     )
 
@@ -175,5 +230,27 @@ def coverage(examples: Iterable[Example], vocabulary: Tensor | None) -> float | 
 
 
 def response_counts(examples: Iterable[Example]) -> Counter[int]:
-    """Count the response tokens."""
-    return Counter(token for example in examples for token in example.response_ids)
+    """Count the response tokens; the first one to occur comes first."""
+    counts, first = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by token
+    place = 0
+    for some in batched(examples, COUNTED_AT_ONCE):
+        tokens = np.concatenate([one.tokens[one.response_mask] for one in some])
+        more = max(0, int(tokens.max(initial=-1)) + 1 - len(counts))
+        counts, first = np.pad(counts, (0, more)), np.pad(first, (0, more))
+        new = counts == 0
+        counts += np.bincount(tokens, minlength=len(counts))
+        # Of a token that occurs several times the last assignment holds: here its first place.
+        places = np.zeros_like(first)
+        places[tokens[::-1]] = np.arange(place, place + len(tokens))[::-1]
+        first[new] = places[new]
+        place += len(tokens)
+    found = np.flatnonzero(counts)
+    ids = found[first[found].argsort()]
+    return Counter(dict(zip(ids.tolist(), counts[ids].tolist(), strict=True)))
+
+
+def batched(examples: Iterable[Example], size: int) -> Iterator[tuple[Example, ...]]:
+    """As `itertools.batched`, which Python 3.11 lacks."""
+    rest = iter(examples)
+    while some := tuple(islice(rest, size)):
+        yield some

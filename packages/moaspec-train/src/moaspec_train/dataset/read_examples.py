@@ -2,17 +2,24 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moaspec.data.conversations import Conversation, ReadReport, read_conversations
 from moaspec.data.loss_mask import masked_tokens
 from moaspec.data.rows import OnMalformed, refuse
 from moaspec_core.chat.chat_template import ChatTemplate
 from moaspec_core.errors import DataError
-from moaspec_train.dataset.example_cache import cache_file, read_cached, write_cached
+from moaspec_train.dataset.example_cache import (
+    cache_file,
+    one_at_a_time,
+    read_cached,
+    write_cached,
+)
 from moaspec_train.dataset.examples import Example
 from moaspec_train.progress import REPORT_EVERY_S
 
@@ -51,26 +58,14 @@ def read_examples(
     path = cache_file(
         names, tokenizer, vocabulary=vocab_size, length=max_length, stops=stop_token_ids
     )
-    examples, found = read_cached(path) or ([], ReadReport())
-    if not examples:
-        is_whole = True
-
-        def skip(error: DataError) -> None:
-            nonlocal is_whole
-            is_whole = False
-            on_malformed(error)
-
-        def example_of(row: Conversation) -> Example:
-            example = _example(row, template, stop_token_ids, found, max_length)
-            _check_ids(example, vocab_size, row.where)
-            return example
-
-        template = ChatTemplate(tokenizer)
-        rows = takewhile(lambda _: not stopped(), read_conversations(names, skip, found))
-        examples = list(_cut(_joined(rows, example_of, skip), max_length, found))
-        found.forget_columns_of(template.source)
-        if examples and is_whole and not stopped():
-            write_cached(path, examples, found)
+    kept = read_cached(path)
+    if kept is None:
+        with one_at_a_time(path):
+            kept = read_cached(path)
+            if kept is None:
+                settings = (vocab_size, max_length, tokenizer, stop_token_ids)
+                kept = _tokenised(names, path, settings, on_malformed, stopped)
+    examples, found = kept
     if report is not None:
         report.add(found)
     if not examples:
@@ -79,6 +74,36 @@ def read_examples(
             "prompts too long. Give other data, or a larger max_length."
         )
     return examples
+
+
+def _tokenised(
+    names: Sequence[str],
+    path: Path | None,
+    settings: tuple[int, int, Any, Collection[int]],
+    on_malformed: OnMalformed,
+    stopped: Callable[[], bool],
+) -> tuple[list[Example], ReadReport]:
+    """Read sources and keep the examples in `path`; from there they come if they are whole."""
+    vocab_size, max_length, tokenizer, stop_token_ids = settings
+    template, found, is_whole = ChatTemplate(tokenizer), ReadReport(), True
+
+    def skip(error: DataError) -> None:
+        nonlocal is_whole
+        is_whole = False
+        on_malformed(error)
+
+    def example_of(row: Conversation) -> Example:
+        example = _example(row, template, stop_token_ids, found, max_length)
+        _check_ids(example, vocab_size, row.where)
+        return example
+
+    rows = takewhile(lambda _: not stopped(), read_conversations(names, skip, found))
+    examples = list(_cut(_joined(rows, example_of, skip), max_length, found))
+    found.forget_columns_of(template.source)
+    if examples and is_whole and not stopped():
+        write_cached(path, examples, found)
+        return read_cached(path) or (examples, found)
+    return examples, found
 
 
 def _joined(
@@ -123,16 +148,19 @@ def _example(
             f"{conversation.where}: 'prompt_ids' without 'response_ids'. Let the target write "
             "responses: moaspec data regenerate."
         )
-    return Example(conversation.prompt_ids, conversation.response_ids)
+    try:
+        return Example(conversation.prompt_ids, conversation.response_ids)
+    except OverflowError as error:
+        raise DataError(f"{conversation.where}: a token id has more than 31 bits.") from error
 
 
 def _check_ids(example: Example, vocab_size: int, where: str) -> None:
-    for token in example.token_ids:
-        if not 0 <= token < vocab_size:
-            raise DataError(
-                f"{where}: token id {token} is outside 0..{vocab_size - 1}. "
-                "The row is another target's: name that one, or give text."
-            )
+    wrong = example.tokens[(example.tokens < 0) | (example.tokens >= vocab_size)]
+    if len(wrong):
+        raise DataError(
+            f"{where}: token id {wrong[0]} is outside 0..{vocab_size - 1}. "
+            "The row is another target's: name that one, or give text."
+        )
 
 
 def _follows(previous: Conversation, conversation: Conversation) -> bool:
@@ -143,11 +171,11 @@ def _follows(previous: Conversation, conversation: Conversation) -> bool:
 
 def _appended(found: list[Example], example: Example) -> Example:
     """Append a turn to its conversation's example if its prompt starts with that example."""
-    prompt, response = example.pieces
-    earlier = found[-1].token_ids
-    if prompt[: len(earlier)] != earlier:
+    earlier, (prompt, whole) = found[-1], example.ends
+    length = len(earlier)
+    if prompt < length or not np.array_equal(example.tokens[:length], earlier.tokens):
         return example
-    return Example(*found.pop().pieces, prompt[len(earlier) :], response)
+    return Example.of(example.tokens, (*found.pop().ends, prompt, whole))
 
 
 def _cut(examples: Iterable[Example], max_length: int, report: ReadReport) -> Iterator[Example]:

@@ -54,7 +54,7 @@ def statistics(
     held_out, others = _split(examples)
     return Statistics(
         examples=len(examples),
-        responses=sum(len(example.pieces) // 2 for example in examples),
+        responses=sum(len(example.responses) for example in examples),
         tokens=sum(lengths),
         response_tokens=counts.total(),
         distinct_tokens=len(counts),

@@ -232,7 +232,7 @@ def _moment_bytes(target: Target, config: TrainConfig) -> int:
 def _response_share(examples: Sequence[Example]) -> float:
     """Share of tokens that are responses'; 1 where it is not known."""
     tokens = sum(map(len, examples))
-    return sum(len(example.response_ids) for example in examples) / tokens if tokens else 1.0
+    return sum(example.num_response_tokens for example in examples) / tokens if tokens else 1.0
 
 
 def _memory(

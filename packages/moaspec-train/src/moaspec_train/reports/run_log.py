@@ -23,6 +23,11 @@ class StepMetrics:
     feature: float
     kl: float
     accuracy: float  # share of the first exit's most likely drafts that are the target's choice
+    gradient_norm: float = 0.0  # before it was clipped
+    learning_rate: float = 0.0
+    padding: float = 0.0  # share of pads among the tokens of the step's passes
+    memory_gb: float = 0.0  # the most so far, of the first process: on its GPU, or in all
+    skipped: int = 0  # batches so far whose loss or gradients were not finite
     # Of the first exit by draft step; None if not measured in this step.
     held_out_accuracy: list[float] | None = None
     # Simulated tau by N, see `train.students.held_out`; None if not measured.
@@ -32,8 +37,14 @@ class StepMetrics:
 OnStep = Callable[[StepMetrics], None]
 
 
-def step_metrics(step: int, tokens: int, elapsed: float, parts: LossSums) -> StepMetrics:
-    """Compute metrics from the sums of a step that took `elapsed` seconds."""
+def step_metrics(
+    step: int, tokens: int, elapsed: float, parts: LossSums, facts: Mapping[str, float]
+) -> StepMetrics:
+    """Compute metrics from the sums of a step that took `elapsed` seconds.
+
+    Args:
+        facts: the fields that `Trainer.train_step` knows.
+    """
     count = parts.count
     return StepMetrics(
         step=step,
@@ -43,6 +54,11 @@ def step_metrics(step: int, tokens: int, elapsed: float, parts: LossSums) -> Ste
         feature=round(parts.feature / count, 5),
         kl=round(parts.kl / count, 5),
         accuracy=round(parts.hits / count, 4),
+        gradient_norm=float(f"{facts['gradient_norm']:.4g}"),
+        learning_rate=float(f"{facts['learning_rate']:.6g}"),
+        padding=round(facts["padding"], 4),
+        memory_gb=round(facts["memory_gb"], 3),
+        skipped=int(facts["skipped"]),
     )
 
 

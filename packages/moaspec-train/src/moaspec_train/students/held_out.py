@@ -68,11 +68,11 @@ def measure_held_out(
         batch = collate(examples, by_length[start : start + batch_size])
         whole = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
         part = split_batch(whole, accelerator.num_processes)[accelerator.process_index]
-        result = student.run(strategy.model, part.to(device), step)
+        result = student.run(strategy.model, part.prepared(device).to(device), step)
         found = [_sums(student, states, part) for states in result.exits]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
     student.module.train()
-    return [_metrics(sum_over_processes(accelerator, values)) for values in sums]
+    return [_metrics(sum_over_processes(accelerator, values).cpu()) for values in sums]
 
 
 def _sums(student: Student, states: ExitStates, part: TrainBatch) -> Tensor:

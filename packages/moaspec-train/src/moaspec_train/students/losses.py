@@ -4,7 +4,7 @@ Legend: M queries with loss, T tokens of all texts, E hidden size, V draft vocab
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -77,11 +77,6 @@ class LossSums:
     kl: float = 0.0
     hits: float = 0.0
     count: float = 0.0
-
-    def as_tensor(self) -> Tensor:
-        """All sums as (5,) float64."""
-        values = (self.total, self.feature, self.kl, self.hits, self.count)
-        return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ _GRADIENTS = {
 
 def exit_loss(
     states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = MAX_CHUNK
-) -> tuple[Tensor, LossSums]:
+) -> tuple[Tensor, Tensor]:
     """The loss of one exit, holding `chunk` x V logits at a time.
 
     Args:
@@ -209,7 +204,8 @@ def exit_loss(
 
     Returns:
         A scalar to backpropagate, whose gradient (not value) is that of `scale` times the loss
-        summed over queries, and the sums.
+        summed over queries, and the fields of `LossSums`, (5,) on the states' device: reading them
+        waits for a GPU.
     """
     leaf_ME = states.drafted_ME.detach().requires_grad_()
     share = 0.5 if states.inner is not None else 1.0
@@ -220,9 +216,7 @@ def exit_loss(
         feature, kl, hits = _terms(drafted, target, states, weights)
         total = weights.feature * share * feature + weights.kl * kl
         (scale * total).backward()
-        sums += torch.stack(
-            (total, share * feature, kl, hits, hits.new_tensor(len(target)))
-        ).detach()
+        sums[:4] += torch.stack((total, share * feature, kl, hits)).detach()
     assert leaf_ME.grad is not None
     proxy = (states.drafted_ME * leaf_ME.grad).sum()
     if states.inner is not None:
@@ -230,7 +224,8 @@ def exit_loss(
         proxy = proxy + scale * weights.feature * inner
         sums[0] += weights.feature * inner.detach()
         sums[1] += inner.detach()
-    return proxy, LossSums(*sums.tolist())
+    sums[4] += len(leaf_ME)
+    return proxy, sums
 
 
 def _terms(
@@ -246,9 +241,9 @@ def _terms(
     return feature, divergence(drafted_MV, target_MV, weights.divergence).sum(), hits
 
 
-def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:
-    """Mean over exits; hits are those of the first exit."""
-    stacked = torch.stack([sums.as_tensor() for sums in parts])
+def mean_over_exits(sums: Sequence[Tensor]) -> Tensor:
+    """Mean of the sums of `exit_loss` over exits, (5,) float64; hits are those of the first."""
+    stacked = torch.stack(list(sums)).double()
     mean = stacked.mean(0)
     mean[3] = stacked[0, 3]
-    return LossSums(*mean.tolist())
+    return mean

@@ -23,6 +23,7 @@ from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.families import keys_rotate_alike
 from moaspec.target.target import Target
+from moaspec_train.accelerators import compile_mean
 from moaspec_train.data_order import TrainBatch
 from moaspec_train.dataset.examples import Example, frequent_tokens
 from moaspec_train.run_config import TrainConfig, lsa_is_frozen
@@ -30,7 +31,6 @@ from moaspec_train.students.drafter_sizes import drafter_config, stack_config
 from moaspec_train.students.initial_drafter import load_initial_drafter, record_length
 from moaspec_train.students.losses import (
     ExitStates,
-    LossSums,
     exit_loss,
     logit_chunk_size,
     mean_over_exits,
@@ -125,7 +125,7 @@ class Student(ABC):
 
     def loss(
         self, result: StudentOutput, whole: TrainBatch, *, processes: int = 1
-    ) -> tuple[Tensor, LossSums]:
+    ) -> tuple[Tensor, Tensor]:
         """The loss of one training pass, as a part of the mean over all tokens of the step.
 
         Args:
@@ -133,18 +133,18 @@ class Student(ABC):
             processes: gradients are averaged over them, so the loss is multiplied by their number.
 
         Returns:
-            A scalar to backpropagate, see `exit_loss`, and the pass's sums.
+            A scalar to backpropagate and the pass's sums, see `exit_loss`.
         """
         weights = self._config.loss
-        scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
+        scale = processes / max(1, whole.num_loss_tokens) / len(result.exits)
         proxies, parts = [], []
         for exit_states in result.exits:
             proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self.chunk)
             proxies.append(proxy)
             parts.append(found)
         if result.summary is not None and weights.summary:
-            tokens = int(whole.batch.attention_mask_BT.sum())
-            proxies.append(weights.summary * processes / tokens * summary_loss(*result.summary))
+            share = weights.summary * processes / whole.num_tokens
+            proxies.append(share * summary_loss(*result.summary))
         return torch.stack(proxies).sum(), mean_over_exits(parts)
 
     def record(  # noqa: B027 - checkpoints of baselines do not store measurements
@@ -224,9 +224,14 @@ class MoAStudent(Student):
     _means: LayerMeanCache | None = None
 
     def _make_module(self, counted: Sequence[Example]) -> Any:
-        if not self._config.initial:
-            return super()._make_module(counted)
-        module, self._former_n = load_initial_drafter(self.target, self._config, counted)
+        config = self._config
+        if config.initial:
+            module, self._former_n = load_initial_drafter(self.target, config, counted)
+        else:
+            module = super()._make_module(counted)
+        if config.device == "cuda" and config.sharding == "none" and not config.frozen_lsa:
+            encoder: Any = module.encoder
+            encoder.mean_over_layers = compile_mean(encoder)
         return module
 
     @torch.no_grad()
@@ -255,23 +260,24 @@ class MoAStudent(Student):
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Run all exits; while LSA is frozen its means are read from the cache."""
+        part = part.with_places()
         batch, blocks, target = part.batch, part.blocks, self.target
         kv_or_means, result = self._encoder_input(part, step)
         # The target's layers that an exit reuses attend to the states of all tokens.
-        wanted_BT = None if any(self.exits) else blocks.loss_BT
+        wanted = None if any(self.exits) else part.places.queries
         aggregated_BTE, *outputs = model(
             target.embed(batch.input_ids_BT).float(),
             kv_or_means,
             batch.attention_mask_BT,
             blocks.last_verified_BT,
             staircase_B=part.staircase_B,
-            wanted_BT=wanted_BT,
+            wanted=wanted,
         )
-        hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
-        return StudentOutput(
-            [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)],
-            (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
-        )
+        exits = [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)]
+        real_T = part.places.real_T
+        pair = (aggregated_BTE, result.hidden_BTE)
+        summary = [x_BTE.flatten(0, 1).index_select(0, real_T).float() for x_BTE in pair]
+        return StudentOutput(exits, (summary[0], summary[1]))
 
     def _encoder_input(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
         """The argument `kv_or_means` of `MoADrafter.forward`, and the target's pass."""
@@ -292,9 +298,9 @@ class MoAStudent(Student):
         Args:
             states: of all tokens, (B, T, E), or of these queries only, (M, E).
         """
-        loss_BT, inner = part.blocks.loss_BT, None
+        at, inner = part.places.queries.of_text, None
         if n:
-            inner = (states[loss_BT].float(), result.before[n][loss_BT].float())
+            inner = (at(states).float(), at(result.before[n]).float())
             mask_BT = part.batch.attention_mask_BT
             states = self.target.reuse_layers(
                 states.to(self.target.dtype),
@@ -304,8 +310,8 @@ class MoAStudent(Student):
                 num=n,
             )
         return ExitStates(
-            (states if states.ndim == 2 else states[loss_BT]).float(),
-            result.hidden_BTE[loss_BT].float(),
+            (states if states.ndim == 2 else at(states)).float(),
+            at(result.hidden_BTE).float(),
             self._head,
             inner=inner,
             relative=bool(self.module.exits),
@@ -328,16 +334,17 @@ class BaselineStudent(Student):
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's states."""
-        batch = part.batch
+        part = part.with_places()
+        batch, at = part.batch, part.places.queries.of_text
         hidden_BTE = self.activations.final_states(batch).float()
-        mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
+        mask_BT = batch.attention_mask_BT
         inputs = [self.target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
         found = ExitStates(
-            states_BTE[loss_BT].float(),
-            hidden_BTE[loss_BT],
+            at(states_BTE).float(),
+            at(hidden_BTE),
             self._head,
         )
         return StudentOutput([found])

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -115,7 +116,7 @@ def fetch(
     Raises:
         TrainingError: the store cannot be written.
     """
-    texts = [examples[i].token_ids for i in batch.example_ids]
+    texts = [examples[i].tokens for i in batch.example_ids]
     found = [store.get(ids) for ids in texts]
     missing = [row for row, arrays in enumerate(found) if arrays is None]
     if missing:
@@ -127,9 +128,12 @@ def fetch(
             arrays = {name: x[number, : len(ids)] for name, x in arrays_BT.items()}
             found[row] = store.put(ids, arrays)
     rows = [arrays for arrays in found if arrays is not None]
-    device = batch.input_ids_BT.device
+    device, width = batch.input_ids_BT.device, batch.input_ids_BT.shape[1]
+    more = max(0, width - max(map(len, texts)))  # the batch may have more pads
     return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True).to(device)
+        name: F.pad(
+            pad_sequence([row[name] for row in rows], batch_first=True), (0, 0, 0, more)
+        ).to(device)
         for name in rows[0]
     }
 
@@ -161,7 +165,7 @@ class TargetActivations:
         if directory:
             widths = activation_widths(target.identity, self.before, finals_only=finals_only)
             self._store = find_store(directory, target, widths, self._compute)
-            self._store.require_room([one.token_ids for one in examples], "activation_cache=false")
+            self._store.require_room([one.tokens for one in examples], "activation_cache=false")
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
@@ -191,7 +195,9 @@ class TargetActivations:
 
     def _compute(self, batch: Batch) -> dict[str, Tensor]:
         return _arrays(
-            self.target.capture(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+            self.target.capture(
+                batch.input_ids_BT, batch.attention_mask_BT, self.before, right_padded=True
+            )
         )
 
 
@@ -237,7 +243,7 @@ class LayerMeanCache:
         probed = TargetActivations(target, (), None, activations.before)
         compute = partial(self._compute, probed)
         self.store = find_store(directory, target, widths, compute)
-        self.store.require_room([one.token_ids for one in activations.examples], "frozen_lsa=0")
+        self.store.require_room([one.tokens for one in activations.examples], "frozen_lsa=0")
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""

@@ -57,8 +57,9 @@ def write(
     endpoint: Fields | None = None,
     **changes: Any,
 ) -> tuple[list[Row], EndpointWriter]:
-    place = Endpoint(**{"url": url, "first_delay_s": 0.0, **(endpoint or {})})
-    with EndpointWriter(target, place, options(**changes)) as writer:
+    shared = {"first_delay_s": 0.0, "at_once": 2, **(endpoint or {})}
+    places = [Endpoint(**{"url": one, **shared}) for one in url.split(",")]
+    with EndpointWriter(target, places, options(**changes)) as writer:
         writer.connect((20, 21))
         settings = writer.settings(prompts=fingerprint(conversations))
         with Journal(path, settings) as journal:
@@ -103,7 +104,7 @@ def test_rows_are_those_written_here(target: Target, tmp_path: Path) -> None:
     expected = written_here(target, tmp_path / "here.jsonl", TALKS)
     with moaspec_server(target) as url:
         _, writer = write(target, url, tmp_path / "a.jsonl")
-        write(target, f"{url}/v1/", tmp_path / "b.jsonl", batch_size=7)
+        write(target, f"{url}/v1/", tmp_path / "b.jsonl", endpoint={"at_once": 7})
     assert (tmp_path / "a.jsonl").read_bytes() == expected
     assert (tmp_path / "b.jsonl").read_bytes() == expected
     assert not writer.dropped
@@ -137,7 +138,7 @@ def test_sampled_texts_differ_and_can_be_repeated(target: Target, tmp_path: Path
     with moaspec_server(target) as url:
         sampled: Fields = {"conversations": [TALKS[0]] * 4, "temperature": 1.0, "top_p": 0.9}
         rows, _ = write(target, url, tmp_path / "a.jsonl", **sampled)
-        again, _ = write(target, url, tmp_path / "b.jsonl", **sampled, batch_size=1)
+        again, _ = write(target, url, tmp_path / "b.jsonl", **sampled, endpoint={"at_once": 1})
         other, _ = write(target, url, tmp_path / "c.jsonl", **sampled, seed=1)
     assert len({tuple(row["response_ids"]) for row in rows}) == 4
     assert again == rows != other
@@ -154,8 +155,8 @@ def test_interrupted_and_continued(stop: int, target: Target, tmp_path: Path) ->
             signal.raise_signal(signal.SIGINT)
 
     def run(url: str) -> None:
-        place, chosen = Endpoint(url=url), options(group_size=1)
-        with EndpointWriter(target, place, chosen, advance=advance) as writer:
+        places, chosen = [Endpoint(url=url, at_once=2)], options(group_size=1)
+        with EndpointWriter(target, places, chosen, advance=advance) as writer:
             writer.connect((20, 21))
             with Journal(path, writer.settings(prompts=fingerprint(TALKS))) as journal:
                 regenerate(writer, TALKS, journal)
@@ -281,7 +282,7 @@ def test_servers_that_take_only_texts(adds_bos: bool, byte_target: Target, tmp_p
         read = len(tokenizer(fields["prompt"])["input_ids"]) + adds_bos
         return completion("abc", usage={"prompt_tokens": read})
 
-    with fake(answer) as url, EndpointWriter(of, Endpoint(url=url), options()) as writer:
+    with fake(answer) as url, EndpointWriter(of, [Endpoint(url=url)], options()) as writer:
         writer.connect((serving.START, 20, 21))
         task = [Conversation(where="here:1", prompt_ids=(serving.START, 30, 31))]
         with Journal(tmp_path / "a.jsonl", writer.settings()) as journal:
@@ -472,3 +473,62 @@ def test_an_answer_that_takes_too_long_ends_the_run_and_is_not_asked_for_again(
         finally:
             ended.set()
     assert len(asked) == 1
+
+
+def test_two_servers_share_the_conversations(target: Target, tmp_path: Path) -> None:
+    """The rows are those of one; both are asked."""
+    expected = written_here(target, tmp_path / "here.jsonl", TALKS * 4)
+    with moaspec_server(target) as first, moaspec_server(target) as second:
+        _, writer = write(
+            target, f"{first},{second}", tmp_path / "a.jsonl", conversations=TALKS * 4
+        )
+        counts = [server.client.pace.running for server in writer._servers]
+    assert (tmp_path / "a.jsonl").read_bytes() == expected
+    assert counts == [0, 0]
+
+
+def test_a_lost_server_leaves_its_conversations_to_the_others(
+    target: Target, tmp_path: Path
+) -> None:
+    """The last one's loss ends the run."""
+    talks, asked, good = TALKS[:1] * 20, [0, 0], completion("w30", token_ids=[30, 1])
+
+    def dies(after: int, number: int) -> Any:
+        def answer(_: Fields) -> tuple[int, Any]:
+            asked[number] += 1
+            return (404, {"error": "unloaded"}) if asked[number] > after else good
+
+        return answer
+
+    with fake(dies(3, 0)) as first, fake(dies(1000, 1)) as second:
+        rows, _ = write(target, f"{first},{second}", tmp_path / "a.jsonl", conversations=talks)
+    assert len(rows) == 20
+    assert asked[1] > 15
+    asked[:] = [-1, -4]
+    with fake(dies(0, 0)) as first, fake(dies(0, 1)) as second:
+        urls = f"{first},{second}"
+        with pytest.raises(ServerError, match="unloaded"):
+            write(target, urls, tmp_path / "b.jsonl", conversations=talks)
+
+
+def test_a_long_answer_does_not_keep_a_server_idle(target: Target, tmp_path: Path) -> None:
+    """All other conversations are answered while the first one's answer is under way."""
+    talks = [chat_tokenizers.talk(f"w{20 + i}") for i in range(30)]
+    others, good = threading.Semaphore(0), completion("w30", token_ids=[30, 1])
+
+    def answer(fields: Fields) -> tuple[int, Any]:
+        if 20 in fields["prompt"] and fields["max_tokens"] > endpoint_writer.PROBE_TOKENS:
+            for _ in talks[1:]:
+                assert others.acquire(timeout=60)
+        else:
+            others.release()
+        return good
+
+    with fake(answer) as url:
+        place = [Endpoint(url=url, at_once=2)]
+        with EndpointWriter(target, place, options(group_size=3)) as writer:
+            writer.connect((21, 22))
+            others.acquire()
+            with Journal(tmp_path / "a.jsonl", writer.settings()) as journal:
+                regenerate(writer, talks, journal)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 30

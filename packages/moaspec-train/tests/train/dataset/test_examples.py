@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moaspec_core.errors import DataError
+from moaspec_train.dataset import examples as examples_module
 from moaspec_train.dataset.examples import Example, collate, epoch_batches, frequent_tokens
 from moaspec_train.dataset.read_examples import read_examples
 from moaspec_train.dataset.statistics import padding_share
@@ -132,6 +134,16 @@ def test_batches_by_tokens(lengths: list[int], tokens: int) -> None:
     for batch in batches:
         padded = max(lengths[i] for i in batch) * len(batch)
         assert padded <= tokens or len(batch) == 1
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9))
+def test_response_counts(responses: list[list[int]]) -> None:
+    """In the order of their first occurrence, which decides between equals of a vocabulary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples_module, "COUNTED_AT_ONCE", 2)
+        found = examples_module.response_counts(Example((1, 2), ids) for ids in responses)
+    expected = Counter(token for ids in responses for token in ids)
+    assert list(found.items()) == list(expected.items())
 
 
 def test_padding_share() -> None:

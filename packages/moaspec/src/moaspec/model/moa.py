@@ -111,23 +111,35 @@ class TargetEncoder(nn.Module):
         return self.memory_key_value(normed_BTE, self.memory_rope(position_ids_BT))
 
 
+@dataclass(frozen=True)
 class Queries:
     """Some tokens of each row of a batch, padded to the row with most of them: (B, Q).
 
-    Args:
-        chosen_BT: bool.
+    Made on the CPU and then moved, they cost no wait for a GPU, which alone knows their number.
+
+    Attributes:
+        index_BQ: int64, the place of each in its row.
+        among_M: int64, where those that are no pads are in (B, Q), flattened.
+        text_M: int64, where the same are in (B, T), flattened.
     """
 
-    def __init__(self, chosen_BT: Tensor) -> None:
+    index_BQ: Tensor
+    among_M: Tensor
+    text_M: Tensor
+
+    @classmethod
+    def chosen(cls, chosen_BT: Tensor) -> "Queries":
+        """The marked tokens."""
         counts_B1 = chosen_BT.sum(1, keepdim=True)
         width = max(1, int(counts_B1.max()))
-        self._index_BQ = (~chosen_BT).byte().argsort(dim=1, stable=True)[:, :width]
-        self._real_BQ = torch.arange(width, device=chosen_BT.device) < counts_B1
+        index_BQ = (~chosen_BT).byte().argsort(dim=1, stable=True)[:, :width]
+        real_BQ = torch.arange(width, device=chosen_BT.device) < counts_B1
+        return cls(index_BQ, _places(real_BQ), _places(chosen_BT))
 
     def of(self, x_BTE: Tensor) -> Tensor:
         """The values of these tokens, (B, Q, E)."""
-        index_BQE = self._index_BQ[..., None].expand(-1, -1, x_BTE.shape[-1])
-        return x_BTE.expand(len(self._index_BQ), -1, -1).gather(1, index_BQE)
+        index_BQE = self.index_BQ[..., None].expand(-1, -1, x_BTE.shape[-1])
+        return x_BTE.expand(len(self.index_BQ), -1, -1).gather(1, index_BQE)
 
     def of_mask(self, mask_B1TS: Tensor) -> Tensor:
         """The rows of a mask, (B, 1, Q, S)."""
@@ -135,7 +147,15 @@ class Queries:
 
     def flat(self, x_BQE: Tensor) -> Tensor:
         """Without pads, row after row, as `x_BTE[chosen_BT]`: (M, E)."""
-        return x_BQE[self._real_BQ]
+        return x_BQE.flatten(0, 1).index_select(0, self.among_M)
+
+    def of_text(self, x_BTE: Tensor) -> Tensor:
+        """`x_BTE[chosen_BT]`, (M, E)."""
+        return x_BTE.flatten(0, 1).index_select(0, self.text_M)
+
+
+def _places(chosen: Tensor) -> Tensor:
+    return chosen.flatten().nonzero()[:, 0]
 
 
 class DraftDecoder(nn.Module):
@@ -301,7 +321,7 @@ class MoADrafter(nn.Module):
         last_verified_BT: Tensor,
         *,
         staircase_B: Tensor | None = None,
-        wanted_BT: Tensor | None = None,
+        wanted: Queries | None = None,
     ) -> Tensor:
         """SA, then CA, of every token i; CA sees the aggregates of tokens up to s(i): (B, T, E).
 
@@ -311,17 +331,18 @@ class MoADrafter(nn.Module):
             attention_mask_BT: 1 for real tokens.
             last_verified_BT: s(i), an index into T, see `moaspec.model.masks`.
             staircase_B: bool per sequence; True lets SA see only the query's own block.
-            wanted_BT: bool, the tokens whose states are wanted, which are then returned as (M, E).
-                That saves the others' queries and MLPs.
+            wanted: the tokens whose states are wanted, which are then returned as (M, E). That
+                saves the others' queries and MLPs.
         """
-        if wanted_BT is not None and self.reads_drafts:  # all states are needed
-            return self.block_states(
+        if wanted is not None and self.reads_drafts:  # all states are needed
+            states_BTE = self.block_states(
                 embeddings_BTE,
                 aggregated_BTE,
                 attention_mask_BT,
                 last_verified_BT,
                 staircase_B=staircase_B,
-            )[wanted_BT]
+            )
+            return wanted.of_text(states_BTE)
         position_ids_BT = positions(attention_mask_BT)
         sa_mask = text_mask(attention_mask_BT)
         if staircase_B is not None:
@@ -331,16 +352,15 @@ class MoADrafter(nn.Module):
         ca_mask = memory_mask(attention_mask_BT, last_verified_BT)
         decoder = self.decoder
         self_angles = decoder.self_rope(position_ids_BT)
-        if wanted_BT is not None:
-            queries = Queries(wanted_BT)
-            x_BQE = decoder.self_attention_at(queries, embeddings_BTE, self_angles, sa_mask)
-            cross_mask = queries.of_mask(ca_mask)
+        if wanted is not None:
+            x_BQE = decoder.self_attention_at(wanted, embeddings_BTE, self_angles, sa_mask)
+            cross_mask = wanted.of_mask(ca_mask)
             states_BQE = decoder.run_cross_attention(
                 x_BQE,
-                decoder.cross_rope(queries.of(position_ids_BT[..., None])[..., 0]),
+                decoder.cross_rope(wanted.of(position_ids_BT[..., None])[..., 0]),
                 lambda q: masked_attention(q, key, value, cross_mask),
             )
-            return queries.flat(states_BQE)
+            return wanted.flat(states_BQE)
         x_BTE = decoder.run_self_attention(
             embeddings_BTE,
             self_angles,
@@ -364,7 +384,7 @@ class MoADrafter(nn.Module):
         last_verified_BT: Tensor,
         *,
         staircase_B: Tensor | None = None,
-        wanted_BT: Tensor | None = None,
+        wanted: Queries | None = None,
     ) -> tuple[Tensor, ...]:
         """The training pass of all exits, see `block_states`.
 
@@ -375,7 +395,7 @@ class MoADrafter(nn.Module):
 
         Returns:
             The aggregate of every token, then the output of each exit in the order of
-            `config.num_target_layers`: (B, T, E) each, or (M, E) for exits with `wanted_BT`.
+            `config.num_target_layers`: (B, T, E) each, or (M, E) for exits with `wanted`.
         """
         aggregate = self.aggregate if kv_or_means.ndim == 4 else self.encoder.projection
         aggregated_BTE = aggregate(kv_or_means)
@@ -385,7 +405,7 @@ class MoADrafter(nn.Module):
             attention_mask_BT,
             last_verified_BT,
             staircase_B=staircase_B,
-            wanted_BT=wanted_BT,
+            wanted=wanted,
         )
         layers = self.config.num_target_layers
         return aggregated_BTE, *(self.adapt(states_BTE, n) for n in layers)

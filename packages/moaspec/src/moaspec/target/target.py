@@ -177,7 +177,12 @@ class Target(TargetSpec):
 
     @torch.no_grad()
     def capture(
-        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, before: Collection[int] = ()
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        before: Collection[int] = (),
+        *,
+        right_padded: bool | None = None,
     ) -> TargetPass:
         """Uncached pass that captures keys and values of all layers, for training.
 
@@ -185,7 +190,10 @@ class Target(TargetSpec):
             input_ids_BT: (B, T) int64.
             attention_mask_BT: (B, T), 1 for real tokens.
             before: the N > 0 for which to return the input of the last N layers.
+            right_padded: whether pads are behind every text; None looks, which waits for a GPU.
         """
+        if right_padded is None:
+            right_padded = _right_padded(attention_mask_BT)
         entering: dict[int, Tensor] = {}
         features = LayerFeatures(self.num_layers)
 
@@ -201,7 +209,7 @@ class Target(TargetSpec):
             input_ids_BT,
             positions(attention_mask_BT),
             # No real token sees pads after the text, and attention is faster without a mask.
-            mask_B1TS=None if _right_padded(attention_mask_BT) else text_mask(attention_mask_BT),
+            mask_B1TS=None if right_padded else text_mask(attention_mask_BT),
             write=write,
             watch=watch,
         )
