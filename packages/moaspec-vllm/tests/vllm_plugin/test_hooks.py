@@ -10,20 +10,20 @@ from moaspec_core.errors import ServingError
 from moaspec_vllm import hooks
 
 
-@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0"])
+@pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "1.0"])
 def test_other_versions_are_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda: found)
-    with pytest.raises(ServingError, match=rf"vLLM {found} is installed.*>=0\.32,<0\.34"):
+    with pytest.raises(ServingError, match=rf"vLLM {found} is installed.*==0\.32\.\*"):
         hooks.require_version()
 
 
 def test_without_vllm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda: "not installed")
-    with pytest.raises(ServingError, match=r"not installed: pip install 'vllm>=0\.32,<0\.34'"):
+    with pytest.raises(ServingError, match=r"not installed: pip install 'vllm==0\.32\.\*'"):
         hooks.require_version()
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.32.1"])
 def test_known_versions_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda: found)
     hooks.require_version()
@@ -37,3 +37,23 @@ def test_a_missing_hook_is_named_with_the_version(monkeypatch: pytest.MonkeyPatc
         ServingError, match=r"vLLM 0\.33\.5 has no Runner\.input_batch\.block_table"
     ):
         hooks.require(runner, "input_batch.block_table", owner_name="Runner")
+
+
+def test_a_changed_signature_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.32.7")
+    table = SimpleNamespace(get_device_tensor=lambda num_reqs: num_reqs)
+    group = SimpleNamespace(
+        build_metadata_for_drafting=lambda common_attn_metadata, draft_index: None
+    )
+    runner = SimpleNamespace(
+        _dummy_run=lambda num_tokens, uniform_decode: None,
+        _sample=lambda logits, spec_decode_metadata: None,
+        input_batch=SimpleNamespace(block_table=[table]),
+        attn_groups=[[group]],
+    )
+    hooks.require_arguments(runner)
+    group.build_metadata_for_drafting = lambda common_attn_metadata: None
+    with pytest.raises(
+        ServingError, match=r"vLLM 0\.32\.7 has changed .*drafting, which takes no.*'draft_index'"
+    ):
+        hooks.require_arguments(runner)
