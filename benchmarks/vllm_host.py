@@ -10,6 +10,7 @@ machine change little. Every step drafts for all requests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,10 +18,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -28,15 +30,19 @@ DRAFT_TOKENS = 3
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name, those of CPU kernels of moaspec and vLLM included."""
+    """Counts operations by name, those of CPU kernels included, and the CPU time in them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counter[str]()
+        self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func)] += 1
-        return func(*args, **kwargs or {})
+        started = time.thread_time()
+        found = func(*args, **kwargs or {})
+        self.seconds += time.thread_time() - started
+        return found
 
 
 def main() -> None:
@@ -66,55 +72,72 @@ def main() -> None:
 
 def _row(llm: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """Medians of steps in which all requests decode."""
-    from vllm import SamplingParams
-
+    names = _start(llm, number, args.context)
     core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    settings = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-    for index in range(number):
-        ids = [(7 * index + 3 * place) % 64 for place in range(args.context)]
-        llm.llm_engine.add_request(f"{number}-{index}", {"prompt_token_ids": ids}, settings)
-    requests = core.scheduler.requests
-    while any(one.num_computed_tokens < one.num_prompt_tokens for one in requests.values()):
-        llm.llm_engine.step()
-    for _ in range(12):  # until every prompt is encoded
-        llm.llm_engine.step()
-    drafter = runner.drafter
-    spent: dict[str, list[float]] = {"note_pass": [], "propose": []}
-    operations = Operations()
-
-    def watched(name: str, *, count: bool) -> Any:
-        call = getattr(type(drafter), name)
-
-        def run(*arguments: Any, **named: Any) -> Any:
-            if count:
-                with operations:
-                    return call(drafter, *arguments, **named)
-            started = time.thread_time()
-            try:
-                return call(drafter, *arguments, **named)
-            finally:
-                spent[name].append(time.thread_time() - started)
-
-        return run
-
-    for count in (False, True):
-        for name in spent:
-            setattr(drafter, name, watched(name, count=count))
+    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    host_s, python_s, operations = list[float](), list[float](), Operations()
+    for counted in (False, True):
         for _ in range(args.steps):
-            llm.llm_engine.step()
-    for name in spent:
-        delattr(drafter, name)
-    llm.llm_engine.abort_request([f"{number}-{index}" for index in range(number)])
+            spent = {"host": 0.0}
+            operations.seconds = 0.0
+            with _watched(drafter, spent, operations if counted else contextlib.nullcontext()):
+                llm.llm_engine.step()
+            if counted:
+                python_s.append(spent["host"] - operations.seconds)
+            else:
+                host_s.append(spent["host"])
+    llm.llm_engine.abort_request(names, internal=True)
     llm.llm_engine.step()
     row = {
         "requests": number,
-        "host_ms": {name: round(1e3 * statistics.median(all_), 3) for name, all_ in spent.items()},
+        "host_ms": round(1e3 * statistics.median(host_s), 3),
+        "outside_operations_ms": round(1e3 * statistics.median(python_s), 3),
         "operations": round(operations.counts.total() / args.steps, 1),
-        "most": {k: round(v / args.steps, 1) for k, v in operations.counts.most_common(12)},
+        "most": {k: round(v / args.steps, 1) for k, v in operations.counts.most_common(8)},
     }
     print(row, flush=True)
     return row
+
+
+def _start(llm: Any, number: int, context: int) -> list[str]:
+    """Requests with different prompts, all encoded; their names."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    settings = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    names = []
+    for index in range(number):
+        ids = [(7 * index + 3 * place) % 64 for place in range(context)]
+        name = engine.add_request(f"{number}-{index}", {"prompt_token_ids": ids}, settings)
+        names.append(name)
+    requests = engine.engine_core.engine_core.scheduler.requests
+    while any(one.num_computed_tokens < one.num_prompt_tokens for one in requests.values()):
+        engine.step()
+    for _ in range(4 + number * context // 2048):
+        engine.step()
+    return names
+
+
+@contextlib.contextmanager
+def _watched(drafter: Any, spent: dict[str, float], around: Any) -> Iterator[None]:
+    """Add the CPU time of the proposer's calls to `spent`."""
+
+    def timed(call: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
+            with around:
+                started = time.thread_time()
+                try:
+                    return call(*arguments, **named)
+                finally:
+                    spent["host"] += time.thread_time() - started
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("note_pass", "propose"):
+            call = timed(getattr(drafter, name))
+            stack.enter_context(mock.patch.object(drafter, name, call))
+        yield
 
 
 if __name__ == "__main__":

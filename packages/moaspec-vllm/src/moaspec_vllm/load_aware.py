@@ -1,8 +1,9 @@
 """The choice between steps with drafts and steps without, by the measured time of each.
 
-A pass takes longer with more tokens, and drafts pay where it takes little longer. All requests of a
-step are drafted for, or none: a pass in which all requests have equally many tokens runs in one
-CUDA graph, and a mixed one does not. Times are measured when vLLM starts and corrected by each step.
+A pass takes longer with more tokens, and drafts pay where it takes little longer. All requests of
+a step are drafted for, or none: a pass in which all requests have equally many tokens runs in one
+CUDA graph, and a mixed one does not. Times are measured when vLLM starts, and each step corrects
+them.
 """
 
 from __future__ import annotations

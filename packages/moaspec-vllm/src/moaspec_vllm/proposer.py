@@ -265,7 +265,8 @@ class VLLMMoAProposer(CustomProposer):
         backlog = drafter.backlog(rows_R, position_R[rows_R])
         if self._chooser is not None and not self._chooser.choose(number, len(backlog.unread)):
             return None
-        now = backlog.first(ENCODE_STEP)
+        # At least what the last step added, or drafts would never begin.
+        now = backlog.first(max(ENCODE_STEP, number * (1 + self._longest)))
         drafted_R = np.flatnonzero(decodes_R)
         if not np.isin(drafted_R, now.rows_R).all():  # one must wait, so all do
             drafted_R = drafted_R[:0]

@@ -217,7 +217,7 @@ def test_all_requests_of_a_step_are_drafted_for_or_none(
 
     prompts, lengths = crowd()
     monkeypatch.setattr(proposer.VLLMMoAProposer, "propose", watched)
-    monkeypatch.setattr(proposer, "ENCODE_STEP", 24)
+    monkeypatch.setattr(proposer, "ENCODE_STEP", 40)
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, prompts, lengths, concurrency=8)
     with serving.engine(models, models.taught, **CROWDED | {"num_gpu_blocks_override": 128}) as llm:

@@ -39,21 +39,41 @@ def test_a_missing_hook_is_named_with_the_version(monkeypatch: pytest.MonkeyPatc
         hooks.require(runner, "input_batch.block_table", owner_name="Runner")
 
 
+class Runner:
+    """Methods of vLLM's model runner, as far as their arguments are looked at."""
+
+    def __init__(self, group: object) -> None:
+        self.input_batch = SimpleNamespace(block_table=[Table()])
+        self.attn_groups = [[group]]
+
+    def _dummy_run(self, num_tokens: int, *, uniform_decode: bool = False) -> None: ...
+
+    def _sample(self, logits: object, spec_decode_metadata: object) -> None: ...
+
+
+class Table:
+    """A block table."""
+
+    def get_device_tensor(self, num_reqs: int) -> None: ...
+
+
+class Group:
+    """An attention group."""
+
+    def build_metadata_for_drafting(self, common_attn_metadata: object, draft_index: int) -> None:
+        """Take what vLLM 0.32 takes."""
+
+
+class LaterGroup:
+    """One of a vLLM that nobody knows."""
+
+    def build_metadata_for_drafting(self, common_attn_metadata: object) -> None: ...
+
+
 def test_a_changed_signature_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda: "0.32.7")
-    table = SimpleNamespace(get_device_tensor=lambda num_reqs: num_reqs)
-    group = SimpleNamespace(
-        build_metadata_for_drafting=lambda common_attn_metadata, draft_index: None
-    )
-    runner = SimpleNamespace(
-        _dummy_run=lambda num_tokens, uniform_decode: None,
-        _sample=lambda logits, spec_decode_metadata: None,
-        input_batch=SimpleNamespace(block_table=[table]),
-        attn_groups=[[group]],
-    )
-    hooks.require_arguments(runner)
-    group.build_metadata_for_drafting = lambda common_attn_metadata: None
+    hooks.require_arguments(Runner(Group()))
     with pytest.raises(
         ServingError, match=r"vLLM 0\.32\.7 has changed .*drafting, which takes no.*'draft_index'"
     ):
-        hooks.require_arguments(runner)
+        hooks.require_arguments(Runner(LaterGroup()))

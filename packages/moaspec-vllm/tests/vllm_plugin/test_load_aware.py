@@ -58,7 +58,9 @@ class Steps:
         for step in range(number):
             if drafts:
                 right = [
-                    sum((7 * step + 3 * row + place) % 10 < 10 * self.accepted for place in range(3))
+                    sum(
+                        (7 * step + 3 * row + place) % 10 < 10 * self.accepted for place in range(3)
+                    )
                     for row in range(self.number)
                 ]
                 self.chooser.count(self.number, sum(right))

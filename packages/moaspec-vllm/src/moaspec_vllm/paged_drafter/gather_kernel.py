@@ -17,7 +17,7 @@ WIDTH = 1024  # elements that a program copies
 
 
 @triton.jit
-def _gather(
+def _gather(  # noqa: PLR0917 - a kernel
     first: Any,
     offsets_ptr: Any,
     slots_ptr: Any,
@@ -67,4 +67,3 @@ def gather(
             width=WIDTH,
         )
     return out_NLX
-

@@ -102,7 +102,7 @@ class SentStep:
         unseen: row, position, slot in SA's cache and token id, (4, N).
         rows_R, position_R: the requests that are drafted for, and positions of their newest tokens,
             on the host.
-        requests: row, the newest token's id, its position and the first block that CA reads, (4, R).
+        requests: row, id and position of the newest token, first block that CA reads, (4, R).
         position_SR: of the token before each draft.
         slots_SR: of these tokens in SA's cache.
     """
@@ -359,6 +359,7 @@ class PagedDrafter:
             metadata = own_group.metadata(queries, slots_R, lengths_R, step.position_R + number)
             steps.append([PagedAttend(layer, metadata, slots_R) for layer in parts.text_layers])
         return cross, steps
+
 
 def _by_step(cos_sin: CosSin) -> Iterable[CosSin]:
     """(S, 1, R, D) each -> S pairs of (1, 1, R, D)."""
