@@ -25,7 +25,10 @@ def main() -> None:
 
     llm = LLM(**asked["arguments"])
     prompts = _prompt_ids(llm, asked["prompts"])
-    found = {"engine": _facts(llm), "texts": _texts(llm, prompts, asked["tokens"])}
+    found: dict[str, Any] = {
+        "engine": _facts(llm),
+        "texts": _texts(llm, prompts, asked["tokens"]),
+    }
     found["steps"] = [_steps(llm, prompts, number, asked["tokens"]) for number in asked["requests"]]
     found["engine"] |= _drafter_facts(_runner(llm))
     Path(sys.argv[2]).write_text(json.dumps(found))
@@ -123,7 +126,7 @@ def _steps(llm: Any, prompts: list[list[int]], number: int, tokens: int) -> dict
         engine.step()
     for _ in range(WARM_STEPS):
         engine.step()
-    took_s, written = [], []
+    took_s, written = list[float](), list[int]()
     while len(took_s) < tokens and len(requests) == number:
         before = sum(one.num_tokens for one in requests.values())
         started = time.perf_counter()

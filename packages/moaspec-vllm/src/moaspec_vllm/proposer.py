@@ -180,6 +180,7 @@ class VLLMMoAProposer(CustomProposer):
                 hooks.installed_version(),
             )
         ACTIVE.set(1)
+        FAILURES.inc(0)  # exported before there is one
 
     def prepare(self) -> None:
         """Measure the costs of drafts, unless vLLM's option fixes their length."""

@@ -16,7 +16,7 @@ from torch import Tensor
 WIDTH = 1024  # elements that a program copies
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # noqa: PLR0917 - a kernel
     first: Any,
     offsets_ptr: Any,

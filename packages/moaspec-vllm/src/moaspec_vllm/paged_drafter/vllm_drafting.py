@@ -245,7 +245,7 @@ class PagedDrafter:
         unread, unseen = backlog.unread, backlog.unseen
         ids = self._runner.input_batch.token_ids_cpu
         position_SR = position_R + np.arange(depth)[:, None]
-        sent = self._sender.send(
+        unread_3N, unseen_4N, requests_4R, sent_position_SR, slots_SR = self._sender.send(
             np.stack(
                 (
                     unread.position_N,
@@ -267,7 +267,16 @@ class PagedDrafter:
             position_SR,
             self._self_group.slots_of(rows_R, position_SR),
         )
-        return SentStep(backlog, *sent[:2], rows_R, position_R, *sent[2:])
+        return SentStep(
+            backlog=backlog,
+            unread=unread_3N,
+            unseen=unseen_4N,
+            rows_R=rows_R,
+            position_R=position_R,
+            requests=requests_4R,
+            position_SR=sent_position_SR,
+            slots_SR=slots_SR,
+        )
 
     def encode(self, step: SentStep) -> None:
         """Write the drafter's keys and values of the step's backlog."""
