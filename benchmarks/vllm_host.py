@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _row(llm: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of steps in which all requests decode."""
+    """Medians of decoding steps."""
     names = _start(llm, number, args.context)
     core = llm.llm_engine.engine_core.engine_core
     drafter = core.model_executor.driver_worker.worker.model_runner.drafter

@@ -352,7 +352,7 @@ class VLLMMoAProposer(CustomProposer):
                 self._stop(f"the drafter failed {self._failed} times in a row")
 
     def _stop(self, reason: str) -> None:
-        """Draft no more."""
+        """Draft nothing from now on."""
         logger.error("No more drafts until vLLM is restarted, because %s.", reason)
         self._drafter = None
         ACTIVE.set(0)

@@ -166,7 +166,8 @@ def test_tokens_that_were_skipped_are_encoded_later(
 ) -> None:
     """Drafts after steps without any are those of a run that drafts in every step.
 
-    A step encodes few tokens here, so that a prompt takes several.
+    A step encodes few tokens here, so that a prompt takes several. A drafter that is never right
+    drafts after every token.
     """
     from moaspec_vllm import proposer
     from moaspec_vllm.paged_drafter.vllm_drafting import PagedDrafter
@@ -190,7 +191,7 @@ def test_tokens_that_were_skipped_are_encoded_later(
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     monkeypatch.setattr(PagedDrafter, "draft", noted)
     seen: set[tuple[int, ...]] = set()
-    with serving.engine(models, models.taught) as llm:
+    with serving.engine(models, models.random) as llm:
         expected = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
         seen |= drafts.keys()
         monkeypatch.setattr(proposer.VLLMMoAProposer, "_step", sometimes)
@@ -305,6 +306,22 @@ def test_drafts_end_after_failures_in_a_row(
         assert serving.counter(llm, "spec_decode_num_drafts") == 0
     assert calls["encode"] == proposer.MAX_FAILURES
     assert proposer.ACTIVE._value.get() == 0
+
+
+def test_vllm_check_reports_texts_steps_and_backends(models: Models) -> None:
+    from moaspec_vllm import engine_check
+
+    prompts = [list(prompt) for prompt in tiny.PROMPTS]
+    with serving.engine(models, models.taught) as llm:
+        assert [len(text) for text in engine_check._texts(llm, prompts, 8)] == [8] * 4
+        one, two = (engine_check._steps(llm, prompts, number, 12) for number in (1, 2))
+        facts = engine_check._facts(llm) | engine_check._drafter_facts(engine_check._runner(llm))
+    assert one["step_ms"] > 0
+    assert one["tokens_per_step"] > 1.2
+    assert (two["requests"], two["steps"]) == (2, 12)
+    assert facts["backend"] == facts["drafter backend"] == "CPU_ATTN"
+    assert (facts["dtype"], facts["drafter cache"]) == ("float32", "float32")
+    assert facts["drafts at the end"]
 
 
 def test_a_calibration_that_fails_means_no_drafts(

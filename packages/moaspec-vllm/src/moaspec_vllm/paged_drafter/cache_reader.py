@@ -100,7 +100,7 @@ class CacheReader:
         return torch.stack(parts, dim=1)
 
     def _kernel(self) -> Callable[[Tensor], Tensor]:
-        """The same as `_take`, in one launch on a GPU."""
+        """Return what reads all layers in one launch on a GPU."""
         from moaspec_vllm.paged_drafter.gather_kernel import gather
 
         first = self._caches[0]

@@ -69,7 +69,7 @@ class EncodedTokens:
         return np.repeat(rows_M, number_M), ranges(start_M, number_M)
 
     def add(self, blocks_RM: Integers, row_N: Integers, position_N: Integers) -> None:
-        """Note that tokens are encoded, those that `missing` found or the first of them."""
+        """Note that tokens are encoded: all tokens that `missing` found, or the first of them."""
         place_N, offset_N = np.divmod(position_N, self._size)
         np.maximum.at(self._counts, blocks_RM[row_N, place_N], offset_N + 1)
 

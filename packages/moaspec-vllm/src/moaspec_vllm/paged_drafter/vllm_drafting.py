@@ -69,7 +69,7 @@ class Backlog:
     """Tokens that the drafter lacks of some requests.
 
     Attributes:
-        rows_R: the requests, those that are encoded first in front.
+        rows_R: the requests, in the order in which they are encoded.
         length_R: number of tokens of each that the target has computed and verified.
         unread: tokens without keys and values of CA.
         unseen: tokens without those of SA.
@@ -81,7 +81,7 @@ class Backlog:
     unseen: Tokens
 
     def first(self, most: int) -> Backlog:
-        """The part that one step encodes, with the requests of which nothing is left then."""
+        """Return the part that one step encodes, with the requests that are complete after it."""
         left = np.concatenate((self.unread.rest(most), self.unseen.rest(most)))
         done_R = ~np.isin(self.rows_R, left)
         return Backlog(
@@ -134,7 +134,7 @@ class Sender:
         self._numbers = self._host.numpy()
 
     def send(self, *parts: Integers) -> list[Tensor]:
-        """The same numbers on the device, int64, each in the shape that it has here."""
+        """Return the numbers on the device, int64, in their shapes."""
         total = sum(part.size for part in parts)
         if total > len(self._numbers):
             self._grow(2 * total)
