@@ -223,7 +223,8 @@ class VLLMMoAProposer(CustomProposer):
     def note_pass(self) -> None:
         """Note which blocks of the cache the target has begun to fill."""
         if self._drafter is not None:
-            self._drafter.note_pass()
+            with self._failures():
+                self._drafter.note_pass()
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, *_: Any, **__: Any

@@ -243,6 +243,8 @@ def test_bf16_engines_draft_with_the_targets_backend_and_dtype(models: Models, e
             assert layer.attention.attn_backend is target.attn_backend
             assert layer.attention.kv_cache.dtype == torch.bfloat16
             assert layer.attention.impl.num_kv_heads == layer.heads[1]
+        with torch.inference_mode():
+            runner.drafter.profile()
 
 
 @pytest.mark.parametrize("form", ["raw", "vllm"])

@@ -66,7 +66,8 @@ def vllm_check(
     # Steps of both engines are compared, so each step drafts.
     schedule = [[1, 1 << 16, num_speculative_tokens]]
     drafted["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
-    prompts = [prompt.turns[0] for prompt in read_prompts("bundled", limit=NUM_TEXTS)]
+    conversations = [*read_prompts("bundled"), *read_prompts("bundled-code")]
+    prompts = [turn for prompt in conversations for turn in prompt.turns][:NUM_TEXTS]
     common = {"dtype": dtype, "seed": 0, "max_num_seqs": max(NUM_TEXTS, *numbers)} | further
     answers = {}
     for name, arguments in (("plain", {"model": weights}), ("drafted", drafted)):
