@@ -67,7 +67,8 @@ def vllm_check(
     schedule = [[1, 1 << 16, num_speculative_tokens]]
     drafted["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
     conversations = [*read_prompts("bundled"), *read_prompts("bundled-code")]
-    prompts = [turn for prompt in conversations for turn in prompt.turns][:NUM_TEXTS]
+    turns = [turn for prompt in conversations for turn in prompt.turns]
+    prompts = [*turns, *(f"{turn} Answer in one sentence." for turn in turns)][:NUM_TEXTS]
     common = {"dtype": dtype, "seed": 0, "max_num_seqs": max(NUM_TEXTS, *numbers)} | further
     answers = {}
     for name, arguments in (("plain", {"model": weights}), ("drafted", drafted)):
