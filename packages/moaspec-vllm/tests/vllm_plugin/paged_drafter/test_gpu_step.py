@@ -287,6 +287,36 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         yield watched
 
 
+def made(backend: str, dtype: torch.dtype, scales: str) -> Any:
+    """An attention layer as vLLM has made it."""
+    return SimpleNamespace(
+        layer_name="moa_spec.layers.3.self_attn.attn",
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        kv_cache_torch_dtype=dtype,
+        _k_scale=torch.ones((), device=scales),
+        _v_scale=torch.ones((), device=scales),
+    )
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        made("TRITON_ATTN", torch.bfloat16, "meta"),
+        made("FLASH_ATTN", torch.float32, "meta"),
+        made("FLASH_ATTN", torch.bfloat16, "cpu"),
+    ],
+    ids=["backend", "dtype", "scales"],
+)
+def test_layers_that_vllm_made_unlike_the_targets_are_refused(own: Any) -> None:
+    from moaspec_core.errors import ServingError
+    from moaspec_vllm.paged_drafter.caches import _require_alike
+
+    like = made("FLASH_ATTN", torch.bfloat16, "meta")
+    _require_alike(like, like, torch.device("meta"))
+    with pytest.raises(ServingError, match="vLLM made moa_spec"):
+        _require_alike(own, like, torch.device("meta"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.usefixtures("gpu")
 def test_a_step_runs_on_the_device_of_the_model(dtype: torch.dtype) -> None:
